@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import trio
 
-from fedsender.relay import daemon, snapshots
+from fedsender.relay import snapshots
 from fedsender.relay.hub import Hub
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
-from fedsender.relay.retention import Limits, Retention
+from fedsender.relay.retention import Retention
 from fedsender.simulation import relay as relay_world
 from fedsender.simulation.relay import simulate_relay
 from fedsender.store import appends
@@ -114,10 +113,8 @@ def test_a_pin_ahead_of_its_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_log_that_goes_as_soon_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything stays for a while."""
 
-    def at_once(keep_min_s: float, *others: Any) -> Limits:
-        return Limits(0, *others)
-
-    monkeypatch.setattr(daemon, "Limits", at_once)
+    last_before = RelayStore.last_before
+    monkeypatch.setattr(RelayStore, "last_before", lambda self, _ms: last_before(self, 2**62))
     # Who holds it, holds it for longer than that.
     monkeypatch.setattr(Registry, "floor", lambda _: None)
 

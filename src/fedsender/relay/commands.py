@@ -90,8 +90,6 @@ def status(config: ConfigFile, as_json: AsJson = False) -> int:
     if as_json:
         say_json(answer)
     else:
-        from fedsender.relay.commands import consumers, facts
-
         for line in facts(answer):
             say(line)
         if answer["consumers"]:

@@ -17,10 +17,10 @@ import trio
 from fedsender.config import Config, database_url
 from fedsender.facts import Elsewhere
 from fedsender.intake.intake import Intake
-from fedsender.relay.hub import Hub, HubSettings
+from fedsender.relay.hub import Hub
 from fedsender.relay.log import RelayLog
-from fedsender.relay.registry import Registry, Terms
-from fedsender.relay.retention import Limits, Retention, free_bytes
+from fedsender.relay.registry import Registry
+from fedsender.relay.retention import Retention, free_bytes
 from fedsender.relay.snapshots import Snapshots, open_shelf
 from fedsender.replication.line_stream import OWN_KIND, PeerKind
 from fedsender.replication.server import Door, open_server
@@ -92,7 +92,6 @@ async def open_relay(
     """
     settings = config.relay
     settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    terms = Terms(settings.consumer_ttl, settings.join_ttl, settings.max_consumers)
     async with (
         open_relay_store(
             relay_database(config),
@@ -103,7 +102,7 @@ async def open_relay(
         ) as store,
         _holding(store, runtime, waits),
         _open_log(RelayLog(store, runtime, await store.bounds(), await store.epochs())) as opened,
-        _open_registry(Registry(store, runtime, terms)) as registry,
+        _open_registry(Registry(store, runtime, settings)) as registry,
         open_shelf(
             settings.directory,
             store,
@@ -114,13 +113,8 @@ async def open_relay(
             step=step,
         ) as snapshots,
     ):
-        limits = Limits(settings.keep_min, settings.log_cap, settings.disk_reserve)
-        retention = Retention(store, opened, registry, snapshots, runtime, limits, free)
-        secret_files = {name: one.secret_file for name, one in settings.consumers.items()}
-        hub_settings = HubSettings(
-            config.server_name, secret_files, kind, settings.fetch_bytes_per_second
-        )
-        hub = Hub(opened, registry, snapshots, retention, runtime, hub_settings)
+        retention = Retention(store, opened, registry, snapshots, runtime, settings, free)
+        hub = Hub(opened, registry, snapshots, retention, runtime, config, kind)
         opened_doors = await doors() if callable(doors) else doors
         listeners = [door.listener for door in opened_doors]
         async with _running(retention.run), open_server(hub, listeners):

@@ -9,26 +9,23 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Final
 
 import structlog
 import trio
 
-from fedsender.config import ConfigError, read_secret
+from fedsender.config import Config, ConfigError, read_secret
 from fedsender.facts import SERVER_UP, STREAM, Ephemeral, without_edus
-from fedsender.relay.log import Collected, Cursor, RelayLog
+from fedsender.relay.log import Collected, RelayLog
 from fedsender.relay.registry import Registry, TooManyConsumers, is_consumer_name
 from fedsender.relay.retention import Retention
 from fedsender.relay.snapshots import SnapshotFailed, Snapshots
-from fedsender.replication.line_stream import OWN_KIND, SEND_PIECE, PeerKind, Wire
+from fedsender.replication.line_stream import SEND_PIECE, PeerKind, Wire
 from fedsender.replication.protocol import (
     RELAY_VERSION,
     Ack,
@@ -279,32 +276,29 @@ class Session(LineSession):
         self.sent = at
         self.level = False
         self._unacked.clear()
-        self.start(partial(self._feed, at))
+        self.start(self._feed)
 
-    async def _feed(self, at: int) -> None:
-        """Send the log behind this token, until the next record is deleted."""
+    async def _feed(self) -> None:
+        """Send the log behind `sent`, until the next record is deleted."""
         hub = self._hub
         try:
-            await self._send_log(hub.log.cursor(at))
+            while True:
+                if found := await hub.log.read(self.sent, READ_PIECE):
+                    last = found[-1]
+                    self._unacked.append((last.token, last.ms))
+                    # Before it is out: the answer may be faster than we are.
+                    self.sent = last.token
+                    await self.wire.send_lines(b"".join(each.lines for each in found))
+                    continue
+                if not self.level:
+                    self.level = True
+                    await self.wire.send(Position(STREAM, None, self.sent, self.sent))
+                await hub.log.moved.wait_past(self.sent)
         except Collected:
             self.follows = self.level = False
             self.leave_stream(STREAM)
             hub.registry.lose_feed(self.name)
             await self._say_resync(Reason.GAP, self.sent, hub.log.epoch)
-
-    async def _send_log(self, cursor: Cursor) -> None:
-        while True:
-            piece = await cursor.read(READ_PIECE)
-            if piece.lines:
-                self._unacked.append((piece.last, piece.ms))
-                # Before it is out: the answer may be faster than we are.
-                self.sent = piece.last
-                await self.wire.send_lines(piece.lines)
-                continue
-            if not self.level:
-                self.level = True
-                await self.wire.send(Position(STREAM, None, self.sent, self.sent))
-            await self._hub.log.moved.wait_past(self.sent)
 
     def beat(self) -> list[Command]:
         if self._hub.hung():
@@ -318,33 +312,6 @@ log = structlog.get_logger()
 
 HUNG_S: Final = 15.0
 """A commit that takes longer is treated as one that never ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class HubSettings:
-    """The settings of consumers: their secrets, and the kind of their peers.
-
-    Attributes:
-        secret_files: by consumer, read whenever a client gives a secret, so that each can be
-            changed at any time.
-        kind: limits of a peer.
-        fetch_bytes_per_s: the limit for all files together; 0: no limit.
-    """
-
-    server_name: str
-    secret_files: Mapping[str, Path] = field(default_factory=dict)
-    kind: PeerKind = OWN_KIND
-    fetch_bytes_per_s: int = 0
-
-    def read_secrets(self) -> dict[str, str]:
-        """The secrets by consumer, without those in a file that cannot be read."""
-        secrets = {}
-        for name, path in self.secret_files.items():
-            try:
-                secrets[name] = read_secret(path)
-            except ConfigError as error:
-                log.error("relay_secret_unreadable", consumer=name, reason=str(error))
-        return secrets
 
 
 @dataclass(slots=True)
@@ -380,10 +347,9 @@ class _PlainLog:
 
     async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Json]]:
         try:
-            cursor = self._log.cursor(after)
-            while cursor.position < upto:
-                piece = await cursor.read(READ_PIECE)
-                if facts := _facts_in(without_edus(piece.lines)):
+            while after < upto and (found := await self._log.read(after, READ_PIECE)):
+                after = found[-1].token
+                if facts := _facts_in(without_edus(b"".join(each.lines for each in found))):
                     return facts
         except Collected as gone:
             text = f"the log has {gone.first} to {gone.head}, and not what follows {after}"
@@ -420,14 +386,15 @@ class Hub(LineServer[Session]):
         snapshots: Snapshots,
         retention: Retention,
         runtime: Runtime,
-        settings: HubSettings,
+        config: Config,
+        kind: PeerKind,
     ) -> None:
         super().__init__(
-            settings.server_name,
+            config.server_name,
             {STREAM: _PlainLog(log)},
             runtime,
-            secrets=settings.read_secrets,
-            kind=settings.kind,
+            secrets=self._read_secrets,
+            kind=kind,
             instance="relay",
         )
         self.counts = RelayCounts()
@@ -436,12 +403,22 @@ class Hub(LineServer[Session]):
         self.snapshots = snapshots
         self.retention = retention
         self.owners: dict[str, Session] = {}
-        self._fetch_bytes_per_s = settings.fetch_bytes_per_s
+        self._settings = config.relay
         self._ephemeral = 0
         self._fetch_due = 0.0
 
     def make_session(self, wire: Wire, *, trusted: bool) -> Session:
         return Session(self, wire, trusted=trusted)
+
+    def _read_secrets(self) -> dict[str, str]:
+        """The secrets by consumer, without those in a file that cannot be read."""
+        secrets = {}
+        for name, consumer in self._settings.consumers.items():
+            try:
+                secrets[name] = read_secret(consumer.secret_file)
+            except ConfigError as error:
+                log.error("relay_secret_unreadable", consumer=name, reason=str(error))
+        return secrets
 
     def gone(self, session: Session) -> None:
         name = session.consumer
@@ -482,7 +459,7 @@ class Hub(LineServer[Session]):
 
     async def throttled(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Yield the same bytes, slowed down to the limit for all files together."""
-        rate = self._fetch_bytes_per_s
+        rate = self._settings.fetch_bytes_per_second
         async for piece in pieces:
             # Little at a time: any byte is a sign of life, and others wait for their turn.
             size = max(1, rate // 16) if rate else len(piece)

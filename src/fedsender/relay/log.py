@@ -1,15 +1,14 @@
 """The log of the `events` stream: a table of the relay's database, and its newest part in memory.
 
 A token is given to a record in the transaction that stores it. No reader gets the record before
-that is durable. Readers are cursors: those that are level share the records in memory, and those
-that are behind read the table piece by piece.
+that is durable. A reader names the token up to which it has the log. Those that are level share the
+records in memory, and those that are behind read the table piece by piece.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -39,20 +38,6 @@ class Collected(Exception):
         super().__init__(f"the log holds tokens {first} to {head}")
         self.first = first
         self.head = head
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Whole records, as the RDATA lines a consumer gets.
-
-    Attributes:
-        last: the token of the last one; the cursor's position if there are none.
-        ms: the time of storing the last one, in ms since the epoch; 0 if there are none.
-    """
-
-    lines: bytes
-    last: int
-    ms: int
 
 
 class RelayLog:
@@ -145,16 +130,10 @@ class RelayLog:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def cursor(self, after: int) -> Cursor:
-        """A reader that has all records up to `after`. Raises Collected, above the head too."""
-        if not self.first - 1 <= after <= self.head:
-            raise Collected(self.first, self.head)
-        return Cursor(self, after)
-
     async def read(self, after: int, max_bytes: int) -> list[LogRecord]:
         """The records behind a token, up to `max_bytes`, but at least one.
 
-        An empty list: there is none. Raises Collected, StoreError.
+        An empty list: there is none; it never waits for more. Raises Collected, StoreError.
         """
         head = self.head
         await trio.lowlevel.checkpoint()
@@ -192,26 +171,3 @@ class RelayLog:
         await self._store.drop_through(token)
         bounds = await self._store.bounds()
         self.bytes = bounds.bytes
-
-
-class Cursor:
-    """A reader's position in the log.
-
-    Attributes:
-        position: the last token that was read.
-    """
-
-    def __init__(self, log: RelayLog, after: int) -> None:
-        self.position = after
-        self._log = log
-
-    async def read(self, max_bytes: int) -> Piece:
-        """The next whole records; an empty piece: the reader is level. Never waits for more.
-
-        Raises Collected, StoreError; the cursor may be used again.
-        """
-        found = await self._log.read(self.position, max_bytes)
-        if not found:
-            return Piece(b"", self.position, 0)
-        self.position = found[-1].token
-        return Piece(b"".join(each.lines for each in found), self.position, found[-1].ms)

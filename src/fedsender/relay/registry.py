@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import structlog
 import trio
 
+from fedsender.config import Relay
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.store.relay import Consumer, Handed, RelayStore
@@ -51,15 +51,6 @@ class Connected(Exception):
     """A consumer that is connected cannot be forgotten."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The bounds on consumers: the time one may be away, in seconds, and their number."""
-
-    consumer_ttl_s: float = 86_400.0
-    join_ttl_s: float = 1_800.0
-    max_consumers: int = 64
-
-
 class Registry:
     """The consumers of one log.
 
@@ -67,11 +58,11 @@ class Registry:
         failing: the reason why the last attempt to store them failed; None: it did not.
     """
 
-    def __init__(self, store: RelayStore, runtime: Runtime, terms: Terms) -> None:
-        self.terms = terms
+    def __init__(self, store: RelayStore, runtime: Runtime, settings: Relay) -> None:
         self.failing: str | None = None
         self._store = store
         self._runtime = runtime
+        self._settings = settings
         self._consumers: dict[str, Consumer] = {}
         self._connections: Counter[str] = Counter()
         self._stale: set[str] = set()
@@ -143,7 +134,7 @@ class Registry:
 
     def check_room(self, name: str) -> None:
         """Raises TooManyConsumers if this name would be one too many."""
-        if name not in self._consumers and len(self._consumers) >= self.terms.max_consumers:
+        if name not in self._consumers and len(self._consumers) >= self._settings.max_consumers:
             raise TooManyConsumers(f"there are {len(self._consumers)} consumers already")
 
     def acked(self, name: str) -> int | None:
@@ -191,7 +182,7 @@ class Registry:
             if consumer.away_ms // AWAY_STEP_MS > before_ms // AWAY_STEP_MS:
                 self._stale.add(consumer.name)
             away_s = consumer.away_ms / 1000
-            if consumer.handed is not None and away_s >= self.terms.join_ttl_s:
+            if consumer.handed is not None and away_s >= self._settings.join_ttl:
                 log.warning(
                     "relay_join_lapsed", consumer=consumer.name, snapshot=consumer.handed.snapshot
                 )
@@ -245,7 +236,7 @@ class Registry:
         return min((one.acked or 0 for one in self._consumers.values()), default=0)
 
     def _patience_s(self, consumer: Consumer) -> float:
-        return LOST_KEPT_S if consumer.lost else self.terms.consumer_ttl_s
+        return LOST_KEPT_S if consumer.lost else self._settings.consumer_ttl
 
     def _record(self, name: str) -> Consumer:
         self.check_room(name)

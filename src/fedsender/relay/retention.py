@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import structlog
 import trio
 
+from fedsender.config import Relay
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
 from fedsender.relay.snapshots import Snapshots
@@ -43,21 +43,6 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The bounds of the log.
-
-    Attributes:
-        keep_min_s: seconds for which a record stays, even if all consumers have it.
-        log_cap: the most bytes of the log.
-        disk_reserve: bytes of the disk that stay free.
-    """
-
-    keep_min_s: float = 3600.0
-    log_cap: int = 8 * 2**30
-    disk_reserve: int = 2 * 2**30
-
-
 class Retention:
     """Deletes the log that no consumer needs, and makes room.
 
@@ -78,7 +63,7 @@ class Retention:
         registry: Registry,
         snapshots: Snapshots,
         runtime: Runtime,
-        limits: Limits,
+        settings: Relay,
         free: Callable[[Path], int],
     ) -> None:
         self.overtaken = 0
@@ -90,7 +75,7 @@ class Retention:
         self._registry = registry
         self._snapshots = snapshots
         self._runtime = runtime
-        self._limits = limits
+        self._settings = settings
         self._free_in = free
         self._limiter = trio.CapacityLimiter(1)
         self._kicked = Signal()
@@ -131,15 +116,15 @@ class Retention:
 
     async def _tidy_store(self) -> None:
         floor = self._registry.edu_floor()
-        bound = self._limits.log_cap // EDU_SHARE
-        wary = self._clock_jumped_within(max(DAY_S, self._limits.keep_min_s))
+        bound = self._settings.log_cap // EDU_SHARE
+        wary = self._clock_jumped_within(max(DAY_S, self._settings.keep_min))
         dropped = await self._store.expire(0 if wary else self._runtime.now_ms(), floor, bound)
         self.dropped_edus += dropped
         self.dropping = bool(dropped)
         if dropped:
             log.critical("relay_edus_dropped", count=dropped, bytes_kept=bound)
         if not wary:
-            await self._store.forget_appends(round(self._limits.keep_min_s * 1000))
+            await self._store.forget_appends(round(self._settings.keep_min * 1000))
         await self._store.give_pages_back()
 
     def _clock_says(self) -> float:
@@ -162,9 +147,9 @@ class Retention:
         through = min(pin for pin in pins if pin is not None)
         if through < self._log.first:
             return through
-        if self._clock_jumped_within(self._limits.keep_min_s):
+        if self._clock_jumped_within(self._settings.keep_min):
             return self._log.first - 1
-        old_ms = self._runtime.now_ms() - round(self._limits.keep_min_s * 1000)
+        old_ms = self._runtime.now_ms() - round(self._settings.keep_min * 1000)
         return min(through, await self._store.last_before(old_ms))
 
     async def _drop(self, through: int) -> None:
@@ -195,7 +180,7 @@ class Retention:
 
     async def _short_by(self) -> int:
         """The bytes that must go, to be below the cap and to leave the reserve."""
-        return max(self._log.bytes - self._limits.log_cap, await self._reserve_short_by())
+        return max(self._log.bytes - self._settings.log_cap, await self._reserve_short_by())
 
     async def _reserve_short_by(self) -> int:
         """The bytes that SQLite's disk lacks to the reserve; 0 for another kind of database."""
@@ -203,7 +188,7 @@ class Retention:
         if directory is None:
             return 0
         free = await self._runtime.run_sync(lambda: self._free_in(directory), limiter=self._limiter)
-        return self._limits.disk_reserve - free
+        return self._settings.disk_reserve - free
 
     def _tell_the_lost(self, first: int) -> None:
         for consumer in self._registry.overtake(first):

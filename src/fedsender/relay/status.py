@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -93,10 +93,6 @@ class Status:
     full_syncs: dict[str, int]
     counts: dict[str, int]
     problems: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        """The status as plain values."""
-        return asdict(self)
 
 
 async def status_of(relay: RelayDaemon) -> Status:

@@ -28,6 +28,7 @@ from fedsender.relay.log import Collected
 from fedsender.runtime import real_runtime
 from fedsender.simulation.daemon_life import Crash, copy_files, disk_full
 from fedsender.simulation.relay_checks import Files, RelayChecks, RelayViews, name_of
+from fedsender.store.relay import LogRecord
 from fedsender.testing.clock import derived, virtual_runtime
 from fedsender.testing.network import MemoryStream, memory_connection
 
@@ -483,24 +484,16 @@ class RelayStation:
         at = relay.log.first - 1
         while True:
             try:
-                cursor = relay.log.cursor(at)
                 while True:
-                    piece = await cursor.read(64 * 1024)
-                    self._note(relay.log.epoch, piece.lines)
-                    at = piece.last
-                    if not piece.lines:
-                        await relay.log.moved.wait_past(at)
+                    for record in await relay.log.read(at, 64 * 1024):
+                        self._note(relay.log.epoch, record)
+                        at = record.token
+                    await relay.log.moved.wait_past(at)
             except Collected:
                 at = max(at, relay.log.first - 1)
             await trio.sleep(0.1)
 
-    def _note(self, epoch: str, lines: bytes) -> None:
+    def _note(self, epoch: str, record: LogRecord) -> None:
         """Each record's id is that of its first row."""
-        record: list[bytes] = []
-        for line in lines.splitlines(keepends=True):
-            record.append(line)
-            token = line.split(b" ", 3)[2]
-            if token != b"batch":
-                rows = [json.loads(row) for row in rows_of(b"".join(record))[:1]]
-                self._views.told("the log", epoch, int(token), name_of(rows))
-                record.clear()
+        first = json.loads(rows_of(record.lines)[0])
+        self._views.told("the log", epoch, record.token, name_of([first]))
