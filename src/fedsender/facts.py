@@ -237,10 +237,6 @@ class Prepared:
         """The id of its event; None: it has none."""
         return next((row.event_id for row in self.parsed if isinstance(row, PduRow)), None)
 
-    def lines(self, token: int) -> bytes:
-        """The RDATA lines of the record, for a consumer."""
-        return lines_of(self.rows, token)
-
     def check(self) -> int:
         """A checksum of the rows; it differs, almost surely, for other rows."""
         return check_of(self.rows)

@@ -20,7 +20,8 @@ from tests.replication.support import RecordingSink
 from fedsender.config import UnixAddress
 from fedsender.facts import BadRow, Elsewhere, KeyReused, Outdated, prepare
 from fedsender.intake.endpoint import PREFIX, serve_intake
-from fedsender.intake.intake import Append, Full, Intake, key_of
+from fedsender.intake.intake import Append, Intake, key_of
+from fedsender.intake.writer import Full
 from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.sender.edus.device_lists import SIGNING_KEYS, compose

@@ -21,7 +21,8 @@ from fedsender.config import UnixAddress
 from fedsender.facts import Outdated, RoomServers, prepare
 from fedsender.intake.client import IntakeClient, Refused, ServersOutdated
 from fedsender.intake.endpoint import serve_intake
-from fedsender.intake.intake import Append, Full, Intake
+from fedsender.intake.intake import Append, Intake
+from fedsender.intake.writer import Full
 from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, StoreError, appends, open_store

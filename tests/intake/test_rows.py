@@ -16,6 +16,7 @@ from fedsender.facts import (
     DeviceListRow,
     SigningKeyRow,
     ToDeviceRow,
+    lines_of,
     parse_relay_row,
     prepare,
     rows_of,
@@ -101,14 +102,14 @@ def test_bounds() -> None:
     spare = MAX_ROW_BYTES - len(prepare([pdu(1)]).rows[0])
     largest = prepare([pdu(1, spare)])
     peer = Connection(max_line=OWN_MAX_LINE)
-    peer.receive_data(largest.lines(2**63 - 1))
+    peer.receive_data(lines_of(largest.rows, 2**63 - 1))
     assert isinstance(peer.next_command(), Rdata)
     with pytest.raises(BadRow, match=str(MAX_ROW_BYTES)):
         prepare([pdu(1, spare + 1)])
     with pytest.raises(BadRow, match=str(MAX_RECORD_BYTES)):
         prepare([["edu", ["to_device", "b.example", "m", {"x": "x" * 250_000}]]] * 17)
     batches = RdataBatches()
-    peer.receive_data(prepare([hosts(1)] * MAX_ROWS).lines(5))
+    peer.receive_data(lines_of(prepare([hosts(1)] * MAX_ROWS).rows, 5))
     records = []
     while isinstance(command := peer.next_command(), Rdata):
         records.append(batches.add(command))
@@ -142,7 +143,7 @@ def test_a_homeserver_may_write_its_keys_in_any_order() -> None:
 )
 def test_observers_are_told_no_edus(records: list[list[Json]]) -> None:
     """What is left are the records without their edu rows, under their own tokens."""
-    lines = b"".join(prepare(rows).lines(token) for token, rows in enumerate(records, 1))
+    lines = b"".join(lines_of(prepare(rows).rows, token) for token, rows in enumerate(records, 1))
     peer, batches = Connection(max_line=OWN_MAX_LINE), RdataBatches()
     peer.receive_data(without_edus(lines))
     told = {}

@@ -14,7 +14,7 @@ from tests.relay.log_support import append, lines_after, numbers, pdu
 from tests.relay.relay_world import World
 
 from fedsender.facts import rows_of
-from fedsender.intake.intake import Full
+from fedsender.intake.writer import Full
 from fedsender.relay.log import TAIL_BYTES, Collected
 
 Clock = trio.testing.MockClock

@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from tests.relay.log_support import pdu, runtime
 from tests.relay.relay_world import World, config_of
 
-from fedsender.intake.intake import Full
+from fedsender.intake.writer import Full
 from fedsender.relay import retention
 from fedsender.relay.daemon import open_relay
 from fedsender.relay.registry import Connected

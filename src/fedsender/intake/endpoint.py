@@ -31,11 +31,11 @@ from fedsender.intake.intake import (
     MAX_ID_BYTES,
     Append,
     Busy,
-    Full,
     Intake,
     ReservationGone,
     Waiting,
 )
+from fedsender.intake.writer import Full
 from fedsender.runtime import Runtime
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import trio
@@ -27,12 +27,15 @@ from fedsender.facts import (
     KeyReused,
     Preparation,
     Prepared,
-    RoomServers,
     prepare_ephemeral,
 )
+from fedsender.intake.writer import Call, Full, Writer
 from fedsender.matrix import JsonObject
 from fedsender.runtime import Runtime
 from fedsender.streams import Fact, IdGenerator, Json, Moved
+
+if TYPE_CHECKING:
+    from fedsender.intake.signing import EventSigner
 
 log = structlog.get_logger()
 
@@ -41,10 +44,6 @@ MAX_ID_BYTES: Final = 255
 KEY_BYTES: Final = 16
 STEP_ROWS: Final = 10
 """Others have their turn after so many rows: a request can bring a hundred thousand."""
-
-
-class Full(Exception):
-    """Nothing more is taken at present. Nothing was kept; try again later."""
 
 
 class ReservationGone(Exception):
@@ -100,89 +99,6 @@ class _Place:
     since: float
 
 
-class Call:
-    """One call that appends: the tokens so far, and the records that it waits for."""
-
-    __slots__ = ("done", "error", "left", "tokens")
-
-    def __init__(self, count: int) -> None:
-        self.tokens = [0] * count
-        self.left = 0
-        self.error: Exception | None = None
-        self.done = trio.Event()
-
-    def settle(self, index: int, token: int) -> None:
-        """One of its records is durable."""
-        self.tokens[index] = token
-        self.left -= 1
-        if self.left == 0:
-            self.done.set()
-
-    def fail(self, error: Exception) -> None:
-        """One of its records will not be written."""
-        self.error = error
-        self.done.set()
-
-    async def tokens_when_durable(self) -> list[int]:
-        """Wait for its records; raises the error of the first that failed."""
-        if self.left:
-            await self.done.wait()
-        else:
-            await trio.lowlevel.checkpoint()
-        if self.error is not None:
-            raise self.error
-        return self.tokens
-
-
-class Recorder(Protocol):
-    """The part that makes records durable, in the order in which they were submitted.
-
-    Attributes:
-        epoch: which number line the tokens are on; another one after each start.
-        first: the oldest token that a consumer can still ask for; head + 1: there is none; None:
-            nothing is sent on to consumers.
-        head: the newest durable token; 0: there is none.
-    """
-
-    @property
-    def epoch(self) -> str: ...
-    @property
-    def first(self) -> int | None: ...
-    @property
-    def head(self) -> int: ...
-
-    async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
-        """The keys of those that are durable or on their way.
-
-        Raises KeyReused if one came with other rows; Full.
-        """
-        ...
-
-    def submit(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
-        """Put records in line, to be waited for by the `Call`. Raises KeyReused, Full."""
-        ...
-
-    async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
-        """Wait for room, put records in line, and wait until they are durable; their tokens."""
-        ...
-
-    async def room_servers(self, room_id: str) -> RoomServers | None:
-        """The stored servers of a room; None: no row was about them. Raises Full."""
-        ...
-
-
-class Signer(Protocol):
-    """The part that gives events their hashes and signatures."""
-
-    def complete(self, row: Json) -> Json:
-        """A row with these. Raises BadRow."""
-        ...
-
-    async def stored(self, event_ids: Sequence[str | None]) -> list[JsonObject | None]:
-        """Each event as it is stored; None for None. Raises Full."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Held:
     """An append on its way: its rows, and its result once its turn has come."""
@@ -208,11 +124,11 @@ class Intake:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: Writer,
         runtime: Runtime,
         publish: Callable[[Ephemeral], None],
         settings: IntakeSettings | None = None,
-        signer: Signer | None = None,
+        signer: EventSigner | None = None,
     ) -> None:
         self.recorder = recorder
         self.signer = signer
@@ -223,8 +139,6 @@ class Intake:
         self._open: dict[str, _Place] = {}
         self._held: dict[bytes, _Held] = {}
         self.begin_anew()
-        self.lapsed = 0
-        """Places that were given up."""
         self.closed: Elsewhere | None = None
         """Why nothing is taken here; None: it is."""
 
@@ -268,7 +182,6 @@ class Intake:
             if trio.current_time() < place.since + self.settings.lapse_s:
                 return
             log.warning("a reserved place lapsed", writer=place.writer)
-            self.lapsed += 1
             self._complete(name, ())
 
     def _complete(self, name: str, held: Sequence[_Held]) -> None:
@@ -305,7 +218,7 @@ class Intake:
     async def append_shown(
         self, appends: Sequence[Append]
     ) -> tuple[list[int | None], list[JsonObject | None]]:
-        """The same with a signer, and the event of each record as it is stored (`Signer.stored`).
+        """The same with a signer, and each record's event as it is stored (`EventSigner.stored`).
 
         None for a record without one. Raises the errors of `append`.
         """

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedsender.facts import BadRow
 from fedsender.federation.signing import SigningKey
-from fedsender.intake.intake import Full
+from fedsender.intake.writer import Full
 from fedsender.matrix import BadEvent, JsonObject, event_id_of, hashed, make_pdu, room_version_of
 from fedsender.store.engine import StoreError
 from fedsender.streams import Json

@@ -16,7 +16,6 @@ import structlog
 import trio
 
 from fedsender.facts import BadRow, Elsewhere, KeyReused, Prepared, RoomServers
-from fedsender.intake.intake import Call, Full
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import StoreError, WrongValues
 from fedsender.waiting import Signal
@@ -40,13 +39,52 @@ class AppendStore(Protocol):
     async def room_servers(self, room_id: str) -> RoomServers | None: ...
 
 
+class Full(Exception):
+    """Nothing more is taken at present. Nothing was kept; try again later."""
+
+
+class Call:
+    """One call that appends: the tokens so far, and the records that it waits for."""
+
+    __slots__ = ("done", "error", "left", "tokens")
+
+    def __init__(self, count: int) -> None:
+        self.tokens = [0] * count
+        self.left = 0
+        self.error: Exception | None = None
+        self.done = trio.Event()
+
+    def settle(self, index: int, token: int) -> None:
+        """One of its records is durable."""
+        self.tokens[index] = token
+        self.left -= 1
+        if self.left == 0:
+            self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        """One of its records will not be written."""
+        self.error = error
+        self.done.set()
+
+    async def tokens_when_durable(self) -> list[int]:
+        """Wait for its records; raises the error of the first that failed."""
+        if self.left:
+            await self.done.wait()
+        else:
+            await trio.lowlevel.checkpoint()
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+
 class Writer:
-    """The `Recorder` of an intake.
+    """Makes an intake's records durable, in the order in which they were submitted.
 
     Attributes:
-        epoch: of the taker of the appends; 16 hex digits.
-        first: the oldest token that a consumer can still ask for; None: nothing is sent on.
-        head: the newest stored token.
+        epoch: of the taker of the appends, 16 hex digits; another one after each start.
+        first: the oldest token that a consumer can still ask for; head + 1: there is none; None:
+            nothing is sent on to consumers.
+        head: the newest durable token; 0: there is none.
         closed: the reason why appends are refused; None: they are taken.
 
     Args:
@@ -75,10 +113,6 @@ class Writer:
         """Have the task that waits for news look."""
         self._arrived.set()
 
-    def fail(self, error: Exception) -> None:
-        """Nothing that waits will be stored."""
-        self._waiting.fail(error)
-
     def close(self, error: Exception) -> None:
         """Take nothing more; calls that wait are told."""
         self.closed = error
@@ -87,7 +121,10 @@ class Writer:
     # --- what the intake asks ---------------------------------------------------------------------
 
     async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
-        """See `Recorder`."""
+        """The keys of those that are durable or on their way.
+
+        Raises KeyReused if one came with other rows; Full.
+        """
         found = {key for key, record in records if self._waiting.knows(key, record)}
         checksums = {key: record.check() for key, record in records if key not in found}
         try:
@@ -101,12 +138,12 @@ class Writer:
         return found
 
     async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
-        """See `Recorder`."""
+        """Wait for room, put records in line, and wait until they are durable; their tokens."""
         await self._waiting.room()
         return await self.submit(records).tokens_when_durable()
 
     def submit(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
-        """See `Recorder`."""
+        """Put records in line, to be waited for by the `Call`. Raises KeyReused, Full."""
         if self.closed is not None:
             raise self.closed
         call = self._waiting.enqueue(records)

@@ -15,8 +15,7 @@ from typing import Final
 import trio
 
 from fedsender.facts import lines_of
-from fedsender.intake.intake import Full
-from fedsender.intake.writer import Writer
+from fedsender.intake.writer import Full, Writer
 from fedsender.runtime import Runtime
 from fedsender.store.appends import NewRecord
 from fedsender.store.relay import DamagedLog, LogBounds, LogRecord, RelayStore

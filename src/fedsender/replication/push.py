@@ -25,8 +25,9 @@ from fedsender.facts import (
     SigningKeyRow,
     ToDeviceRow,
 )
-from fedsender.intake.intake import Full, Intake, Signer
-from fedsender.intake.writer import AppendStore, Writer
+from fedsender.intake.intake import Intake
+from fedsender.intake.signing import EventSigner
+from fedsender.intake.writer import AppendStore, Full, Writer
 from fedsender.replication.client import redacted_in, tell_ephemeral
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
@@ -70,7 +71,7 @@ class PushFeed(Feed):
     """
 
     def __init__(
-        self, runtime: Runtime, store: PushStore, sink: Sink, signer: Signer | None = None
+        self, runtime: Runtime, store: PushStore, sink: Sink, signer: EventSigner | None = None
     ) -> None:
         super().__init__(runtime)
         self._store = store

@@ -16,7 +16,8 @@ import trio
 
 from fedsender.config import from_values
 from fedsender.facts import BadRow, KeyReused
-from fedsender.intake.intake import Append, Busy, Full, ReservationGone, Waiting
+from fedsender.intake.intake import Append, Busy, ReservationGone, Waiting
+from fedsender.intake.writer import Full
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.simulation.observations import Violation, log_goes_to
 from fedsender.simulation.relay_checks import RelayViews, name_of

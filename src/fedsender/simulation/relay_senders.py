@@ -21,7 +21,8 @@ import structlog
 import trio
 
 from fedsender.config import Config, from_values
-from fedsender.intake.intake import Append, Busy, Full, Waiting
+from fedsender.intake.intake import Append, Busy, Waiting
+from fedsender.intake.writer import Full
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.simulation.daemon_life import SPEAKER
 from fedsender.simulation.observations import Observations, Violation, log_goes_to
