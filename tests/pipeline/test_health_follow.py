@@ -49,8 +49,6 @@ def test_a_place_is_behind_a_whole_line_of_a_segment_by_either_name(tmp_path: Pa
     assert [lines_of(piece) for piece in planned] == [
         [("two", "f.b.000001")], [("three", "f.b.000002")]]  # fmt: skip
     assert ledger_source.unread(tmp_path, there) == there
-    assert not ledger_source.any_unread(tmp_path, there)
-    assert ledger_source.any_unread(tmp_path, {"f.b.000001": 8})
     assert ledger_source.unread(tmp_path, {}, 1) == {"f.b.000001": 8, "f.b.000002": 0}
     first.with_suffix(".jsonl").unlink()
     assert lines_of(planned[0]) == []

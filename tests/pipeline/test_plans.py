@@ -105,8 +105,11 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     yield "superseded", view.superseded(by_day)
     yield "missing", view.missing(by_day)
     yield "reasons", accounts.explained(spark, lake, lake.frame(spark, schemas.MISSING))
-    segments = tuple((lake.directory.parent / "ledger").iterdir())
-    yield "new lines", ledger_lines.pdus_of(ledger_lines.fresh_lines(spark, lake, segments))
+    ledger = lake.directory.parent / "ledger"
+    fresh = ledger_lines.fresh_lines(spark, lake, ledger)
+    assert fresh is not None
+    yield "new lines", ledger_lines.pdus_of(fresh)
+    segments = tuple(ledger.iterdir())
     lines = ledger_lines.parsed(spark, segments)
     waited = health.waits(lake.frame(spark, schemas.PDUS), events)
     yield "hours", health.hours(ledger_lines.attempts_of(lines), waited)

@@ -295,12 +295,7 @@ def known_lines(spark: SparkSession, lake: Lake, directory: Path) -> Known:
     Raises:
         PipelineError: the ledger cannot be read.
     """
-
-    def read_new() -> DataFrame | None:
-        paths = ledger_lines.unread_segments(lake, directory)
-        return ledger_lines.fresh_lines(spark, lake, paths) if paths else None
-
-    fresh = ledger_lines.from_segments(directory, read_new)
+    fresh = ledger_lines.fresh_lines(spark, lake, directory)
     attempts, pdus = lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS)
     live = lake.manifest.positions.get(ledger_lines.FIRST_LIVE)
     unread = None

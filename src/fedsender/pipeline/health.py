@@ -387,20 +387,13 @@ def health(
     told = Absorbed()
     with steps.spark("health", spark) as step:
         update(spark, lake)
-        known = lake.read(schemas.SEGMENTS, ["name", "bytes"]).to_pylist()
-        there = {path.stem for path in segments(ledger)}
-        after = {
-            name: row["bytes"]
-            for row in known
-            if (name := row["name"].removesuffix(".jsonl")) in there
-        }
         state = _recent(spark, lake)
-        if every_seconds is None and ledger_source.any_unread(ledger, after):
-            lines = ledger_source.lines(spark, ledger, after)
-            state = kept(state.unionByName(_hours_of(lines)))
+        fresh = None if every_seconds else ledger_lines.fresh_lines(spark, lake, ledger)
+        if fresh is not None:
+            state = kept(state.unionByName(_hours_of(fresh)))
         newest_ms = _write(state, path, told)
         if every_seconds is not None:
-            _follow(spark, config, after, state, newest_ms, told, every_seconds)
+            _follow(spark, lake, config, state, newest_ms, told, every_seconds)
         step.say(f"{told.servers:,} servers, {told.ill:,} ill")
     return told
 
@@ -414,32 +407,37 @@ def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
 
 
 def _hours_of(lines: DataFrame) -> DataFrame:
-    """The hours of lines as text."""
-    good = ledger_lines.parsed_text(lines).where("why is null").dropDuplicates(["line"])
-    return hours(ledger_lines.attempts_of(good)).drop("day")
+    """The hours of valid lines."""
+    return hours(ledger_lines.attempts_of(lines)).drop("day")
 
 
 def _follow(
     spark: SparkSession,
+    lake: Lake,
     config: Config,
-    after: dict[str, int],
     state: DataFrame,
     newest_ms: int,
     told: Absorbed,
     every_seconds: float,
 ) -> None:
-    """Add the lines to the state as they come, until interrupted."""
+    """Add the lines that the lake does not have, and those that come, until interrupted."""
+    ledger = config.ledger.directory
+    there = {path.stem for path in segments(ledger)}
+    known = lake.read(schemas.SEGMENTS, ["name", "bytes"]).to_pylist()
+    sizes = {row["name"].removesuffix(".jsonl"): row["bytes"] for row in known}
+    after = {name: size for name, size in sizes.items() if name in there}
 
     def absorb(batch: DataFrame, _number: int) -> None:
         nonlocal state, newest_ms
-        rows = _of_a_day(state, newest_ms).unionByName(_hours_of(batch))
+        lines = ledger_lines.parsed_text(batch).where("why is null").dropDuplicates(["line"])
+        rows = _of_a_day(state, newest_ms).unionByName(_hours_of(lines))
         state = kept(merged(rows, "server", "hour_ms"))
         newest_ms = _write(state, config.pipeline.health, told)
         told.batches += 1
 
     with tempfile.TemporaryDirectory(prefix="fedsender-health-") as checkpoint:
         query = (
-            ledger_source.following(spark, config.ledger.directory, after)
+            ledger_source.following(spark, ledger, after)
             .writeStream.foreachBatch(absorb)
             .option("checkpointLocation", f"file://{checkpoint}")
             .trigger(processingTime=f"{every_seconds} seconds")

@@ -129,9 +129,20 @@ def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
     )
 
 
-def fresh_lines(spark: SparkSession, lake: Lake, paths: tuple[Path, ...]) -> DataFrame:
-    """The valid lines of these segments that are not in the lake, computed now."""
-    return kept(_unseen(spark, lake, kept(parsed(spark, paths).where("why is null"))))
+def fresh_lines(spark: SparkSession, lake: Lake, directory: Path) -> DataFrame | None:
+    """The valid lines that are not in the lake, computed now; None: there is no such segment.
+
+    Raises:
+        PipelineError: the ledger cannot be read.
+    """
+
+    def read_new() -> DataFrame | None:
+        paths = unread_segments(lake, directory)
+        if not paths:
+            return None
+        return kept(_unseen(spark, lake, kept(parsed(spark, paths).where("why is null"))))
+
+    return from_segments(directory, read_new)
 
 
 def _unseen(spark: SparkSession, lake: Lake, lines: DataFrame) -> DataFrame:

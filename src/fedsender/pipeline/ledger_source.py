@@ -17,7 +17,6 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import (
     DataSource,
-    DataSourceReader,
     DataSourceStreamReader,
     InputPartition,
 )
@@ -98,23 +97,8 @@ class LedgerSource(DataSource):
     def schema(self) -> str:
         return "value STRING, segment STRING"
 
-    def reader(self, schema: StructType) -> "_Reader":
-        return _Reader(self)
-
     def streamReader(self, schema: StructType) -> "_StreamReader":  # noqa: N802
         return _StreamReader(self)
-
-
-class _Reader(DataSourceReader):
-    def __init__(self, source: LedgerSource) -> None:
-        self.directory = Path(source.options["directory"])
-        self.after: Offsets = json.loads(source.options["after"])
-
-    def partitions(self) -> list[Piece]:
-        return pieces(self.directory, self.after, unread(self.directory, self.after, 2**63))
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return read(partition)
 
 
 class _StreamReader(DataSourceStreamReader):
@@ -135,24 +119,8 @@ class _StreamReader(DataSourceStreamReader):
         return read(partition)
 
 
-def any_unread(directory: Path, after: Offsets) -> bool:
-    """Whether there is a whole line behind these places."""
-    return bool(pieces(directory, after, unread(directory, after, 1)))
-
-
-def lines(spark: SparkSession, directory: Path, after: Offsets) -> DataFrame:
-    """value, segment: each whole line behind these places."""
-    spark.dataSource.register(LedgerSource)
-    options = _options(directory, after)
-    return spark.read.format("ledger").options(**options).load()
-
-
 def following(spark: SparkSession, directory: Path, after: Offsets) -> DataFrame:
-    """The same as a stream, which goes on as the daemon writes."""
+    """value, segment: each whole line behind these places, and on as the daemon writes."""
     spark.dataSource.register(LedgerSource)
-    options = _options(directory, after)
+    options = {"directory": str(directory.absolute()), "after": json.dumps(after)}
     return spark.readStream.format("ledger").options(**options).load()
-
-
-def _options(directory: Path, after: Offsets) -> dict[str, str]:
-    return {"directory": str(directory.absolute()), "after": json.dumps(after)}
