@@ -56,6 +56,7 @@ def lake(spark_at_scale: "SparkSession", tmp_path_factory: pytest.TempPathFactor
         schemas.UNKNOWN_HOSTS, schemas.DESTINATION_ROOMS, schemas.DESTINATIONS, schemas.QUARANTINE,
         schemas.SERVER_STATES, schemas.REDELIVERIES, schemas.CATCH_UPS, schemas.ATTEMPTS,
         schemas.PDUS, schemas.ACCEPTED, schemas.HEALTH_DAYS, schemas.MISSING, schemas.CLAIMS,
+        schemas.ROOM_SERVERS,
     )  # fmt: skip
     rows: dict[str, list[dict[str, Any]]] = {"events": [event(at, ROOM) for at in (1, 2)]}
     for table in tables:
@@ -77,9 +78,9 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     spans, unknown = intervals.derive(spark, lake, "us.example")
     yield "who should get what", spans
     yield "events whose servers cannot be told", unknown
-    room_servers = spark.sql("SELECT '!r' room_id, 'a' server, 1L first, 2L last")
+    stays = intervals._stays(lake.frame(spark, schemas.ROOM_SERVERS))
     events = lake.frame(spark, schemas.EVENTS)
-    yield "an embedded store", intervals.from_room_servers(events, room_servers, "us.example")
+    yield "an embedded store", intervals.from_room_servers(events, stays, "us.example")
     expected = rebuild.rebuild(spark, lake, config)
     yield "rebuild", expected
     yield "differences", rebuild.differences(spark, lake, expected)

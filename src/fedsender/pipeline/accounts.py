@@ -22,7 +22,7 @@ Notes are few. Python reads them, as ranges of stream orderings clipped to the e
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -37,7 +37,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
 from fedsender.pipeline import PipelineError, intervals, latest_ms, ledger_lines, schemas
-from fedsender.pipeline.intervals import among, among_rows, few, near
+from fedsender.pipeline.intervals import among, among_rows, few, near, upto_here
 from fedsender.pipeline.lake import LET_GO, Lake, listed, literal
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import kept
@@ -162,8 +162,7 @@ def let_go(
         frames.append(_handed_over(owned.gaps, attempts, spans))
     if not frames:
         return None
-    found = frames[0] if len(frames) == 1 else frames[0].unionByName(frames[1])
-    return clipped(found, spans)
+    return clipped(reduce(DataFrame.unionByName, frames), spans)
 
 
 def _denied(owned: Ownership, spans: DataFrame, config: Config) -> list[Range]:
@@ -202,7 +201,7 @@ def _handed_over(gaps: Sequence[Gap], attempts: DataFrame, spans: DataFrame) -> 
     proven = (
         attempts.where("outcome = 'delivered' and lsso is not null")
         .select(F.col("destination").alias("server"), "lsso", first_after.alias("gap"))
-        .where(F.col("gap") < len(gaps))
+        .where(f"gap < {len(gaps)}")
         .groupBy("server", "gap")
         .agg(F.max("lsso").alias("lsso"))
         .groupBy("server")
@@ -210,19 +209,13 @@ def _handed_over(gaps: Sequence[Gap], attempts: DataFrame, spans: DataFrame) -> 
     )
     ends = [{"gap": n, "last": gap.upto} for n, gap in enumerate(gaps)]
     every = F.inline(literal(ends, "gap: INT, last: BIGINT"))
-    by_then = F.filter("proven", lambda each: each["gap"] <= F.col("gap"))
-    floor = F.array_max(F.transform(by_then, lambda each: each["lsso"]))
+    floor = "array_max(filter(proven, each -> each.gap <= gap).lsso)"
     return (
         spans.select("server")
         .distinct()
         .join(proven, on="server", how="left")
         .select("server", "proven", every)
-        .select(
-            "server",
-            (F.coalesce(floor, F.lit(0)) + 1).alias("first"),
-            "last",
-            F.lit("not_ours").alias("kind"),
-        )
+        .selectExpr("server", f"coalesce({floor}, 0) + 1 as first", "last", "'not_ours' as kind")
         .where("last is null or first <= last")
     )
 
@@ -233,12 +226,12 @@ def clipped(ranges: DataFrame, spans: DataFrame) -> DataFrame:
     return (
         spans.select("room_id", "server", "first", "last")
         .join(own.hint("shuffle_hash"), on="server", how="inner")
-        .select(
+        # Null, an open end, is passed over.
+        .selectExpr(
             "room_id",
             "server",
-            F.greatest("first", "its_first").alias("first"),
-            # Null, an open end, is passed over.
-            F.least("last", "its_last").alias("last"),
+            "greatest(first, its_first) as first",
+            "least(last, its_last) as last",
             "kind",
         )
         .where("last is null or first <= last")
@@ -357,26 +350,18 @@ def ranges_in_places(ranges: DataFrame, places: DataFrame) -> DataFrame:
 
     Ranges without an event of ours are dropped. It is one pass over each room, in order.
     """
-    ends = ranges.withColumns(
-        {
-            "before": F.col("first") - 1,
-            "upto": F.coalesce("last", F.lit(_FOR_EVER)),
-        }
-    )
-    marks = ends.select("room_id", F.explode(F.array("before", "upto")).alias("at")).distinct()
-    in_room = Window.partitionBy("room_id").orderBy("at", "is_mark")
-    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    ends = ranges.selectExpr("*", "first - 1 as before", f"coalesce(last, {_FOR_EVER}) as upto")
+    marks = ends.selectExpr("room_id", "explode(array(before, upto)) as at").distinct()
     counted = (
-        places.select(
-            "room_id", F.col("stream_ordering").alias("at"), F.lit(False).alias("is_mark")
+        places.selectExpr("room_id", "stream_ordering as at", "false as is_mark")
+        .unionByName(marks.selectExpr("room_id", "at", "true as is_mark"))
+        .withColumn(
+            "n", F.count_if(~F.col("is_mark")).over(upto_here(("room_id",), "at", "is_mark"))
         )
-        .unionByName(marks.withColumn("is_mark", F.lit(True)))
-        .withColumn("n", F.count(F.when(~F.col("is_mark"), 1)).over(upto_here))
         .where("is_mark")
-        .select("room_id", "at", "n")
     )
-    first = counted.select("room_id", F.col("at").alias("before"), (F.col("n") + 1).alias("lo"))
-    last = counted.select("room_id", F.col("at").alias("upto"), F.col("n").alias("hi"))
+    first = counted.selectExpr("room_id", "at as before", "n + 1 as lo")
+    last = counted.selectExpr("room_id", "at as upto", "n as hi")
     return (
         ends.join(first.hint("shuffle_hash"), on=["room_id", "before"], how="inner")
         .join(last.hint("shuffle_hash"), on=["room_id", "upto"], how="inner")
@@ -392,27 +377,15 @@ def ends_in_places(ranges: DataFrame, places: DataFrame) -> DataFrame:
     and end of a range need not be paired: it is one pass over each room, in order. A range without
     an event of ours ends where it starts.
     """
-    turns = F.array(
-        F.struct(F.col("first").alias("at"), F.lit(1).alias("n")),
-        F.struct(F.coalesce(F.col("last") + 1, F.lit(_FOR_EVER)).alias("at"), F.lit(-1).alias("n")),
+    end = f"struct(coalesce(last + 1, {_FOR_EVER}) as at, -1 as n)"
+    turns = f"inline(array(struct(first as at, 1 as n), {end}))"
+    ends = ranges.where("last is null or first <= last").selectExpr(
+        "room_id", "server", "kind", turns, "false as is_event"
     )
-    ends = ranges.where("last is null or first <= last").select(
-        "room_id", "server", "kind", F.inline(turns), F.lit(False).alias("is_event")
-    )
-    nothing = F.lit(None).cast("string")
-    events = places.select(
-        "room_id",
-        nothing.alias("server"),
-        nothing.alias("kind"),
-        F.col("stream_ordering").alias("at"),
-        F.lit(0).alias("n"),
-        F.lit(True).alias("is_event"),
-    )
-    in_room = Window.partitionBy("room_id").orderBy("at", "is_event")
-    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    before = F.count(F.when(F.col("is_event"), 1)).over(upto_here)
+    events = places.selectExpr("room_id", "stream_ordering as at", "true as is_event")
+    before = F.count_if("is_event").over(upto_here(("room_id",), "at", "is_event"))
     return (
-        ends.unionByName(events)
+        ends.unionByName(events, allowMissingColumns=True)
         .withColumn("lo", before + 1)
         .where("not is_event")
         .select("server", "room_id", "kind", "lo", "n")
@@ -425,28 +398,15 @@ def answers(pdus: DataFrame) -> DataFrame:
     The ledger is the largest table here. So it goes over the wire once, with few columns, and is
     partitioned by the columns by which `points` looks events up.
     """
-    answered = F.col("outcome") == "delivered"
-    taken = F.count_if(answered & F.col("refused").isNull())
-    kind = (
-        F.when(F.col("taken") > 1, "delivered_again")
-        .when(F.col("taken") == 1, "delivered")
-        .when(F.col("denied") > 0, "refused")
-        .otherwise("unknown")
-    )
+    taken = F.expr("count_if(outcome = 'delivered' and refused is null)")
+    answered = F.expr("count_if(outcome = 'delivered')")
+    kind = F.when(taken > 1, "delivered_again").when(taken == 1, "delivered")
     return (
-        pdus.where(answered | (F.col("outcome") == "unknown"))
-        .select(
-            F.col("destination").alias("server"),
-            "stream_ordering",
-            "event_id",
-            "outcome",
-            "refused",
-        )
+        pdus.where("outcome in ('delivered', 'unknown')")
+        .selectExpr("destination as server", "stream_ordering", "event_id", "outcome", "refused")
         .repartition("stream_ordering", "event_id")
         .groupBy("server", "stream_ordering", "event_id")
-        .agg(taken.alias("taken"), F.count_if(answered).alias("denied"))
-        .withColumn("kind", kind)
-        .drop("taken", "denied")
+        .agg(kind.when(answered > 0, "refused").otherwise("unknown").alias("kind"))
     )
 
 
@@ -456,7 +416,7 @@ def failures(pdus: DataFrame) -> DataFrame:
     Columns: server, event_id, stream_ordering, attempts, last_ms, last_outcome.
     """
     return (
-        pdus.where(ledger_lines.is_attempt() & (F.col("outcome") != "delivered"))
+        pdus.where(f"{ledger_lines.IS_ATTEMPT} and outcome != 'delivered'")
         .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
         .agg(
             F.count(F.lit(1)).alias("attempts"),
@@ -479,7 +439,7 @@ def points(pairs: DataFrame, places: DataFrame) -> DataFrame:
             on=["stream_ordering", "event_id"],
             how="inner",
         )
-        .select("server", "room_id", "kind", F.col("place").alias("lo"), F.lit(0).alias("n"))
+        .selectExpr("server", "room_id", "kind", "place as lo", "0 as n")
     )
 
 
@@ -490,17 +450,13 @@ def stretches(ends: DataFrame) -> DataFrame:
         ends: of ranges of places, which may overlap, also those of one kind: server, room_id, kind
             (`expected`, or a fate), lo, n (1: from here on; -1: from here on no more; 0: here).
     """
-    in_server = Window.partitionBy("server", "room_id").orderBy("lo")
-    upto_here = in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    here = F.array(
-        F.struct(F.col("lo").alias("lo"), F.lit(1).alias("n")),
-        F.struct((F.col("lo") + 1).alias("lo"), F.lit(-1).alias("n")),
+    here = (
+        "if(n = 0, array(struct(lo, 1 as n), struct(lo + 1 as lo, -1 as n)), array(struct(lo, n)))"
     )
-    both = F.when(F.col("n") == 0, here).otherwise(F.array(F.struct("lo", "n")))
     changes = (
         # Once spread so, ends that cancel are in one place, and nothing is spread again.
         ends.repartition("server", "room_id")
-        .select("server", "room_id", "kind", F.inline(both))
+        .selectExpr("server", "room_id", "kind", f"inline({here})")
         .groupBy("server", "room_id", "lo")
         .agg(
             *(F.sum(F.when(F.col("kind") == kind, F.col("n"))).alias(kind) for kind in _KINDS),
@@ -508,24 +464,17 @@ def stretches(ends: DataFrame) -> DataFrame:
         )
         # Where one run of deliveries goes over into the next, nothing changes. But where one event
         # stands in for what follows and another for what is before, the stretches are two.
-        .where(_any_of([F.coalesce(kind, F.lit(0)) != 0 for kind in _KINDS]) | F.col("stands_in"))
+        .where(" or ".join([*(f"{kind} != 0" for kind in _KINDS), "stands_in"]))
     )
-    levels = {kind: F.coalesce(F.sum(kind).over(upto_here), F.lit(0)) for kind in _KINDS}
-    fate = F.lit(FATES[-1])
-    for kind in reversed(FATES[:-1]):
-        fate = F.when(F.col(kind) > 0, kind).otherwise(fate)
+    key = ("server", "room_id")
+    levels = {kind: F.sum(kind).over(upto_here(key, "lo")) for kind in _KINDS}
+    upto = F.lead("lo").over(Window.partitionBy(*key).orderBy("lo")) - 1
+    first = " ".join(f"when {kind} > 0 then '{kind}'" for kind in FATES[:-1])
     return (
-        changes.withColumns({**levels, "hi": F.lead("lo").over(in_server) - 1})
-        .where(F.col(EXPECTED) > 0)
-        .select("server", "room_id", "lo", "hi", fate.alias("fate"))
+        changes.withColumns({**levels, "hi": upto})
+        .where(f"{EXPECTED} > 0")
+        .selectExpr(*key, "lo", "hi", f"case {first} else '{FATES[-1]}' end as fate")
     )
-
-
-def _any_of(conditions: list[Column]) -> Column:
-    found = conditions[0]
-    for condition in conditions[1:]:
-        found = found | condition
-    return found
 
 
 def split_by_day(found: DataFrame, places: DataFrame) -> DataFrame:
@@ -536,13 +485,10 @@ def split_by_day(found: DataFrame, places: DataFrame) -> DataFrame:
     return (
         found.join(days.hint("shuffle_hash"), on="room_id", how="inner")
         .where("lo <= day_hi and hi >= day_lo")
-        .select(
-            "server",
-            "room_id",
-            "day",
-            F.greatest("lo", "day_lo").alias("lo"),
-            F.least("hi", "day_hi").alias("hi"),
-            "fate",
+        .selectExpr(
+            *("server", "room_id", "day", "fate"),
+            "greatest(lo, day_lo) as lo",
+            "least(hi, day_hi) as hi",
         )
     )
 
@@ -552,18 +498,16 @@ COUNTS: Final = (EXPECTED, *FATES)
 
 def counts_of(found: DataFrame) -> DataFrame:
     """The number of events of each fate, from stretches of a day: rows of `audit`."""
-    length = F.col("hi") - F.col("lo") + 1
-    fates = (
-        F.coalesce(F.sum(F.when(F.col("fate") == fate, length)), F.lit(0)).alias(fate)
-        for fate in FATES
-    )
-    return found.groupBy("server", "room_id", "day").agg(F.sum(length).alias(EXPECTED), *fates)
+    length = "hi - lo + 1"
+    fates = (F.expr(f"sum(if(fate = '{fate}', {length}, 0)) as {fate}") for fate in FATES)
+    expected = F.expr(f"sum({length}) as {EXPECTED}")
+    return found.groupBy("server", "room_id", "day").agg(expected, *fates)
 
 
 def summed(rows: DataFrame, *key: str) -> DataFrame:
     """Rows of counts, summed up by a key; where nothing is left, there is no row."""
     sums = rows.groupBy(*key).agg(*(F.sum(name).alias(name) for name in COUNTS))
-    return sums.where(_any_of([F.col(name) != 0 for name in COUNTS]))
+    return sums.where(" or ".join(f"{name} != 0" for name in COUNTS))
 
 
 def negative(rows: DataFrame) -> DataFrame:
@@ -603,6 +547,7 @@ def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
 # --- what is looked at again ----------------------------------------------------------------------
 
 _CLAIM: Final = ("server", "room_id", "event_id", "kind")
+_EVERYWHERE: Final = f"server = '{EVERY_SERVER}'"
 
 
 def owed_ranges(spark: SparkSession, lake: Lake) -> DataFrame:
@@ -620,24 +565,23 @@ def owed_ranges(spark: SparkSession, lake: Lake) -> DataFrame:
         return rows.filter(pc.fill_null(owed, True))
 
     rooms = lake.some(spark, schemas.DESTINATION_ROOMS, narrow=not_level)
-    marks = lake.frame(spark, schemas.DESTINATIONS).select("destination", F.col(lsso).alias("lsso"))
+    marks = lake.frame(spark, schemas.DESTINATIONS).selectExpr("destination", f"{lsso} as lsso")
     catch_ups = lake.frame(spark, schemas.CATCH_UPS)
     floors = catch_ups.groupBy("destination").agg(F.min("floor").alias("floor"))
     done = catch_ups.where("room_id is not null").select("destination", "room_id", "sent_to")
     parked = lake.frame(spark, schemas.SERVER_STATES).select("destination", "parked")
-    above = F.coalesce(F.greatest("floor", "sent_to"), "lsso", F.lit(0))
     return (
         rooms.join(marks, on="destination", how="left")
         .where("lsso is null or stream_ordering > lsso")
         .join(floors, on="destination", how="left")
         .join(done, on=["destination", "room_id"], how="left")
         .join(parked, on="destination", how="left")
-        .select(
-            F.col("destination").alias("server"),
+        .selectExpr(
+            "destination as server",
             "room_id",
-            (above + 1).alias("first"),
-            F.col("stream_ordering").alias("last"),
-            F.when(F.col("parked").isNotNull(), "parked").otherwise("pending").alias("kind"),
+            "coalesce(greatest(floor, sent_to), lsso, 0) + 1 as first",
+            "stream_ordering as last",
+            "if(parked is null, 'pending', 'parked') as kind",
         )
         .where("first <= last")
     )
@@ -647,20 +591,19 @@ def claims(spark: SparkSession, lake: Lake, owned: Ownership, owed: DataFrame) -
     """Rows of `claims`: what an audit takes from elsewhere than the ledger, each once."""
 
     def points(table: schemas.LakeTable, server: str, kind: str) -> DataFrame:
-        at = F.col("stream_ordering")
-        columns = ("room_id", at.alias("first"), at.alias("last"), F.lit(kind).alias("kind"))
         rows = lake.frame(spark, table).where(
             "event_id is not null and stream_ordering is not null"
         )
-        return rows.select(F.expr(server).alias("server"), *columns)
+        at = ("stream_ordering as first", "stream_ordering as last")
+        return rows.selectExpr(f"{server} as server", "room_id", *at, f"'{kind}' as kind")
 
-    accepted = lake.frame(spark, schemas.ACCEPTED).select(
+    accepted = lake.frame(spark, schemas.ACCEPTED).selectExpr(
         "server",
         "event_id",
-        F.coalesce("first", F.lit(0)).alias("first"),
-        F.coalesce("last", F.lit(0)).alias("last"),
+        "coalesce(first, 0) as first",
+        "coalesce(last, 0) as last",
         # Ranges may overlap, so that each is of a kind of its own.
-        F.concat_ws(" ", F.lit("accepted"), "first", "last").alias("kind"),
+        "concat_ws(' ', 'accepted', first, last) as kind",
     )
     purged = [asdict(each) | {"kind": f"purged {each.first} {each.last}"} for each in owned.purged]
     rows = (
@@ -690,26 +633,20 @@ def touched(
     elsewhere = changed.where("room_id is null")
     ranges = [_said_by_lines(spark, lake, known, after), changed.where("room_id is not null")]
     if not elsewhere.isEmpty():
-        if not elsewhere.where(F.col("server") == EVERY_SERVER).isEmpty():
+        if not elsewhere.where(_EVERYWHERE).isEmpty():
             return None
         servers = elsewhere.select("server").distinct().hint("broadcast")
         spans = intervals.current(spark, lake, servers)
         of_rooms = elsewhere.where("event_id is null").drop("room_id", "event_id")
         ranges.append(clipped(of_rooms, spans))
         named = elsewhere.where("event_id is not null").select("server", "event_id")
-        events = intervals.ours(spark, lake, upto=after).select(
-            "event_id",
-            "room_id",
-            F.col("stream_ordering").alias("first"),
-            F.col("stream_ordering").alias("last"),
-        )
+        at = ("stream_ordering as first", "stream_ordering as last")
+        events = intervals.ours(spark, lake, upto=after).selectExpr("event_id", "room_id", *at)
         ranges.append(named.hint("broadcast").join(events, on="event_id", how="inner"))
     columns = ("server", "room_id", "first", "last")
-    found = reduce(
-        lambda some, more: some.unionByName(more), (each.select(*columns) for each in ranges)
-    )
+    found = reduce(DataFrame.unionByName, (each.select(*columns) for each in ranges))
     found = kept(found.where(f"first <= {after}"))
-    everywhere = found.where(F.col("server") == EVERY_SERVER).drop("server")
+    everywhere = found.where(_EVERYWHERE).drop("server")
     if not everywhere.isEmpty():
         spans = intervals.current(spark, lake, few(everywhere.select("room_id")))
         of_all = everywhere.hint("broadcast").join(
@@ -731,20 +668,18 @@ def _said_by_lines(spark: SparkSession, lake: Lake, known: "Known", after: int) 
     if known.unread is not None:
         new = new.unionByName(known.unread)
     new = new.where(f"stream_ordering <= {after} or supersedes_from <= {after}")
-    says = F.col("outcome").isin("delivered", "unknown", "dropped")
-    missing = lake.frame(spark, schemas.MISSING).select(
-        F.col("server").alias("destination"), "event_id"
-    )
+    says = F.expr("outcome in ('delivered', 'unknown', 'dropped')")
+    missing = lake.frame(spark, schemas.MISSING).selectExpr("server as destination", "event_id")
     # One that stood in for events which the last audit did not have yet.
     astride = older.where(f"supersedes_from <= {after} and supersedes_to > {after}")
     lines = new.where(says).unionByName(astride)
     if lake.rows(schemas.MISSING):
         lines = lines.unionByName(among(new.where(~says), few(missing)))
-    return lines.select(
-        F.col("destination").alias("server"),
+    return lines.selectExpr(
+        "destination as server",
         "room_id",
-        F.least("stream_ordering", "supersedes_from").alias("first"),
-        F.greatest("stream_ordering", "supersedes_to").alias("last"),
+        "least(stream_ordering, supersedes_from) as first",
+        "greatest(stream_ordering, supersedes_to) as last",
     )
 
 
@@ -776,9 +711,8 @@ def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataF
     wanted = (at > after) | (upto > after)
     pairs = None
     if look.units is not None:
-        pairs = look.units.select(F.col("server").alias("destination"), "room_id")
-        everyone = F.lit(EVERY_SERVER).alias("destination")
-        pairs = few(pairs.unionByName(look.units.select(everyone, "room_id")))
+        names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
+        pairs = few(look.units.selectExpr(names, "room_id"))
         wanted |= ((at >= look.first) | (upto >= look.first)) & near(pairs.toArrow())
     pdus = lake.some(spark, schemas.PDUS, wanted)
     if known.unread is not None:
@@ -834,15 +768,10 @@ class Accounts:
             return kept(newer)
         days = look.days.rows(self._spark).hint("broadcast")
         units = look.units.join(days, on="day", how="inner").drop("day")
-        ends = F.least("ends", F.lit(look.after))
+        first, last = "greatest(first, begins) as first", f"least(last, ends, {look.after}) as last"
         older = (
             spans.join(units.hint("broadcast"), on=["room_id", "server"], how="inner")
-            .select(
-                "room_id",
-                "server",
-                F.greatest("first", "begins").alias("first"),
-                F.least("last", ends).alias("last"),
-            )
+            .selectExpr("room_id", "server", first, last)
             .where("first <= last")
         )
         return kept(newer.unionByName(older))
@@ -869,19 +798,13 @@ class Accounts:
     def _stood_in(self) -> DataFrame:
         """The ranges that an event of catch-up stood in for, unless its server refused it.
 
-        Columns: server, room_id, first, last, by, ms, refused, kind.
+        Columns: server, room_id, by, ms, refused, first, last, kind.
         """
-        return self._pdus.where("outcome = 'delivered' and supersedes_from is not null").select(
-            F.col("destination").alias("server"),
-            "room_id",
-            F.col("supersedes_from").alias("first"),
-            F.col("supersedes_to").alias("last"),
-            F.col("event_id").alias("by"),
-            "ms",
-            "refused",
-            F.when(F.col("refused").isNull(), "superseded")
-            .otherwise("stand_in_refused")
-            .alias("kind"),
+        standing = self._pdus.where("outcome = 'delivered' and supersedes_from is not null")
+        return standing.selectExpr(
+            *("destination as server", "room_id", "event_id as by", "ms", "refused"),
+            *("supersedes_from as first", "supersedes_to as last"),
+            "if(refused is null, 'superseded', 'stand_in_refused') as kind",
         )
 
     def _before_ledger(self) -> DataFrame:
@@ -892,19 +815,14 @@ class Accounts:
         """
         let_go = self._lake.position(LET_GO)
         last = began(self._known, self._owned) if let_go < 0 else let_go
-        return self._spans.select(
-            "room_id",
-            "server",
-            "first",
-            F.lit(last).cast("bigint").alias("last"),
-            F.lit("before_ledger").alias("kind"),
-        )
+        end = F.lit(last).cast("bigint")
+        return self._spans.withColumns({"last": end, "kind": F.lit("before_ledger")})
 
     def _accepted(self) -> DataFrame:
         """Ranges that the operator accepts, where events are expected."""
         ranges = self._table(schemas.ACCEPTED).where("event_id is null")
-        everywhere = ranges.where(F.col("server") == EVERY_SERVER).select("first", "last").collect()
-        found = ranges.where(F.col("server") != EVERY_SERVER).select("server", "first", "last")
+        everywhere = ranges.where(_EVERYWHERE).select("first", "last").collect()
+        found = ranges.where(f"not {_EVERYWHERE}").select("server", "first", "last")
         if everywhere:
             rows = F.inline(literal([each.asDict() for each in everywhere], _RANGE))
             found = found.unionByName(
@@ -917,57 +835,43 @@ class Accounts:
 
         An event for every server has a row for each server that should get it: these are few.
         """
-        columns = ("destination", "room_id", "stream_ordering", "event_id")
         quarantined = self._table(schemas.QUARANTINE).where("event_id is not null and kind = 'pdu'")
         dropped = self._pdus.where(
             (F.col("outcome") == "dropped") & (F.col("instance") == self._config.instance_name)
         )
         accepted = (
             self._table(schemas.ACCEPTED)
-            .where("event_id is not null")
-            .select(F.col("server").alias("destination"), "event_id")
+            .selectExpr("server as destination", "event_id")
             .join(self.places.hint("shuffle_hash"), on="event_id", how="inner")
         )
-        items = (
-            quarantined.select(*columns, F.lit("quarantined").alias("kind"))
-            .unionByName(dropped.select(*columns, F.lit("given_up").alias("kind")))
-            .unionByName(accepted.select(*columns, F.lit("accepted").alias("kind")))
-            .withColumn("destination", F.expr(f"nullif(destination, '{EVERY_SERVER}')"))
+        kinds = {"quarantined": quarantined, "given_up": dropped, "accepted": accepted}
+        named = (
+            rows.selectExpr(
+                f"nullif(destination, '{EVERY_SERVER}') as server",
+                *("room_id", "stream_ordering", "event_id", f"'{kind}' as kind"),
+            )
+            for kind, rows in kinds.items()
         )
+        items = reduce(DataFrame.unionByName, named)
         everywhere = (
-            items.where("destination is null")
-            .select("room_id", "stream_ordering", "event_id", "kind")
+            items.where("server is null")
+            .drop("server")
             .distinct()  # Of several senders each has one.
             .join(self._spans.hint("shuffle_hash"), on="room_id", how="inner")
             .where("stream_ordering >= first and (last is null or stream_ordering <= last)")
         )
         found = ("server", "stream_ordering", "event_id", "kind")
-        return (
-            items.where("destination is not null")
-            .withColumnRenamed("destination", "server")
-            .select(*found)
-            .unionByName(everywhere.select(*found))
-        )
+        return items.where("server is not null").select(*found).union(everywhere.select(*found))
 
     def _to_redeliver(self) -> DataFrame:
-        return self._table(schemas.REDELIVERIES).select(
-            F.col("destination").alias("server"),
-            "stream_ordering",
-            "event_id",
-            F.lit("pending").alias("kind"),
+        return self._table(schemas.REDELIVERIES).selectExpr(
+            "destination as server", "stream_ordering", "event_id", "'pending' as kind"
         )
 
     def superseded(self, found: DataFrame) -> DataFrame:
         """The stretches that catch-up left out, each with the first event that stood in for it."""
-        standing = ranges_in_places(self._stood_in(), self.places).select(
-            "server",
-            "room_id",
-            "by",
-            "ms",
-            "refused",
-            F.col("kind").alias("fate"),
-            F.col("lo").alias("from_place"),
-            F.col("hi").alias("to_place"),
+        standing = ranges_in_places(self._stood_in(), self.places).withColumnsRenamed(
+            {"kind": "fate", "lo": "from_place", "hi": "to_place"}
         )
         orderings = self.places.select("room_id", "place", "stream_ordering")
         first = orderings.withColumnsRenamed({"place": "lo", "stream_ordering": "first"})
@@ -984,7 +888,7 @@ class Accounts:
             )
             .join(first, on=["room_id", "lo"], how="inner")
             .join(last, on=["room_id", "hi"], how="inner")
-            .withColumn("events", F.col("hi") - F.col("lo") + 1)
+            .withColumn("events", F.expr("hi - lo + 1"))
             .select(*schemas.SUPERSEDED.columns)
         )
 
@@ -1000,12 +904,9 @@ class Accounts:
     def _told_by_us_alone(self) -> DataFrame:
         """The server of a user turned away by an event that other senders do not tell it (W26)."""
         events = intervals.ours(self._spark, self._lake, self.look.first - 1)
-        alone = events.where(intervals.told_by_us_alone())
-        return alone.select(
-            intervals.server_of(F.col("state_key")).alias("server"),
-            "stream_ordering",
-            F.lit(intervals.W26).alias("weakness"),
-        )
+        alone = events.where(intervals.TOLD_BY_US_ALONE)
+        server = intervals.server_of(F.col("state_key")).alias("server")
+        return alone.select(server, "stream_ordering", F.lit(intervals.W26).alias("weakness"))
 
 
 def explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
@@ -1014,26 +915,24 @@ def explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
     Args:
         gone: those rows without `reasons`.
     """
-    pairs = few(gone.select(F.col("server").alias("destination"), "room_id"))
-    owed = among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs).select(
-        F.col("destination").alias("server"), "room_id", F.col("stream_ordering").alias("owed")
+    server = "destination as server"
+    pairs = few(gone.selectExpr("server as destination", "room_id"))
+    owed = among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs).selectExpr(
+        server, "room_id", "stream_ordering as owed"
     )
-    marks = lake.frame(spark, schemas.DESTINATIONS).select(
-        F.col("destination").alias("server"),
-        F.col("last_successful_stream_ordering").alias("lsso"),
+    marks = lake.frame(spark, schemas.DESTINATIONS).selectExpr(
+        server, "last_successful_stream_ordering as lsso"
     )
-    states = lake.frame(spark, schemas.SERVER_STATES).select(
-        F.col("destination").alias("server"), "failing_since_ms", "outcome", "paused", "parked"
+    states = lake.frame(spark, schemas.SERVER_STATES).selectExpr(
+        server, "failing_since_ms", "outcome", "paused", "parked"
     )
-    done = lake.frame(spark, schemas.CATCH_UPS).select(
-        F.col("destination").alias("server"), "room_id", "sent_to"
-    )
+    done = lake.frame(spark, schemas.CATCH_UPS).where("room_id is not null")
     return (
         gone.join(owed, on=["server", "room_id"], how="left")
         .join(marks, on="server", how="left")
         .join(states, on="server", how="left")
-        .join(done.where("room_id is not null"), on=["server", "room_id"], how="left")
-        .withColumn("reasons", F.array_compact(F.array(*_reasons())))
+        .join(done.selectExpr(server, "room_id", "sent_to"), on=["server", "room_id"], how="left")
+        .withColumn("reasons", F.expr(_REASONS))
         .select(*schemas.MISSING.columns)
     )
 
@@ -1065,41 +964,26 @@ def rules(known: Known, owned: Ownership, config: Config, upto: int) -> int:
     return int.from_bytes(digest[:6])
 
 
-def _reasons() -> Iterator[Column]:
-    """The records of each step of a delivery, from the fan-out to the server, as sentences."""
-
-    def said(*parts: str | Column) -> Column:
-        return F.concat(*(F.lit(part) if isinstance(part, str) else part for part in parts))
-
-    at, owed, lsso = F.col("stream_ordering"), F.col("owed"), F.col("lsso")
-    yield (
-        F.when(owed.isNull(), "destination_rooms has no row: the fan-out did not count it")
-        .when(owed < at, said("destination_rooms stops at ", owed, ": the fan-out passed it by"))
-        .otherwise(said("destination_rooms is at ", owed, ": the fan-out counted it"))
-    )
-    yield F.when(
-        F.col("attempts").isNotNull(),
-        said(
-            F.col("attempts"),
-            " attempts in the ledger, the last ",
-            F.col("last_outcome"),
-            " at ",
-            F.date_format(F.timestamp_millis("last_ms"), "yyyy-MM-dd'T'HH:mm:ss'Z'"),
-        ),
-    ).otherwise(F.lit("no attempt in the ledger"))
-    yield F.when(
-        F.col("sent_to") >= at,
-        said("catch-up counts the room as answered up to ", F.col("sent_to")),
-    )
-    yield (
-        F.when(lsso.isNull(), "the server has no low-water mark")
-        .when(lsso >= at, said("the low-water mark ", lsso, " counts it as delivered"))
-        .otherwise(said("the low-water mark ", lsso, " is below it"))
-    )
-    yield F.when(
-        F.col("failing_since_ms").isNotNull(),
-        said("the server is failing: ", F.coalesce("outcome", F.lit("no outcome"))),
-    )
-    yield F.when(F.col("paused").isNotNull(), said("the server is paused: ", F.col("paused")))
-    yield F.when(F.col("parked").isNotNull(), said("the server is parked: ", F.col("parked")))
-    yield F.col("weakness")
+_REASONS: Final = """
+array_compact(array(
+    case when owed is null then 'destination_rooms has no row: the fan-out did not count it'
+        when owed < stream_ordering
+            then concat('destination_rooms stops at ', owed, ': the fan-out passed it by')
+        else concat('destination_rooms is at ', owed, ': the fan-out counted it') end,
+    case when attempts is null then 'no attempt in the ledger'
+        else concat(attempts, ' attempts in the ledger, the last ', last_outcome, ' at ',
+            date_format(timestamp_millis(last_ms), "yyyy-MM-dd'T'HH:mm:ss'Z'")) end,
+    case when sent_to >= stream_ordering
+        then concat('catch-up counts the room as answered up to ', sent_to) end,
+    case when lsso is null then 'the server has no low-water mark'
+        when lsso >= stream_ordering
+            then concat('the low-water mark ', lsso, ' counts it as delivered')
+        else concat('the low-water mark ', lsso, ' is below it') end,
+    case when failing_since_ms is not null
+        then concat('the server is failing: ', coalesce(outcome, 'no outcome')) end,
+    concat('the server is paused: ', paused),
+    concat('the server is parked: ', parked),
+    weakness
+))
+"""
+"""The records of each step of a delivery, from the fan-out to the server, as sentences."""

@@ -57,16 +57,14 @@ def waits(pdus: DataFrame, events: DataFrame) -> DataFrame:
     """server, day, ms, waited: the ms from the homeserver's receipt of an event to its answer."""
     received = events.select("stream_ordering", "received_ts").where("received_ts is not null")
     answered = pdus.where("outcome = 'delivered' and lane in ('live', 'catch_up')")
-    return answered.join(received, on="stream_ordering", how="inner").select(
-        F.col("destination").alias("server"),
-        *("day", "ms"),
-        F.greatest(F.col("ms") - F.col("received_ts"), F.lit(0)).alias("waited"),
+    return answered.join(received, on="stream_ordering", how="inner").selectExpr(
+        "destination as server", "day", "ms", "greatest(ms - received_ts, 0L) as waited"
     )
 
 
 def hours(attempts: DataFrame, waited: DataFrame | None = None) -> DataFrame:
     """Rows of `health`, from rows of `attempts` and of `waits`."""
-    rows = attempts.where(ledger_lines.is_attempt()).withColumnRenamed("destination", "server")
+    rows = attempts.where(ledger_lines.IS_ATTEMPT).withColumnRenamed("destination", "server")
     if waited is None:
         rows = rows.withColumn("waited", F.lit(None).cast("bigint"))
     else:
@@ -76,9 +74,9 @@ def hours(attempts: DataFrame, waited: DataFrame | None = None) -> DataFrame:
     hour_ms = F.col("ms") - F.col("ms") % HOUR_MS
     counted = rows.groupBy("server", hour_ms.alias("hour_ms"), "day").agg(
         F.count("outcome").alias("attempts"),
-        F.sum(F.when(delivered, F.col("pdu_count")).otherwise(0)).alias("pdus"),
-        F.sum(F.coalesce("bytes", F.lit(0))).alias("bytes"),
-        F.count_if(F.col("status").isNotNull() & ~F.col("reused")).alias("connections"),
+        F.expr("sum(if(outcome = 'delivered', pdu_count, 0)) as pdus"),
+        F.expr("sum(coalesce(bytes, 0)) as bytes"),
+        F.expr("count_if(status is not null and not reused) as connections"),
         *(F.count_if(F.col("outcome") == name).alias(name) for name in ("delivered", *FAILURES)),
         F.max("ms").alias("last_ms"),
         F.max(F.when(delivered, F.col("ms"))).alias("well_ms"),

@@ -28,7 +28,7 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import Column, DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
@@ -85,6 +85,12 @@ _MAX_ROUNDS: Final = 20
 MOST_KEYS: Final = 200_000
 
 
+def upto_here(key: Sequence[str], *order: str) -> WindowSpec:
+    """The rows of a key up to the present one, in this order."""
+    window = Window.partitionBy(*key).orderBy(*order)
+    return window.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+
+
 def few(keys: DataFrame) -> DataFrame:
     """Keys, each once, for `among`: held against a table without spreading it, if they are few."""
     found = kept(keys.distinct())
@@ -132,21 +138,14 @@ def lay_out(groups: DataFrame) -> tuple[DataFrame, DataFrame]:
         branches: branch (named for its first group), path (the branches that lead to it and the
             groups where they part: trunk, group, branch, group, ..., itself), end (its last place).
     """
-    present = groups.select(F.col("state_group").alias("parent"))
-    linked = groups.join(
-        present.hint("merge"), F.col("prev_state_group") == F.col("parent"), how="left"
-    ).select("room_id", "state_group", "parent")
+    present = groups.selectExpr("state_group as parent").hint("merge")
     in_room = Window.partitionBy("room_id").orderBy("state_group")
-    begins = F.col("parent").isNull() | (F.col("parent") != F.coalesce("before", F.lit(-1)))
+    beginning = F.max(F.expr("if(begins, state_group, null)"))
     branched = (
-        linked.withColumn("before", F.lag("state_group").over(in_room))
-        .withColumn("begins", begins)
-        .withColumn(
-            "branch",
-            F.max(F.when(F.col("begins"), F.col("state_group"))).over(
-                in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-            ),
-        )
+        groups.join(present, F.expr("prev_state_group = parent"), how="left")
+        .withColumn("before", F.lag("state_group").over(in_room))
+        .withColumn("begins", F.expr("parent is null or parent != coalesce(before, -1)"))
+        .withColumn("branch", beginning.over(upto_here(["room_id"], "state_group")))
         .select("room_id", "state_group", "branch", "begins", "parent")
         .transform(kept)
     )
@@ -163,35 +162,23 @@ def lay_out(groups: DataFrame) -> tuple[DataFrame, DataFrame]:
 
 def _paths(branched: DataFrame) -> DataFrame:
     """branch, path: by doubling, as nested branches are rare but long chains of them possible."""
-    owner = branched.select(F.col("state_group").alias("parent"), F.col("branch").alias("above"))
+    owner = branched.selectExpr("state_group as parent", "branch as above")
+    path = "if(parent is null, array(branch), array(parent, branch)) as path"
     paths = (
         branched.where("begins")
         .select("branch", "parent")
         .join(owner.hint("merge"), on="parent", how="left")
-        .select(
-            "branch",
-            F.when(F.col("parent").isNull(), F.array("branch"))
-            .otherwise(F.array("parent", "branch"))
-            .alias("path"),
-            "above",
-        )
+        .selectExpr("branch", path, "above")
         .transform(kept)
     )
     for _ in range(_MAX_ROUNDS):
         if paths.where("above is not null").isEmpty():
             return paths.select("branch", "path")
-        upper = paths.select(
-            F.col("branch").alias("above"),
-            F.col("path").alias("upper_path"),
-            F.col("above").alias("upper_above"),
-        )
+        upper = paths.selectExpr("branch as above", "path as upper_path", "above as upper_above")
+        path = "coalesce(concat(upper_path, path), path) as path"
         paths = (
             paths.join(upper.hint("shuffle_hash"), on="above", how="left")
-            .select(
-                "branch",
-                F.coalesce(F.concat("upper_path", "path"), "path").alias("path"),
-                F.col("upper_above").alias("above"),
-            )
+            .selectExpr("branch", path, "upper_above as above")
             .transform(kept)
         )
     raise PipelineError(f"state groups: branches are nested more than {2**_MAX_ROUNDS} deep")
@@ -202,7 +189,7 @@ def _with_ends(places: DataFrame, paths: DataFrame) -> DataFrame:
     last = places.groupBy("branch").agg(F.max("place").alias("last"))
     ends = (
         paths.join(last, on="branch", how="inner")
-        .select(F.posexplode("path").alias("index", "ancestor"), "last")
+        .selectExpr("posexplode(path) as (index, ancestor)", "last")
         .where("index % 2 = 0")
         .groupBy("ancestor")
         .agg(F.max("last").alias("end"))
@@ -225,26 +212,21 @@ def server_counts(
     Returns:
         room_id, server, place, joined (users from this place on); also for the pseudo-server.
     """
-    others = members.withColumn("server", server_of(F.col("user_id"))).select(
+    others = members.select(
         "state_group",
         "user_id",
-        F.when(F.col("server") != server_name, F.col("server")).alias("server"),
-        (F.coalesce("membership", F.lit("")) == "join").alias("is_in"),
+        server_of(F.col("user_id")).alias("server"),
+        F.expr("coalesce(membership, '') = 'join' as is_in"),
+    ).where(F.col("server") != server_name)
+    anybody = members.selectExpr(
+        "state_group", "'' as user_id", f"'{ANYBODY}' as server", "true as is_in"
     )
-    real = others.where("server is not null").select("state_group", "user_id", "server", "is_in")
-    anybody = members.groupBy("state_group").agg(
-        F.lit("").alias("user_id"), F.lit(ANYBODY).alias("server"), F.lit(True).alias("is_in")
-    )
-    entries = (
-        real.unionByName(anybody)
-        .join(places.hint("merge"), on="state_group", how="inner")
-        .select("room_id", "user_id", "server", "is_in", "place", "branch", "state_group")
+    entries = others.unionByName(anybody.distinct()).join(
+        places.hint("merge"), on="state_group", how="inner"
     )
     in_user = Window.partitionBy("room_id", "server", "user_id").orderBy("place", "strength")
-    in_server = Window.partitionBy("room_id", "server").orderBy("place")
     changes = (
-        entries.withColumn("strength", F.lit(1))
-        .select("room_id", "server", "user_id", "place", "strength", "is_in")
+        entries.selectExpr("room_id", "server", "user_id", "place", "1 as strength", "is_in")
         .unionByName(_ends_of_entries(entries, branches))
         # Of what is said of one place, the strongest counts.
         .withColumn("next", F.lead("place").over(in_user))
@@ -252,11 +234,9 @@ def server_counts(
         .withColumn("was_in", F.lag("is_in", 1, False).over(in_user))
         .where("is_in != was_in")
         .groupBy("room_id", "server", "place")
-        .agg(F.sum(F.when(F.col("is_in"), 1).otherwise(-1)).alias("change"))
+        .agg(F.expr("sum(if(is_in, 1, -1)) as change"))
     )
-    joined = F.sum("change").over(
-        in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    )
+    joined = F.sum("change").over(upto_here(("room_id", "server"), "place"))
     return kept(changes.select("room_id", "server", "place", joined.alias("joined")))
 
 
@@ -266,18 +246,12 @@ def _ends_of_entries(entries: DataFrame, branches: DataFrame) -> DataFrame:
     Where several branches end at one place, the outermost is the strongest.
     """
     touched = entries.select("room_id", "server", "user_id", "branch").distinct()
-    ended = touched.join(branches.hint("shuffle_hash"), on="branch", how="inner").select(
-        "room_id",
-        "server",
-        "user_id",
-        "branch",
-        "path",
-        (F.col("end") + 1).cast("int").alias("place"),
-        (-F.size("path")).alias("strength"),
+    ended = touched.join(branches.hint("shuffle_hash"), on="branch", how="inner").selectExpr(
+        *("room_id", "server", "user_id", "branch", "path"),
+        "cast(end + 1 as int) as place",
+        "-size(path) as strength",
     )
-    trunks = ended.where("size(path) = 1").select(
-        "room_id", "server", "user_id", "place", "strength", F.lit(False).alias("is_in")
-    )
+    trunks = ended.where("size(path) = 1").drop("branch", "path").withColumn("is_in", F.lit(False))
     # The path of a branch is trunk, group, branch, group, ..., itself: each pair but the last says
     # up to which group the entries of an outer branch hold here.
     outer_branches = F.expr(
@@ -289,31 +263,15 @@ def _ends_of_entries(entries: DataFrame, branches: DataFrame) -> DataFrame:
         .withColumn("above", F.explode(outer_branches))
         .select("*", "above.depth", "above.above_it", "above.upto")
     )
-    held = entries.select(
-        "room_id",
-        "user_id",
-        F.col("branch").alias("above_it"),
-        F.col("state_group").alias("held_by"),
-        F.col("is_in").alias("held"),
+    held = entries.selectExpr(
+        *("room_id", "user_id", "branch as above_it", "state_group as held_by", "is_in as held")
     )
+    last_held = "max_by(held, if(held_by <= upto, struct(depth, held_by), null))"
     branches_back = (
         inherited.join(held.hint("merge"), on=["room_id", "user_id", "above_it"], how="left")
-        .withColumn("counts", F.col("held_by") <= F.col("upto"))
         .groupBy("room_id", "server", "user_id", "branch", "place", "strength")
-        .agg(
-            F.max_by(
-                F.when(F.col("counts"), F.col("held")),
-                F.when(F.col("counts"), F.struct("depth", "held_by")),
-            ).alias("is_in")
-        )
-        .select(
-            "room_id",
-            "server",
-            "user_id",
-            "place",
-            "strength",
-            F.coalesce("is_in", F.lit(False)).alias("is_in"),
-        )
+        .agg(F.expr(f"coalesce({last_held}, false) as is_in"))
+        .drop("branch")
     )
     return trunks.unionByName(branches_back)
 
@@ -352,26 +310,22 @@ def changes_between(events: DataFrame, counts: DataFrame) -> DataFrame:
     """
     in_room = Window.partitionBy("room_id").orderBy("stream_ordering")
     in_server = Window.partitionBy("room_id", "server").orderBy("place")
+    # A range is compared within short stretches of places, and never with a whole room.
+    stretch = f"explode(sequence((low + 1) div {_BUCKET}, high div {_BUCKET})) as stretch"
     steps = (
         events.withColumn("came_from", F.lag("place", 1, 0).over(in_room))
         .where("came_from != place")
-        .select(
-            "room_id",
-            F.col("stream_ordering").alias("at"),
-            F.least("came_from", "place").alias("low"),
-            F.greatest("came_from", "place").alias("high"),
+        .selectExpr(
+            *("room_id", "stream_ordering as at"),
+            *("least(came_from, place) as low", "greatest(came_from, place) as high"),
         )
-        # A range is compared within short stretches of places, and never with a whole room.
-        .withColumn(
-            "stretch",
-            F.explode(F.expr(f"sequence((low + 1) div {_BUCKET}, high div {_BUCKET})")),
-        )
+        .selectExpr("*", stretch)
     )
     edges = (
         counts.withColumn("here", F.col("joined") > 0)
         .withColumn("before", F.lag("here", 1, False).over(in_server))
         .where("here != before")
-        .select("room_id", "server", "place", F.expr(f"place div {_BUCKET}").alias("stretch"))
+        .selectExpr("room_id", "server", "place", f"place div {_BUCKET} as stretch")
     )
     return (
         steps.hint("shuffle_hash")
@@ -425,15 +379,14 @@ def derive(spark: SparkSession, lake: Lake, server_name: str) -> tuple[DataFrame
     if after >= 0:
         changed = stays.where(f"version > {lake.position('intervals_version')}")
         touched = [rows.select("room_id") for rows in (events, changed, told) if rows is not None]
-        rooms = few(reduce(lambda some, more: some.unionByName(more), touched))
+        rooms = few(reduce(DataFrame.unionByName, touched))
         before = kept(current(spark, lake, rooms).where(f"last is null or last >= {after}"))
     if lake.rows(schemas.STATE_GROUPS):
         groups = newest_version(among_rows(spark, lake, schemas.STATE_GROUPS, rooms))
         still = None
         if before is not None:
-            still = before.where("last is null").select(
-                "room_id", "server", F.lit(after + 1).alias("at")
-            )
+            at = f"{after + 1}L as at"
+            still = before.where("last is null").selectExpr("room_id", "server", at)
         found, unknown = from_state_groups(spark, lake, events, groups, told, still, server_name)
     else:
         stays = _from_here(_stays(among(stays, rooms)), after, server_name)
@@ -475,8 +428,8 @@ def _put_behind(before: DataFrame, found: DataFrame, after: int) -> DataFrame:
 
     A row that is gone is empty: it ends before it begins.
     """
-    cut = before.where(f"first <= {after}").select(
-        "room_id", "server", F.explode(F.array("first", F.lit(after + 1))).alias("at")
+    cut = before.where(f"first <= {after}").selectExpr(
+        "room_id", "server", f"explode(array(first, {after + 1}L)) as at"
     )
     now = paired(cut.unionByName(changes_of(found))).withColumn("is_there", F.lit(True))
     was = before.withColumnRenamed("last", "its_last").withColumn("was_there", F.lit(True))
@@ -484,8 +437,7 @@ def _put_behind(before: DataFrame, found: DataFrame, after: int) -> DataFrame:
     return (
         now.join(was, on=["room_id", "server", "first"], how="full_outer")
         .where(~F.coalesce(same, F.lit(False)))
-        .withColumn("last", F.when(F.col("is_there"), F.col("last")).otherwise(F.col("first") - 1))
-        .select("room_id", "server", "first", "last")
+        .selectExpr("room_id", "server", "first", "if(is_there, last, first - 1) as last")
     )
 
 
@@ -496,10 +448,8 @@ def _stays(room_servers: DataFrame) -> DataFrame:
     """
     return (
         room_servers.groupBy("room_id", "server", "joined")
-        .agg(F.max_by("left", "version").alias("left"))
-        .select(
-            "room_id", "server", (F.col("joined") + 1).alias("first"), F.col("left").alias("last")
-        )
+        .agg(F.max_by("left", "version").alias("last"))
+        .selectExpr("room_id", "server", "joined + 1 as first", "last")
         .where("last is null or first <= last")
     )
 
@@ -536,18 +486,12 @@ def from_state_groups(
     made_of = None if still is None else few(_ancestry(events, places, branches))
     members = among_rows(spark, lake, schemas.STATE_MEMBERS, made_of)
     counts = server_counts(newest_version(members), places, branches, server_name)
-    is_member = (F.col("type") == "m.room.member") & F.col("state_key").isNotNull()
     placed = (
         # Spread and kept as it is from here on, so with no more than is looked at.
-        events.select(
-            "room_id",
-            "stream_ordering",
-            "event_id",
-            "state_group",
-            is_member.alias("is_member"),
-            F.when(is_member, F.col("state_key")).alias("state_key"),
-            "membership",
-            "prior_membership",
+        events.selectExpr(
+            *("room_id", "stream_ordering", "event_id", "state_group"),
+            "type = 'm.room.member' and state_key is not null as is_member",
+            *("if(is_member, state_key, null) as state_key", "membership", "prior_membership"),
         )
         .join(places.select("state_group", "place").hint("merge"), on="state_group", how="left")
         .transform(kept)
@@ -579,33 +523,30 @@ def _swapped(placed: DataFrame, counts: DataFrame) -> DataFrame:
     brings was not.
     """
     members = placed.where("is_member").withColumn("server", server_of(F.col("state_key")))
-    was_in = members.where("prior_membership = 'join'").select(
-        *_EXCEPTION_KEY, F.lit(True).alias("gets"), F.lit(SWAPPED).alias("strength")
+    was_in = members.where("prior_membership = 'join'").selectExpr(
+        *_EXCEPTION_KEY, "true as gets", f"{SWAPPED} as strength"
     )
     in_server = Window.partitionBy("room_id", "server").orderBy("place")
     spans = counts.withColumn("until", F.lead("place").over(in_server))
     brought = (
         members.where("membership = 'join' and prior_membership != 'join'")
-        .select(*_EXCEPTION_KEY, F.col("place").alias("here"))
+        .selectExpr(*_EXCEPTION_KEY, "place as here")
         .join(spans.hint("shuffle_hash"), on=["room_id", "server"], how="inner")
         .where("here >= place and (until is null or here < until) and joined = 1")
-        .select(*_EXCEPTION_KEY, F.lit(False).alias("gets"), F.lit(SWAPPED).alias("strength"))
+        .selectExpr(*_EXCEPTION_KEY, "false as gets", f"{SWAPPED} as strength")
     )
     return was_in.unionByName(brought)
 
 
 def _unknown(placed: DataFrame, known: DataFrame, told: DataFrame | None) -> DataFrame:
     """Events with unknown servers, by the store's own rule."""
-    unknown_prior = F.col("is_member") & F.col("prior_membership").isNull()
-    reasons = placed.select(
-        "stream_ordering",
-        "event_id",
-        "room_id",
-        F.when(F.col("state_group").isNull(), "the event has no state group")
-        .when(F.col("place").isNull(), "its state group is not in the lake")
-        .when(unknown_prior, "the membership that the event replaced is not in the database")
-        .alias("reason"),
-    )
+    reason = """
+        case when state_group is null then 'the event has no state group'
+        when place is null then 'its state group is not in the lake'
+        when is_member and prior_membership is null
+            then 'the membership that the event replaced is not in the database' end as reason
+    """
+    reasons = placed.selectExpr("stream_ordering", "event_id", "room_id", reason)
     no_members = covered_by(reasons.where("reason is null"), known, how="left_anti").withColumn(
         "reason", F.lit("its state group has no members in the database")
     )
@@ -623,29 +564,22 @@ _EXCEPTION_KEY: Final = ("room_id", "stream_ordering", "server")
 
 
 def _listed(events: DataFrame, column: str, *, gets: bool, strength: int) -> DataFrame:
-    return events.where(F.size(column) > 0).select(
+    return events.where(f"size({column}) > 0").selectExpr(
         "room_id",
         "stream_ordering",
-        F.explode(column).alias("server"),
-        F.lit(gets).alias("gets"),
-        F.lit(strength).alias("strength"),
+        f"explode({column}) as server",
+        f"{gets} as gets",
+        f"{strength} as strength",
     )
 
 
-def turns_away() -> Column:
-    """Whether an event turns away a user that was only invited, or was knocking (rule 3)."""
-    return (
-        (F.col("type") == "m.room.member")
-        & F.col("state_key").isNotNull()
-        & (F.col("state_key") != F.col("sender"))
-        & F.col("auth_membership").isin("invite", "knock")
-        & F.col("membership").isin("leave", "ban")
-    )
-
-
-def told_by_us_alone() -> Column:
-    """Whether only we send an event to the server of the user that it turns away (rule 3, W26)."""
-    return turns_away() & ((F.col("membership") == "ban") | (F.col("auth_membership") == "knock"))
+_TURNS_AWAY: Final = """
+    type = 'm.room.member' and state_key != sender
+    and auth_membership in ('invite', 'knock') and membership in ('leave', 'ban')
+"""
+"""Whether an event turns away a user that was only invited, or was knocking (rule 3)."""
+TOLD_BY_US_ALONE: Final = f"{_TURNS_AWAY} and (membership = 'ban' or auth_membership = 'knock')"
+"""Whether only we send an event to the server of the user that it turns away (rule 3, W26)."""
 
 
 def _narrowing(events: DataFrame) -> DataFrame:
@@ -654,19 +588,16 @@ def _narrowing(events: DataFrame) -> DataFrame:
     The server of a user that an event turns away gets it. The server that it is sent on behalf of
     does not.
     """
-    target = events.where(turns_away()).select(
-        "room_id",
-        "stream_ordering",
-        server_of(F.col("state_key")).alias("server"),
-        F.lit(True).alias("gets"),
-        F.lit(TARGET).alias("strength"),
+    server = server_of(F.col("state_key"))
+    target = (
+        events.where(_TURNS_AWAY)
+        .withColumn("server", server)
+        .selectExpr(*_EXCEPTION_KEY, "true as gets", f"{TARGET} as strength")
     )
-    behalf = events.where("on_behalf_of is not null").select(
-        "room_id",
-        "stream_ordering",
-        F.col("on_behalf_of").alias("server"),
-        F.lit(False).alias("gets"),
-        F.lit(ON_BEHALF).alias("strength"),
+    behalf = (
+        events.where("on_behalf_of is not null")
+        .withColumn("server", F.col("on_behalf_of"))
+        .selectExpr(*_EXCEPTION_KEY, "false as gets", f"{ON_BEHALF} as strength")
     )
     return target.unionByName(behalf)
 
@@ -693,31 +624,26 @@ def paired(changes: DataFrame, key: Sequence[str] = ("room_id", "server")) -> Da
         .withColumn("number", F.row_number().over(in_server))
         .withColumn("next", F.lead("at").over(in_server))
         .where("number % 2 = 1")
-        .select(*key, F.col("at").alias("first"), (F.col("next") - 1).alias("last"))
+        .selectExpr(*key, "at as first", "next - 1 as last")
     )
 
 
 def changes_of(intervals: DataFrame, key: Sequence[str] = ("room_id", "server")) -> DataFrame:
     """The changes (the key, at) from which `paired` makes these intervals."""
-    ends = F.when(F.col("last").isNull(), F.array("first")).otherwise(
-        F.array(F.col("first"), F.col("last") + 1)
-    )
-    return intervals.select(*key, F.explode(ends).alias("at"))
+    ends = "if(last is null, array(first), array(first, last + 1))"
+    return intervals.selectExpr(*key, f"explode({ends}) as at")
 
 
 def union(intervals: DataFrame) -> DataFrame:
     """The same servers at the same events, in intervals that neither overlap nor touch."""
     in_server = Window.partitionBy("room_id", "server").orderBy("at")
-    upto_here = in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    opened = intervals.select("room_id", "server", F.col("first").alias("at"), F.lit(1).alias("n"))
-    closed = intervals.where("last is not null").select(
-        "room_id", "server", (F.col("last") + 1).alias("at"), F.lit(-1).alias("n")
-    )
+    ends = "inline(array(struct(first as at, 1 as n), struct(last + 1 as at, -1 as n)))"
     changes = (
-        opened.unionByName(closed)
+        intervals.selectExpr("room_id", "server", ends)
+        .where("at is not null")
         .groupBy("room_id", "server", "at")
         .agg(F.sum("n").alias("n"))
-        .withColumn("covered", F.sum("n").over(upto_here) > 0)
+        .withColumn("covered", F.sum("n").over(upto_here(("room_id", "server"), "at")) > 0)
         .withColumn("before", F.lag("covered", 1, False).over(in_server))
         .where("covered != before")
     )
@@ -726,21 +652,15 @@ def union(intervals: DataFrame) -> DataFrame:
 
 def with_exceptions(intervals: DataFrame, exceptions: DataFrame) -> DataFrame:
     """The intervals, changed by the exceptions at the events of those."""
-    spans = intervals.select("room_id", "server", "first", "last", F.lit(True).alias("has")).hint(
-        "shuffle_hash"
-    )
-    inside = (F.col("stream_ordering") >= F.col("first")) & (
-        F.col("last").isNull() | (F.col("stream_ordering") <= F.col("last"))
-    )
+    spans = intervals.select("room_id", "server", "first", "last").hint("shuffle_hash")
+    has = "max(stream_ordering >= first and (last is null or stream_ordering <= last))"
     differing = (
         exceptions.join(spans, on=["room_id", "server"], how="left")
         .groupBy(*_EXCEPTION_KEY, "gets")
-        .agg(F.coalesce(F.max(F.col("has") & inside), F.lit(False)).alias("has"))
+        .agg(F.expr(f"coalesce({has}, false) as has"))
         .where("has != gets")
-        .select(
-            "room_id",
-            "server",
-            F.explode(F.array(F.col("stream_ordering"), F.col("stream_ordering") + 1)).alias("at"),
+        .selectExpr(
+            "room_id", "server", "explode(array(stream_ordering, stream_ordering + 1)) as at"
         )
     )
     return paired(changes_of(intervals).unionByName(differing))
@@ -748,10 +668,7 @@ def with_exceptions(intervals: DataFrame, exceptions: DataFrame) -> DataFrame:
 
 def covered_by(events: DataFrame, spans: DataFrame, *, how: str) -> DataFrame:
     """Events (room_id, stream_ordering) in a span of their room, by a semi or anti join."""
-    rooms = spans.select(F.col("room_id").alias("span_room"), "first", "last")
-    inside = (
-        (F.col("room_id") == F.col("span_room"))
-        & (F.col("stream_ordering") >= F.col("first"))
-        & (F.col("last").isNull() | (F.col("stream_ordering") <= F.col("last")))
-    )
-    return events.join(rooms.hint("shuffle_hash"), inside, how=how)
+    rooms = spans.selectExpr("room_id as span_room", "first", "last").hint("shuffle_hash")
+    inside = "room_id = span_room and stream_ordering >= first"
+    inside += " and (last is null or stream_ordering <= last)"
+    return events.join(rooms, F.expr(inside), how=how)

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import pyarrow as pa
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.ledger import LINE_VERSION, NOTES
@@ -36,26 +36,12 @@ _PDU: Final = (
     "STRUCT<event_id: STRING, room_id: STRING, stream_ordering: BIGINT, lane: STRING,"
     " supersedes: ARRAY<BIGINT>>"
 )
+_MADE_HERE: Final = ("line", "segment", "day", "pdu_count", "refused_count", "unknown_fields")
 FIELDS: Final = {
     "v": "BIGINT",
-    "ms": "BIGINT",
-    "instance": "STRING",
-    "destination": "STRING",
-    "transaction_id": "STRING",
-    "attempt": "INT",
-    "outcome": "STRING",
-    "status": "INT",
-    "reason": "STRING",
     "pdus": f"ARRAY<{_PDU}>",
-    "edus": "MAP<STRING, BIGINT>",
-    "outbox": "ARRAY<BIGINT>",
-    "device_lists": "ARRAY<ARRAY<STRING>>",
     "refused": "MAP<STRING, STRING>",
-    "lsso": "BIGINT",
-    "bytes": "BIGINT",
-    "took_ms": "BIGINT",
-    "reused": "BOOLEAN",
-    "position": "BIGINT",
+    **{name: kind for name, kind in schemas.ATTEMPTS.columns.items() if name not in _MADE_HERE},
 }
 """The fields of a line, as in `ledger.Line` and docs/ledger.md, and their types."""
 
@@ -201,57 +187,34 @@ def parsed_text(text: DataFrame) -> DataFrame:
     latest = latest_ms()
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "corrupt"}
-    keys = F.json_object_keys("value")
-    known = F.array(*(F.lit(name) for name in FIELDS))
-    strange = F.array_except(keys, known)
-    everything = F.from_json("value", "MAP<STRING, STRING>")
+    strange = f"array_except(json_object_keys(value), array{tuple(FIELDS)})"
+    unknown = "map_filter(from_json(value, 'MAP<STRING, STRING>'), (name, value) -> "
+    unknown += "array_contains(strange, name))"
     return (
         text.where("value != ''")
-        .withColumn("line", F.md5("value"))
         .withColumn("fields", F.from_json("value", f"{schema}, corrupt STRING", options))
-        .withColumn("strange", strange)
-        .select(
-            "value",
-            "segment",
-            "line",
-            "fields.*",
-            F.when(keys.isNull(), "torn: not a JSON object").alias("torn"),
-            F.when(
-                F.size("strange") > 0,
-                F.to_json(
-                    F.map_filter(everything, lambda name, _: F.array_contains("strange", name))
-                ),
-            ).alias("unknown_fields"),
-        )
-        .withColumn("why", _why())
+        .selectExpr("value", "segment", "md5(value) as line", "fields.*", f"{strange} as strange")
+        .withColumn("unknown_fields", F.expr(f"if(size(strange) > 0, to_json({unknown}), null)"))
+        .withColumn("why", F.expr(_WHY))
         .withColumn("is_early", F.col("ms") > F.lit(latest))
         .withColumn("ms", F.least("ms", F.lit(latest)))
         .withColumn("day", F.to_date(F.timestamp_millis("ms")))
-        .drop("torn", "corrupt")
+        .drop("strange", "corrupt")
     )
 
 
-def _why() -> Column:
-    """The reason why a line is invalid; null: it is valid."""
-    missing = F.concat_ws(", ", *(F.when(F.col(name).isNull(), name) for name in _NEEDED))
-    nameless = F.exists(
-        "pdus",
-        lambda pdu: (
-            pdu["event_id"].isNull() | pdu["room_id"].isNull() | pdu["stream_ordering"].isNull()
-        ),
-    )
-    return F.coalesce(
-        "torn",
-        F.when(
-            F.col("v") > LINE_VERSION,
-            F.concat(F.lit("version "), "v", F.lit(": written by a newer fedsender")),
-        ),
-        F.when(F.col("v").isNull() | (F.col("v") < 1), "has no version"),
-        F.when(F.col("corrupt").isNotNull(), "a field is not of its type"),
-        F.when(missing != "", F.concat(F.lit("has no "), missing)),
-        F.when(~F.col("ms").between(0, _LAST_MS), "ms is not a time"),
-        F.when(F.coalesce(nameless, F.lit(False)), "a PDU has no id, room or stream ordering"),
-    )
+_MISSING: Final = ", ".join(f"if({name} is null, '{name}', null)" for name in _NEEDED)
+_WHY: Final = f"""
+    case when strange is null then 'torn: not a JSON object'
+    when v > {LINE_VERSION} then concat('version ', v, ': written by a newer fedsender')
+    when v is null or v < 1 then 'has no version'
+    when corrupt is not null then 'a field is not of its type'
+    when concat_ws('', {_MISSING}) != '' then concat('has no ', concat_ws(', ', {_MISSING}))
+    when ms not between 0 and {_LAST_MS} then 'ms is not a time'
+    when exists(pdus, pdu -> pdu.event_id is null or pdu.room_id is null
+        or pdu.stream_ordering is null) then 'a PDU has no id, room or stream ordering' end
+"""
+"""The reason why a line is invalid; null: it is valid."""
 
 
 def _new(lines: DataFrame, seen: DataFrame) -> DataFrame:
@@ -268,31 +231,24 @@ def by_day(rows: DataFrame) -> DataFrame:
 def attempts_of(lines: DataFrame) -> DataFrame:
     """Rows of `attempts`, from valid lines."""
     counts = {
-        "pdu_count": F.coalesce(F.size("pdus"), F.lit(0)),
-        "refused_count": F.coalesce(F.size("refused"), F.lit(0)),
+        "pdu_count": "greatest(size(pdus), 0) as pdu_count",
+        "refused_count": "greatest(size(refused), 0) as refused_count",
     }
-    return lines.select(
-        *(counts[name].alias(name) if name in counts else name for name in schemas.ATTEMPTS.columns)
-    )
+    return lines.selectExpr(*(counts.get(name, name) for name in schemas.ATTEMPTS.columns))
 
 
-def is_attempt() -> Column:
-    """Whether a line is an attempt, and no note."""
-    return ~F.col("outcome").isin(*NOTES)
+IS_ATTEMPT: Final = f"outcome not in {tuple(NOTES)}"
+"""Whether a line is an attempt, and no note."""
 
 
 def pdus_of(lines: DataFrame) -> DataFrame:
     """Rows of `pdus`, from valid lines."""
     whole = ("line", "day", "ms", "instance", "destination", "transaction_id", "attempt", "outcome")
-    return lines.select(*whole, "refused", F.explode("pdus").alias("pdu")).select(
-        *whole,
-        "pdu.event_id",
-        "pdu.room_id",
-        "pdu.stream_ordering",
-        "pdu.lane",
-        F.col("pdu.supersedes")[0].alias("supersedes_from"),
-        F.col("pdu.supersedes")[1].alias("supersedes_to"),
-        F.col("refused")[F.col("pdu.event_id")].alias("refused"),
+    return lines.selectExpr(*whole, "refused", "inline(pdus)").selectExpr(
+        *(*whole, "event_id", "room_id", "stream_ordering", "lane"),
+        "supersedes[0] as supersedes_from",
+        "supersedes[1] as supersedes_to",
+        "refused[event_id] as refused",
     )
 
 

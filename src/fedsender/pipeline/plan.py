@@ -106,21 +106,18 @@ def loads(spark: SparkSession, lake: Lake) -> DataFrame:
     """
     if lake.manifest.commit == 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
-    known = lake.frame(spark, schemas.DESTINATIONS).select(
-        "destination", *(F.lit(0).cast("bigint").alias(name) for name in LOADS[1:])
+    known = lake.frame(spark, schemas.DESTINATIONS).selectExpr(
+        "destination", *(f"0L as {name}" for name in LOADS[1:])
     )
     return (
         lake.frame(spark, schemas.ATTEMPTS)
-        .where(ledger_lines.is_attempt())
-        .select(
+        .where(ledger_lines.IS_ATTEMPT)
+        .selectExpr(
             "destination",
-            F.lit(1).cast("bigint").alias("attempts"),
-            F.when(F.col("outcome") == "delivered", F.col("pdu_count"))
-            .otherwise(0)
-            .cast("bigint")
-            .alias("pdus"),
-            F.coalesce("bytes", F.lit(0)).alias("bytes"),
-            F.coalesce("took_ms", F.lit(0)).alias("busy_ms"),
+            "1L as attempts",
+            "bigint(if(outcome = 'delivered', pdu_count, 0)) as pdus",
+            "coalesce(bytes, 0L) as bytes",
+            "coalesce(took_ms, 0L) as busy_ms",
         )
         .unionByName(known)
         .groupBy(F.col("destination").alias("server"))

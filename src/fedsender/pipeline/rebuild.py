@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
@@ -54,27 +54,24 @@ def expected_rooms(events: DataFrame, spans: DataFrame) -> DataFrame:
         spans: `intervals`.
     """
     newest = events.groupBy("room_id").agg(F.max("stream_ordering").alias("newest"))
-    still_there = (
-        spans.where("last is null")
-        .join(newest.hint("shuffle_hash"), on="room_id", how="inner")
-        .select("server", "room_id", "first", "newest")
+    still_there = spans.where("last is null").join(
+        newest.hint("shuffle_hash"), on="room_id", how="inner"
     )
     gone = spans.where("last is not null")
     rooms = gone.select("room_id").distinct()
-    marks = gone.select("room_id", F.col("last").alias("at")).distinct()
-    in_room = Window.partitionBy("room_id").orderBy("at", "is_mark")
-    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    marks = gone.selectExpr("room_id", "last as at", "true as is_mark").distinct()
+    events_upto = F.max(F.expr("if(is_mark, null, at)")).over(
+        intervals.upto_here(["room_id"], "at", "is_mark")
+    )
     newest_upto = (
         events.join(rooms.hint("shuffle_hash"), on="room_id", how="left_semi")
-        .select("room_id", F.col("stream_ordering").alias("at"), F.lit(False).alias("is_mark"))
-        .unionByName(marks.withColumn("is_mark", F.lit(True)))
-        .withColumn("newest", F.max(F.when(~F.col("is_mark"), F.col("at"))).over(upto_here))
+        .selectExpr("room_id", "stream_ordering as at", "false as is_mark")
+        .unionByName(marks)
+        .withColumn("newest", events_upto)
         .where("is_mark")
-        .select("room_id", F.col("at").alias("last"), "newest")
+        .selectExpr("room_id", "at as last", "newest")
     )
-    left = gone.join(newest_upto.hint("shuffle_hash"), on=["room_id", "last"], how="inner").select(
-        "server", "room_id", "first", "newest"
-    )
+    left = gone.join(newest_upto.hint("shuffle_hash"), on=["room_id", "last"], how="inner")
     return (
         still_there.unionByName(left)
         .where("newest >= first")
@@ -105,23 +102,14 @@ def differences(spark: SparkSession, lake: Lake, expected: DataFrame) -> DataFra
     row, and no event that it should get).
     """
     upto = lake.position("intervals")
-    table = (
-        lake.frame(spark, schemas.DESTINATION_ROOMS)
-        .where(F.col("stream_ordering") <= upto)
-        .withColumnRenamed("stream_ordering", "found")
-    )
-    newer = (
-        lake.frame(spark, schemas.DESTINATION_ROOMS)
-        .where(F.col("stream_ordering") > upto)
-        .select("destination", "room_id")
-    )
+    rows = lake.frame(spark, schemas.DESTINATION_ROOMS)
+    table = rows.where(f"stream_ordering <= {upto}").withColumnRenamed("stream_ordering", "found")
+    newer = rows.where(f"stream_ordering > {upto}")
     should = expected.withColumnRenamed("stream_ordering", "expected")
-    kind = (
-        F.when(F.col("found").isNull(), "missing")
-        .when(F.col("expected").isNull(), "unexpected")
-        .when(F.col("found") < F.col("expected"), "behind")
-        .when(F.col("found") > F.col("expected"), "ahead")
-    )
+    kind = F.expr("""
+        case when found is null then 'missing' when expected is null then 'unexpected'
+        when found < expected then 'behind' when found > expected then 'ahead' end
+    """)
     differing = (
         should.join(table.hint("merge"), on=["destination", "room_id"], how="full_outer")
         .join(newer.hint("shuffle_hash"), on=["destination", "room_id"], how="left_anti")
@@ -136,34 +124,14 @@ def _explained(differing: DataFrame, events: DataFrame) -> DataFrame:
 
     A reason may be a weakness of other senders (docs/weaknesses.md).
     """
-    asked = F.coalesce("expected", "found")
-    event = events.select(
-        F.col("stream_ordering").alias("at"),
-        "event_id",
-        "type",
-        "sender",
-        "state_key",
-        "membership",
-        "auth_membership",
-    )
-    untold = intervals.told_by_us_alone() & (
-        intervals.server_of(F.col("state_key")) == F.col("destination")
-    )
-    reason = F.when(F.col("kind").isin(*WRONG) & untold, intervals.W26).when(
-        F.col("event_id").isNull(), "no event of ours"
-    )
+    its_server = intervals.server_of(F.col("state_key")) == F.col("destination")
+    untold = F.expr(intervals.TOLD_BY_US_ALONE) & F.col("kind").isin(*WRONG) & its_server
+    reason = F.when(untold, intervals.W26).when(F.col("event_id").isNull(), "no event of ours")
     return (
-        differing.withColumn("at", asked)
-        .join(event.hint("merge"), on="at", how="left")
-        .select(
-            "destination",
-            "room_id",
-            "kind",
-            "expected",
-            "found",
-            "event_id",
-            F.coalesce(reason, F.lit("")).alias("reason"),
-        )
+        differing.withColumn("stream_ordering", F.coalesce("expected", "found"))
+        .join(events.drop("room_id").hint("merge"), on="stream_ordering", how="left")
+        .withColumn("reason", reason.otherwise(""))
+        .select("destination", "room_id", "kind", "expected", "found", "event_id", "reason")
     )
 
 
@@ -187,11 +155,8 @@ def write_owed(differing: DataFrame, path: Path) -> int:
     Raises:
         PipelineError: it cannot be written.
     """
-    owed = differing.where(F.col("kind").isin(*WRONG)).select(
-        F.col("destination").alias("server"),
-        "room_id",
-        F.col("expected").alias("stream_ordering"),
-        "event_id",
+    owed = differing.where(F.col("kind").isin(*WRONG)).selectExpr(
+        "destination as server", "room_id", "expected as stream_ordering", "event_id"
     )
     written = 0
     try:
