@@ -145,6 +145,18 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def text_of_sender(executable: str) -> str:
+    return unit_text(
+        "sender",
+        executable=executable,
+        config="/etc/f.yaml",
+        user=None,
+        name="fedsender",
+        limits=LIMITS,
+        drain_s=90,
+    )
+
+
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
     """The unit, for a command whose path needs quoting."""
@@ -153,7 +165,7 @@ def unit(tmp_path: Path) -> Path:
     executable.write_text("#!/bin/sh\n")
     executable.chmod(0o755)
     unit = tmp_path / "fedsender.service"
-    unit.write_text(unit_text(executable=str(executable), limits=LIMITS))
+    unit.write_text(text_of_sender(str(executable)))
     return unit
 
 
@@ -168,18 +180,11 @@ def test_systemd_rates_the_units_hardening_ok(unit: Path) -> None:
 
 
 def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
-    text = unit_text(
-        executable="/opt/f/bin/fedsender",
-        config="/etc/f.yaml",
-        credentials_directory="/srv/secrets",
-        drain_seconds=90,
-        limits=LIMITS,
-    )
-    lines = text.splitlines()
+    lines = text_of_sender("/opt/f/bin/fedsender").splitlines()
     assert "ExecStart=/opt/f/bin/fedsender run -c /etc/f.yaml" in lines
-    assert "LoadCredential=signing.key:/srv/secrets/signing.key" in lines
-    assert "LoadCredential=admin.token:/srv/secrets/admin.token" in lines
-    assert "LoadCredential=database.password:/srv/secrets/database.password" in lines
+    assert "LoadCredential=signing.key:/etc/fedsender/signing.key" in lines
+    assert "LoadCredential=admin.token:/etc/fedsender/admin.token" in lines
+    assert "LoadCredential=database.password:/etc/fedsender/database.password" in lines
     assert "TimeoutStopSec=130s" in lines
     assert {"LimitNOFILE=4000", "MemoryMax=3000M"} <= set(lines)
     assert {"Type=notify", "DynamicUser=yes", "CapabilityBoundingSet="} <= set(lines)

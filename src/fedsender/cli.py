@@ -6,11 +6,10 @@ make is one line on standard error. Each command imports its modules when it run
 command waits for the others' imports.
 """
 
-import importlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -143,17 +142,6 @@ def _code_of(error: BaseException) -> int | None:
     return WRONG if isinstance(error, spoken) else None
 
 
-def _lazy(module: str, name: str) -> Callable[..., int]:
-    """A function of a module that not every version has."""
-    try:
-        function: Callable[..., int] = getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name != module:
-            raise
-        raise Mistake("not in this version") from None
-    return function
-
-
 # --- the daemon -----------------------------------------------------------------------------------
 
 
@@ -210,7 +198,7 @@ def systemd_unit(
     """Print a hardened systemd unit."""
     from fedsender.config import Federation, Relay, Sending
     from fedsender.limits import of_daemon, of_relay
-    from fedsender.systemd import pipeline_units_text, relay_unit_text, template_text, unit_text
+    from fedsender.systemd import Kind, unit_text
 
     if relay + pipeline + template > 1:
         raise Mistake("--relay, --pipeline and --template are units of their own: one at a time")
@@ -220,31 +208,26 @@ def systemd_unit(
     command = Path(executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender").absolute()
     if command.is_relative_to("/home") or command.is_relative_to("/root"):
         _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
-    paths = {"executable": str(command), "config": str(config.absolute())}
     loaded = _readable(config, signs=not relay)
     name = name or ("fedsender" if template else _unit_name(loaded, relay))
     if not _USER_NAME.fullmatch(name):
         raise Mistake(f"{name[:100]!r} cannot be a unit's name: give --name, 31 letters at most")
+    kind: Kind = (
+        "relay" if relay else "pipeline" if pipeline else "senders" if template else "sender"
+    )
+    sending = loaded.sending if loaded else Sending()
+    limits = of_daemon(loaded.federation if loaded else Federation(), sending)
     if relay:
         limits = of_relay(loaded.relay if loaded else Relay())
-        text = relay_unit_text(**paths, user=user, name=name, limits=limits)
-    elif pipeline:
-        text = pipeline_units_text(**paths, user=user, name=name)
-    else:
-        sending = loaded.sending if loaded else Sending()
-        limits = of_daemon(loaded.federation if loaded else Federation(), sending)
-        if template:
-            text = template_text(
-                executable=str(command),
-                user=user,
-                name=name,
-                drain_seconds=sending.drain,
-                limits=limits,
-            )
-        else:
-            text = unit_text(
-                **paths, user=user, name=name, drain_seconds=sending.drain, limits=limits
-            )
+    text = unit_text(
+        kind,
+        executable=str(command),
+        config=str(config.absolute()),
+        user=user,
+        name=name,
+        limits=limits,
+        drain_s=sending.drain,
+    )
     say_text(text)
     return DONE
 
@@ -524,10 +507,14 @@ _REST = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command(context_settings=_REST, add_help_option=False)
 def simulate(context: typer.Context) -> int:
     """Run the whole daemon on a virtual clock, in a network that misbehaves."""
-    return _lazy("fedsender.simulation", "main")(context.args)
+    from fedsender.simulation import main
+
+    return main(context.args)
 
 
 @app.command(context_settings=_REST, add_help_option=False)
 def bench(context: typer.Context) -> int:
     """Run a benchmark: floor, fanout, burst, restart, replay, memory, latency, append ..."""
-    return _lazy("fedsender.bench", "main")(context.args)
+    from fedsender.bench import main
+
+    return main(context.args)

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 import trio
@@ -309,162 +309,77 @@ WantedBy=timers.target
 _INSTANCE: Final = "@INSTANCE@"
 """Stands for the specifier %i until all other specifiers are escaped."""
 
-CREDENTIALS: Final = ("signing.key", "admin.token", "database.password")
-RELAY_CREDENTIALS: Final = ("sender-1.secret", "intake.token", "admin.token")
-PIPELINE_CREDENTIALS: Final = ("database.password",)
-"""The secrets' names below $CREDENTIALS_DIRECTORY."""
+Kind = Literal["sender", "senders", "relay", "pipeline"]
+
+_SECRETS: Final = ("signing.key", "admin.token", "database.password")
+_OF_KIND: Final[Mapping[Kind, tuple[str, Sequence[str], Sequence[str]]]] = {
+    "sender": (_UNIT, ("run",), _SECRETS),
+    "senders": (_UNIT, ("run",), _SECRETS),
+    "relay": (_RELAY_UNIT, ("relay",), ("sender-1.secret", "intake.token", "admin.token")),
+    "pipeline": (_PIPELINE_UNITS, ("pipeline", "run"), ("database.password",)),
+}
+"""The text of each kind, its command, and its secrets by their names below
+$CREDENTIALS_DIRECTORY."""
 
 
 def unit_text(
+    kind: Kind,
     *,
-    executable: str = "/usr/bin/fedsender",
-    config: str = "/etc/fedsender/config.yaml",
-    credentials_directory: str = "/etc/fedsender",
-    user: str | None = None,
-    name: str = "fedsender",
-    drain_seconds: float = 20.0,
+    executable: str,
+    config: str,
+    user: str | None,
+    name: str,
     limits: Limits,
+    drain_s: float,
 ) -> str:
     """A hardened unit that runs `executable` with `config`.
 
     Args:
+        kind: "senders": a template for several senders of one host, `name@INSTANCE`. Each has the
+            configuration /etc/fedsender/INSTANCE.yaml in place of `config`, its secrets in
+            /etc/fedsender/INSTANCE, and directories and a user called `name`-INSTANCE.
+            "pipeline": a service for `pipeline run`, and its timer behind it.
         executable: the installed command, an absolute path outside /home.
-        credentials_directory: where the administrator keeps the files named in `CREDENTIALS`.
         user: the user that it runs as, with access to all files that the configuration names; None:
-            a user that systemd makes for the run, and hands the secrets to.
+            a user that systemd makes for the run, and hands the secrets in /etc/fedsender to.
         name: the name of the unit, of its directories below /var/lib and /run, and of a user of its
-            own. Two units of one host need two names.
-        drain_seconds: the configured time for draining; the stop may take longer, by the time to
-            store unanswered transactions.
-        limits: file descriptors and memory.
+            own. Two units of one host need two names. The pipeline's is that of the daemon whose
+            ledger it reads.
+        limits: file descriptors and memory; the pipeline has limits of its own.
+        drain_s: the configured time for a sender's draining; the stop may take longer, by the time
+            to store unanswered transactions.
     """
-    return _unit(
-        _UNIT,
-        name,
-        (executable, "run", "-c", config),
-        CREDENTIALS,
-        credentials_directory,
-        user,
-        limits=_limits_text(limits),
-        title="A unit for fedsender.",
-        unit=name,
-        started=name,
-        stop_seconds=int(drain_seconds) + 40,
-    )
-
-
-def template_text(
-    *,
-    executable: str = "/usr/bin/fedsender",
-    user: str | None = None,
-    name: str = "fedsender",
-    drain_seconds: float = 20.0,
-    limits: Limits,
-) -> str:
-    """A hardened unit for several senders of one host: `name@INSTANCE`.
-
-    Each instance has the configuration /etc/fedsender/INSTANCE.yaml, its secrets in
-    /etc/fedsender/INSTANCE, and directories and a user called `name`-INSTANCE. The arguments are
-    those of `unit_text`, and hold for all instances.
-    """
-    return _unit(
-        _UNIT,
-        f"{name}-{_INSTANCE}",
-        (executable, "run", "-c", f"/etc/fedsender/{_INSTANCE}.yaml"),
-        CREDENTIALS,
-        f"/etc/fedsender/{_INSTANCE}",
-        user,
-        limits=_limits_text(limits),
-        title="A unit for several senders.",
-        unit=f"{name}@",
-        started=f"{name}@INSTANCE",
-        stop_seconds=int(drain_seconds) + 40,
-    ).replace(_INSTANCE, "%i")
-
-
-def relay_unit_text(
-    *,
-    executable: str = "/usr/bin/fedsender",
-    config: str = "/etc/fedsender/config.yaml",
-    credentials_directory: str = "/etc/fedsender",
-    user: str | None = None,
-    name: str = "fedsender-relay",
-    limits: Limits,
-) -> str:
-    """A hardened unit that runs a relay; arguments as those of `unit_text`."""
-    return _unit(
-        _RELAY_UNIT,
-        name,
-        (executable, "relay", "-c", config),
-        RELAY_CREDENTIALS,
-        credentials_directory,
-        user,
-        limits=_limits_text(limits),
-    )
-
-
-def pipeline_units_text(
-    *,
-    executable: str = "/usr/bin/fedsender",
-    config: str = "/etc/fedsender/config.yaml",
-    credentials_directory: str = "/etc/fedsender",
-    user: str | None = None,
-    name: str = "fedsender",
-) -> str:
-    """A service for `pipeline run` and its timer, one after the other.
-
-    The arguments are those of `unit_text`, for the daemon with the ledger that it reads.
-    """
-    return _unit(
-        _PIPELINE_UNITS,
-        name,
-        (executable, "pipeline", "run", "-c", config),
-        PIPELINE_CREDENTIALS,
-        credentials_directory,
-        user,
-        write_execute_denied=False,
-    )
-
-
-def _limits_text(limits: Limits) -> str:
-    return _LIMITS.format(files=limits.files, mib=limits.bytes // MIB)
-
-
-def _unit(
-    template: str,
-    name: str,
-    command: Sequence[str],
-    credentials: Sequence[str],
-    credentials_directory: str,
-    user: str | None,
-    *,
-    limits: str = "",
-    write_execute_denied: bool = True,
-    **more: object,
-) -> str:
-    lines = (f"LoadCredential={each}:{credentials_directory}/{each}" for each in credentials)
+    template, command, secrets = _OF_KIND[kind]
+    title, unit, started, place = "A unit for fedsender.", name, name, "/etc/fedsender"
+    if kind == "senders":
+        title, unit, started = "A unit for several senders.", f"{name}@", f"{name}@INSTANCE"
+        name, place = f"{name}-{_INSTANCE}", f"{place}/{_INSTANCE}"
+        config = f"{place}.yaml"
+    credentials = "\n".join(f"LoadCredential={each}:{place}/{each}" for each in secrets)
+    own = _USER_OF_ITS_OWN.format(name=name, credentials=credentials)
+    bounds = _LIMITS.format(files=limits.files, mib=limits.bytes // MIB)
     names = {"name": name, "state": f"/var/lib/{name}"}
-    own = _USER_OF_ITS_OWN.format(
-        name=name,
-        credentials="\n".join(_specifiers_escaped(line) for line in lines),
-    )
     common = _COMMON.format(
         user=own if user is None else _USER_OF_YOURS.format(user=user),
-        limits=limits,
-        write_execute_denied="yes" if write_execute_denied else "no",
+        limits="" if kind == "pipeline" else bounds,
+        write_execute_denied="no" if kind == "pipeline" else "yes",
         **names,
     )
-    quoted = " ".join(_quoted(part) for part in command)
-    return template.format(command=quoted, common=common, install=_INSTALL, **names, **more)
+    return template.format(
+        command=" ".join(map(_quoted, (executable, *command, "-c", config))),
+        common=common,
+        install=_INSTALL,
+        title=title,
+        unit=unit,
+        started=started,
+        stop_seconds=int(drain_s) + 40,
+        **names,
+    ).replace(_INSTANCE, "%i")
 
 
 def _quoted(word: str) -> str:
     """One word of a command line as systemd reads it: quotes as in a shell, % and $ doubled."""
-    return shlex.quote(_specifiers_escaped(word).replace("$", "$$"))
-
-
-def _specifiers_escaped(text: str) -> str:
-    return text.replace("%", "%%")
+    return shlex.quote(word.replace("%", "%%").replace("$", "$$"))
 
 
 def real_notifier() -> Notifier:
