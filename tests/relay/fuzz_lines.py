@@ -19,8 +19,15 @@ from typing import Final
 import structlog
 import trio
 import trio.testing
-from tests.relay.fuzz_peers import fuzz_bodies, fuzz_fetches, fuzz_parts
-from tests.relay.fuzz_tools import ODD, spoil, spoil_json
+from tests.relay.fuzz_peers import (
+    EPOCH,
+    ODD,
+    fuzz_bodies,
+    fuzz_fetches,
+    fuzz_parts,
+    spoil,
+    spoil_json,
+)
 from tests.relay.log_support import hosts, pdu, to_device
 
 from fedsender.facts import (
@@ -52,7 +59,6 @@ from fedsender.snapshot import (
 
 SLOW_S: Final = 5.0
 GROWTH_BYTES: Final = 256 * 2**20
-EPOCH: Final = "9f1c0a77d2e4b358"
 
 LINES: Final = [
     b"SERVER hs.example",

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import trio
 from fastapi import FastAPI
-from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, pdu, runtime, to_device
 
 from fedsender.facts import Ephemeral, Prepared
@@ -32,6 +31,47 @@ from fedsender.snapshot import (
     format_manifest,
     snapshot_id,
 )
+
+# --- how an input that was good is spoiled a little ---------------------------------------------
+
+ODD: Final = [b"\n", b"\r\n", b" ", b"\0", b"\xff", b"[" * 200, b"9" * 30, b'"', b"\\ud800", b"NaN"]
+VALUES: Final[list[object]] = [
+    None, True, 0, -1, 2**63, 10**400, 0.5, float("nan"), "", "\0", "\ud800", "x" * 300, [], {},
+]  # fmt: skip
+
+
+def spoil(rng: random.Random, data: bytes, splices: list[bytes]) -> bytes:
+    """A few of: bits flipped, bytes cut, doubled, zeroed, or something else put in."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randint(0, len(found))
+        end = min(len(found), at + rng.choice((1, 1, 4, 40, 600)))
+        match rng.randrange(6):
+            case 0 if at < len(found):
+                found[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del found[at:end]
+            case 2:
+                found[at:at] = found[at:end]
+            case 3:
+                found[at:end] = bytes(end - at)
+            case 4:
+                found[at:end] = rng.randbytes(end - at)
+            case _:
+                found[at:at] = rng.choice(splices)
+    return bytes(found)
+
+
+def spoil_json(rng: random.Random, value: object) -> object:
+    """The value with something in it that is of another kind."""
+    if rng.random() < 0.2 or not isinstance(value, list | dict) or not value:
+        return rng.choice(VALUES)
+    if isinstance(value, list):
+        number = rng.randrange(len(value))
+        return [*value[:number], spoil_json(rng, value[number]), *value[number + 1 :]]
+    name = rng.choice(list(value))
+    return {**value, name: spoil_json(rng, value[name])}
+
 
 EPOCH: Final = "9f1c0a77d2e4b358"
 DEEP: Final = [b"[" * 20_000, b'{"a":' * 20_000, b"1" * 5000]

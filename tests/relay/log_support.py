@@ -40,6 +40,13 @@ def pdu(number: int, size: int = 0, room: str = "!r:hs.example") -> Json:
     return ["pdu", [room, f"$e{number}", event, {"room_version": "11"}]]
 
 
+def own(number: int, room: str = "!r:hs.example", size: int = 0) -> Json:
+    """A row with an event of the homeserver's own, which a snapshot names."""
+    row = pdu(number, size, room)
+    row[1][2]["prev_events"] = ["$p"]
+    return row
+
+
 def hosts(number: int) -> Json:
     """A row with a server that joins."""
     return ["hosts", ["!r:hs.example", [f"s{number}.example"], []]]

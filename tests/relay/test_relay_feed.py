@@ -12,7 +12,7 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
-from tests.relay.log_support import pdu, to_device
+from tests.relay.log_support import own, pdu, to_device
 from tests.relay.relay_world import World, new_directory
 from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
 from tests.replication.support import RecordingSink
@@ -23,7 +23,7 @@ from fedsender.relay.snapshots import SHARED_S
 from fedsender.replication.relay_feed import State
 from fedsender.snapshot import MANIFEST
 from fedsender.store.records import History
-from fedsender.streams import Json, PduRow
+from fedsender.streams import PduRow
 from fedsender.telemetry import Metrics
 
 Clock = trio.testing.MockClock
@@ -41,12 +41,6 @@ async def world(autojump_clock: Clock) -> AsyncIterator[World]:
 def store_of(shard: Shard) -> MemoryStore:
     assert isinstance(shard.store, MemoryStore)
     return shard.store
-
-
-def own(number: int, room: str = "!r:hs.example", size: int = 0) -> Json:
-    row = pdu(number, size, room)
-    row[1][2] |= {"sender": f"@a:{HS}", "prev_events": ["$p"]}
-    return row
 
 
 async def furnish(world: World, rooms: int, size: int = 0) -> None:

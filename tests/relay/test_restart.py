@@ -11,7 +11,7 @@ import httpx
 import structlog.testing
 import trio
 import trio.testing
-from tests.relay.log_support import pdu
+from tests.relay.log_support import own, pdu
 from tests.relay.relay_world import World
 from tests.relay.shard import Line, MemoryStore, Shard, until
 
@@ -19,16 +19,8 @@ from fedsender.intake.endpoint import ANSWER_S, PREFIX, build_app
 from fedsender.relay.status import problems
 from fedsender.simulation.daemon_life import disk_full
 from fedsender.store.records import History
-from fedsender.streams import Json
 
 Clock = trio.testing.MockClock
-
-
-def own(number: int) -> Json:
-    """An event of the homeserver's own, which a snapshot names."""
-    row = pdu(number)
-    row[1][2] |= {"sender": "@a:hs.example", "prev_events": ["$p"]}
-    return row
 
 
 def refuse(point: str) -> None:
