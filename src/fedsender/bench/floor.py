@@ -116,10 +116,6 @@ async def open_floor(
             await trio.aclose_forcefully(stream)
 
 
-def _bodies_kb(values: Sequence[int]) -> list[float]:
-    return [round(value / 1000, 1) for value in values]
-
-
 async def floor(options: Options) -> dict[str, Any]:
     """`events` exchanges a round with 1 PDU, and as many with 50; and the same by Trio's stream."""
     costs: dict[tuple[bool, int], list[float]] = defaultdict(list)
@@ -134,7 +130,7 @@ async def floor(options: Options) -> dict[str, Any]:
                     cost = await each.measure(options.events, pdus)
                     if number:
                         costs[of, pdus].append(cost)
-        sizes = _bodies_kb([len(measured._body(pdus)) for pdus in (1, 50)])
+        sizes = [round(len(measured._body(pdus)) / 1000, 1) for pdus in (1, 50)]
     return {
         "servers": options.servers,
         "exchanges": options.events * options.rounds,

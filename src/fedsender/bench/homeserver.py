@@ -42,16 +42,14 @@ class Room:
         self._signer = signer
         self._now_ms = now_ms
         self._timeline = new_timeline(ROOM_VERSIONS[ROOM_VERSION], f"room{number}", self.creator)
-        self._state("m.room.create", "", {"room_version": ROOM_VERSION, "creator": self.creator})
-        self._state("m.room.member", self.creator, {"membership": "join"})
-        self._state("m.room.power_levels", "", {"users": {self.creator: 100}})
+        version = {"room_version": ROOM_VERSION, "creator": self.creator}
+        self._append("m.room.create", version, state_key="")
+        self._append("m.room.member", {"membership": "join"}, state_key=self.creator)
+        self._append("m.room.power_levels", {"users": {self.creator: 100}}, state_key="")
 
     @property
     def room_id(self) -> str:
         return self._timeline.room_id
-
-    def _state(self, kind: str, state_key: str, content: dict[str, Any]) -> None:
-        self._append(kind, content, state_key=state_key)
 
     def say(self, stamp: int | None = None) -> Event:
         """A message; `stamp` travels with it."""

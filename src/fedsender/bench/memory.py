@@ -24,7 +24,8 @@ async def memory(options: Options) -> dict[str, Any]:
     """`servers` of which each takes one transaction of `events` PDUs; and five times as many that
     each got one PDU and have no connection any more."""
     bare_kb = await _bare_imports_kb()
-    at_rest_kb, per_connection = await _connections(options)
+    # At the default pace few transactions are under way at once: their memory is not asked for.
+    at_rest_kb, per_connection = await _growth(options.servers, options.events, {})
     idle = 5 * options.servers
     _, per_server = await _idle_servers(idle)
     return {
@@ -52,12 +53,6 @@ async def _bare_imports_kb() -> int:
     script = f"{IMPORTS}\nfrom fedsender.bench.meter import rss_kb\nprint(rss_kb())"
     done = await trio.run_process([sys.executable, "-c", script], capture_stdout=True)
     return int(done.stdout)
-
-
-async def _connections(options: Options) -> tuple[int, dict[str, Any]]:
-    """The memory at rest, and of one server with a live connection after one full transaction."""
-    # A pace at which few transactions are under way at once: theirs is not the memory asked for.
-    return await _growth(options.servers, options.events, {})
 
 
 async def _idle_servers(servers: int) -> tuple[int, dict[str, Any]]:

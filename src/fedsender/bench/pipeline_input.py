@@ -82,10 +82,11 @@ class Shape:
             f" {before} + ({at} - {self.began}) * {ledger} div {length}))"
         )
 
-    def server_of_small(self, room: str, place: str) -> str:
-        """The name of the n-th of a small room's servers, in SQL."""
+    @property
+    def server_of_small(self) -> str:
+        """The server at `place` in a small `room`, in SQL."""
         step = self.servers // SMALL_ROOM_SERVERS
-        return f"concat('s', pmod(hash({room}) + {place} * {step}, {self.servers}), '.example')"
+        return f"concat('s', pmod(hash(room) + place * {step}, {self.servers}), '.example')"
 
 
 US: Final = "bench.example"
@@ -286,7 +287,7 @@ def _small_rooms(
         _filled(
             both.selectExpr("*", places).selectExpr(
                 f"{group} AS state_group",
-                f"concat('@user:', {shape.server_of_small('room', 'place')}) AS user_id",
+                f"concat('@user:', {shape.server_of_small}) AS user_id",
                 "if(second = 1, 'leave', 'join') AS membership",
             ),
             schemas.STATE_MEMBERS,
@@ -301,7 +302,7 @@ def _as_they_stand(spark: "SparkSession", commit: Commit, shape: Shape, spans: "
     newest = shape.at_of_small(f"least({number}, {shape.small} - 1)")
     small = spark.range(shape.rooms).selectExpr("id AS room", places)
     rooms = small.selectExpr(
-        f"{shape.server_of_small('room', 'place')} AS destination",
+        f"{shape.server_of_small} AS destination",
         "concat('!small', room) AS room_id",
         f"{newest} AS stream_ordering",
     )
@@ -343,7 +344,7 @@ def _recent(spark: "SparkSession", shape: Shape, spans: "DataFrame") -> "DataFra
         .selectExpr("*", f"explode(sequence({left}, {SMALL_ROOM_SERVERS - 1})) AS place")
         .selectExpr("*", f"number div {SMALL_ROOM_EVENTS} AS room")
         .selectExpr(
-            f"{shape.server_of_small('room', 'place')} AS server",
+            f"{shape.server_of_small} AS server",
             "concat('!small', room) AS room_id",
             f"{shape.at_of_small('number')} AS at",
         )
@@ -466,7 +467,7 @@ def add_hour(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> C
         "*", f"explode(sequence(1, {SMALL_ROOM_SERVERS - 1})) AS place"
     )
     pairs = (
-        small.selectExpr(f"{shape.server_of_small('room', 'place')} AS server", "room_id", "at")
+        small.selectExpr(f"{shape.server_of_small} AS server", "room_id", "at")
         .union(
             inside.selectExpr("server", "room_id", f"{of_large}L").where(f"server != '{leaving}'")
         )
