@@ -19,24 +19,20 @@ import resource
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import trio
-import trustme
-from tests.servers import Postgres, free_port, open_postgres, open_valkey
+from tests.servers import Postgres, open_postgres, open_valkey
 from tests.synapse.client import User
 from tests.synapse.daemon import Daemon, open_daemon
 from tests.synapse.homeserver import (
-    Database,
-    open_homeserver_in_thread,
     open_worker_in_thread,
 )
 from tests.synapse.recorder import Recording, Sent
-from tests.synapse.remote import open_remote
-from tests.synapse.slow import PatientHomeserver
+from tests.synapse.slow import PatientHomeserver, open_town
 from tests.synapse.world import INSTANCE
 
 from fedsender.bench.meter import Options, cpu_s_of, percentile, rss_kb
@@ -45,7 +41,6 @@ from fedsender.replication.protocol import Dialect, Rdata, parse_command
 from fedsender.replication.resp import NEED_DATA, ReplyReader, request
 from fedsender.testing.children import BenchFailed
 
-A_HOST: Final = "127.0.0.2"
 SMALL: Final = 20
 EVERY_S: Final = 0.5
 """Between two messages to the large room."""
@@ -259,42 +254,16 @@ async def open_stage(
     directory: Path, servers: int, postgres: Postgres, redis_port: int
 ) -> AsyncIterator[Stage]:
     """Synapse, and everybody in the rooms; what was sent until then is owed to nobody."""
-    authority, port = trustme.CA(), free_port(A_HOST)
-    postgres.create_database("a")
-    a = PatientHomeserver(
-        name=f"{A_HOST}:{port}",
-        directory=directory / "a",
-        listens_at=(A_HOST, port),
-        authority=authority,
-        database=Database(postgres.host, postgres.port, postgres.user, "a"),
-        redis_port=redis_port,
-        senders=[INSTANCE],
-    )
-    async with open_homeserver_in_thread(a), AsyncExitStack() as stack:
-        alice = await a.register("alice")
-        stack.push_async_callback(alice.aclose)
-        small, large = [
-            Room(alice, await alice.create_room(preset="public_chat")) for _ in range(2)
-        ]
+    async with open_town(directory, postgres, redis_port) as town:
+        small, large = (Room(town.alice, room_id) for room_id in town.rooms)
         for number in range(servers):
-            host = f"127.9.{number // 250}.{number % 250 + 1}"
-            remote = await stack.enter_async_context(open_remote(host, a, authority))
+            remote = await town.remote(number)
             remote.recording = arrivals = Arrivals()
             for room in (small, large) if number < SMALL else (large,):
                 await remote.join(room.room_id, remote.user("bob"))
                 room.servers.append(arrivals)
-        with postgres.connect("a") as connection:
-            connection.execute(
-                b"UPDATE federation_stream_position SET stream_id ="
-                b" (SELECT max(stream_ordering) FROM events) WHERE type = 'events'"
-            )
-            connection.execute(
-                b"INSERT INTO federation_stream_position (type, instance_name, stream_id)"
-                b" SELECT 'events', %s, max(stream_ordering) FROM events"
-                b" ON CONFLICT DO NOTHING",
-                (INSTANCE,),
-            )
-        stage = Stage(a, small, large)
+        town.owe_nothing()
+        stage = Stage(town.a, small, large)
         async with trio.open_nursery() as nursery:
             await nursery.start(stage.watch, redis_port)
             yield stage

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,6 +55,58 @@ class PatientHomeserver(Homeserver):
         return {**super()._config(), "federation": {}}
 
 
+@dataclass
+class Town:
+    """A Synapse, a user of it with two public rooms, and servers made for the occasion."""
+
+    a: PatientHomeserver
+    alice: User
+    rooms: list[str]
+    _authority: trustme.CA
+    _postgres: Postgres
+    _stack: AsyncExitStack
+
+    async def remote(self, number: int) -> Remote:
+        """A new server, which is in no room yet."""
+        host = f"127.9.{number // 250}.{number % 250 + 1}"
+        return await self._stack.enter_async_context(open_remote(host, self.a, self._authority))
+
+    def owe_nothing(self) -> None:
+        """What was sent until now is owed to nobody. Blocks."""
+        with self._postgres.connect("a") as connection:
+            connection.execute(
+                b"UPDATE federation_stream_position SET stream_id ="
+                b" (SELECT max(stream_ordering) FROM events) WHERE type = 'events'"
+            )
+            connection.execute(
+                b"INSERT INTO federation_stream_position (type, instance_name, stream_id)"
+                b" SELECT 'events', %s, max(stream_ordering) FROM events"
+                b" ON CONFLICT DO NOTHING",
+                (INSTANCE,),
+            )
+
+
+@asynccontextmanager
+async def open_town(directory: Path, postgres: Postgres, redis_port: int) -> AsyncIterator[Town]:
+    """Until the body is left; the Synapse leaves its sending to `INSTANCE`."""
+    authority, port = trustme.CA(), free_port(A_HOST)
+    postgres.create_database("a")
+    a = PatientHomeserver(
+        name=f"{A_HOST}:{port}",
+        directory=directory / "a",
+        listens_at=(A_HOST, port),
+        authority=authority,
+        database=Database(postgres.host, postgres.port, postgres.user, "a"),
+        redis_port=redis_port,
+        senders=[INSTANCE],
+    )
+    async with open_homeserver_in_thread(a), AsyncExitStack() as stack:
+        alice = await a.register("alice")
+        stack.push_async_callback(alice.aclose)
+        rooms = [await alice.create_room(preset="public_chat") for _ in range(2)]
+        yield Town(a, alice, rooms, authority, postgres, stack)
+
+
 class Timed(Recording):
     """Milliseconds from the time of each message to its arrival."""
 
@@ -71,10 +124,10 @@ class Timed(Recording):
 class Stage:
     """Two rooms of A's, and who is in them."""
 
-    def __init__(self, a: Homeserver, alice: User, rooms: tuple[str, str]) -> None:
-        self.a = a
-        self.alice = alice
-        self.quick_room, self.slow_room = rooms
+    def __init__(self, town: Town) -> None:
+        self.a = town.a
+        self.alice = town.alice
+        self.quick_room, self.slow_room = town.rooms
         self.quick: list[Timed] = []
         self.slow: list[Timed] = []
 
@@ -104,44 +157,16 @@ async def open_stage(
     directory: Path, servers: int, postgres: Postgres, redis_port: int
 ) -> AsyncIterator[Stage]:
     """Synapse, and everybody in the rooms; what was sent until then is owed to nobody."""
-    authority, port = trustme.CA(), free_port(A_HOST)
-    postgres.create_database("a")
-    a = PatientHomeserver(
-        name=f"{A_HOST}:{port}",
-        directory=directory / "a",
-        listens_at=(A_HOST, port),
-        authority=authority,
-        database=Database(postgres.host, postgres.port, postgres.user, "a"),
-        redis_port=redis_port,
-        senders=[INSTANCE],
-    )
-    async with open_homeserver_in_thread(a), AsyncExitStack() as stack:
-        alice = await a.register("alice")
-        stack.push_async_callback(alice.aclose)
-        rooms = [await alice.create_room(preset="public_chat") for _ in range(2)]
-        stage = Stage(a, alice, (rooms[0], rooms[1]))
-
-        async def join(numbers: range, room_id: str, into: list[Timed], latency_s: float) -> None:
-            for number in numbers:
-                host = f"127.9.{number // 250}.{number % 250 + 1}"
-                remote: Remote = await stack.enter_async_context(open_remote(host, a, authority))
-                remote.recording, remote.latency_s = Timed(), latency_s
-                await remote.join(room_id, remote.user("bob"))
-                into.append(remote.recording)
-
-        await join(range(QUICK), stage.quick_room, stage.quick, 0.0)
-        await join(range(QUICK, servers), stage.slow_room, stage.slow, ANSWER_S)
-        with postgres.connect("a") as connection:
-            connection.execute(
-                b"UPDATE federation_stream_position SET stream_id ="
-                b" (SELECT max(stream_ordering) FROM events) WHERE type = 'events'"
-            )
-            connection.execute(
-                b"INSERT INTO federation_stream_position (type, instance_name, stream_id)"
-                b" SELECT 'events', %s, max(stream_ordering) FROM events"
-                b" ON CONFLICT DO NOTHING",
-                (INSTANCE,),
-            )
+    async with open_town(directory, postgres, redis_port) as town:
+        stage = Stage(town)
+        for number in range(servers):
+            quick = number < QUICK
+            remote = await town.remote(number)
+            remote.recording = timed = Timed()
+            remote.latency_s = 0.0 if quick else ANSWER_S
+            await remote.join(stage.quick_room if quick else stage.slow_room, remote.user("bob"))
+            (stage.quick if quick else stage.slow).append(timed)
+        town.owe_nothing()
         yield stage
 
 
