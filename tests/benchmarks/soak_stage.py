@@ -74,7 +74,7 @@ async def open_run(options: SoakOptions, directory: Path) -> AsyncIterator[Run]:
         open_federation(
             signer, options.servers, directory=directory, runtime=runtime, rng=rng, tells_all=True
         ) as (homeserver, receivers),
-        open_daemon_process(hub, _relay_configuration(hub), token, "relay") as relay,
+        open_daemon_process(hub, process.relay_configuration(hub), token, "relay") as relay,
         open_daemon_process(place, _configuration(place, hub, receivers.ca_file), token) as daemon,
         IntakeClient.at(f"unix:{hub / 'intake.sock'}", token) as client,
     ):
@@ -91,20 +91,6 @@ async def open_run(options: SoakOptions, directory: Path) -> AsyncIterator[Run]:
         if patience.cancelled_caught:
             raise BenchFailed(f"the relay does not take the rooms\n{relay.last_words()}")
         yield run
-
-
-def _relay_configuration(directory: Path) -> Mapping[str, Any]:
-    return {
-        "server_name": process.SERVER_NAME,
-        "relay": {
-            "directory": "data",
-            "listen": [f"unix:{process.socket_in(directory, 'relay.sock')}"],
-            "intake": f"unix:{process.socket_in(directory, 'intake.sock')}",
-            "intake_token_file": "intake.token",
-            "disk_reserve": 0,
-        },
-        "admin": {"listen": f"unix:{process.socket_in(directory, 'admin.sock')}"},
-    }
 
 
 def _configuration(directory: Path, hub: Path, ca_file: Path) -> Mapping[str, Any]:

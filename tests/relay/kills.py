@@ -288,24 +288,6 @@ class Campaign:
                 self.figures.amiss.append(f"{room_id} has {sorted(there)}, not {sorted(servers)}")
 
 
-def _configuration(directory: Path, database: str | None) -> dict[str, Any]:
-    shared = {} if database is None else {"database": database}
-    return {
-        "server_name": process.SERVER_NAME,
-        "relay": {
-            **shared,
-            "directory": "data",
-            "listen": [f"unix:{process.socket_in(directory, 'relay.sock')}"],
-            "intake": f"unix:{process.socket_in(directory, 'intake.sock')}",
-            "intake_token_file": "intake.token",
-            "keep_min": "5s",
-            "snapshot_every": "5s",
-            "disk_reserve": 0,
-        },
-        "admin": {"listen": f"unix:{process.socket_in(directory, 'admin.sock')}"},
-    }
-
-
 @asynccontextmanager
 async def open_campaign(
     directory: Path, seed: int, postgres: Postgres | None
@@ -323,7 +305,10 @@ async def open_campaign(
         for place in places:
             place.mkdir()
             process.write_secret(place / "intake.token", token)
-            config = _configuration(place, url)
+            shared = {} if url is None else {"database": url}
+            config = process.relay_configuration(
+                place, keep_min="5s", snapshot_every="5s", **shared
+            )
             relay = process.open_daemon_process(place, config, token, "relay")
             relays.append(await stack.enter_async_context(relay))
             victims[place.name] = (relays[-1], 0.5)

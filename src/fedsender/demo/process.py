@@ -96,6 +96,25 @@ def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Ma
     }
 
 
+def relay_configuration(directory: Path, **settings: Any) -> Mapping[str, Any]:
+    """The contents of `config.yaml` of a relay in this directory, where everything of it is.
+
+    `settings`: more of its section `relay`.
+    """
+    return {
+        "server_name": SERVER_NAME,
+        "relay": {
+            "directory": "data",
+            "listen": [f"unix:{socket_in(directory, 'relay.sock')}"],
+            "intake": f"unix:{socket_in(directory, 'intake.sock')}",
+            "intake_token_file": "intake.token",
+            "disk_reserve": 0,
+            **settings,
+        },
+        "admin": {"listen": f"unix:{socket_in(directory, 'admin.sock')}"},
+    }
+
+
 class DaemonProcess:
     """A daemon in a process of its own, which may be killed and started again.
 

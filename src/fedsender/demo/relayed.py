@@ -16,13 +16,12 @@ import trio
 
 from fedsender.config import load
 from fedsender.demo.process import (
-    SERVER_NAME,
     DaemonDied,
     DaemonProcess,
     Daemons,
     configuration,
     open_daemon_process,
-    socket_in,
+    relay_configuration,
     write_secret,
 )
 from fedsender.intake.client import IntakeClient, NewRecord, Refused
@@ -112,23 +111,6 @@ def loaded_events(directory: Path) -> set[str]:
         return {event_id for (event_id,) in connection.execute(query)}
 
 
-def _relay_configuration(directory: Path) -> Mapping[str, Any]:
-    return {
-        "server_name": SERVER_NAME,
-        "relay": {
-            "directory": "data",
-            "listen": [f"unix:{socket_in(directory, 'relay.sock')}"],
-            "intake": f"unix:{socket_in(directory, 'intake.sock')}",
-            "intake_token_file": "intake.token",
-            "keep_min": 0,
-            "log_cap": KEPT_BYTES,
-            "disk_reserve": 0,
-            "snapshot_every": "2s",
-        },
-        "admin": {"listen": f"unix:{socket_in(directory, 'admin.sock')}"},
-    }
-
-
 def _shard_configuration(
     directory: Path, name: str, relay: Path, ca_file: Path
 ) -> Mapping[str, Any]:
@@ -158,7 +140,8 @@ async def open_relayed(
     write_secret(hub / "intake.token", token + "\n")
     async with AsyncExitStack() as stack:
         start = partial(_start, stack, runtime)
-        relay = await start(hub, _relay_configuration(hub), "relay")
+        config = relay_configuration(hub, keep_min=0, log_cap=KEPT_BYTES, snapshot_every="2s")
+        relay = await start(hub, config, "relay")
         shards: dict[str, DaemonProcess] = {}
         for name in SHARDS:
             place = directory / name
