@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Table, insert
 
 from fedsender.store import tables
+from fedsender.testing.rooms import Event
 
 ROOM = "!room:us.example"
 
@@ -114,6 +115,39 @@ class Room:
                 state_key=user,
                 membership=membership,
             )
+
+
+def put_event(
+    connection: Connection, event: Event, at: int, *, group: int, event_id: str | None = None
+) -> None:
+    """Write an event of ROOM that a homeserver has made, at this stream ordering.
+
+    `event_id`: an id that is not its own.
+    """
+    name = event_id or event.event_id
+    connection.execute(
+        insert(tables.events).values(
+            stream_ordering=at,
+            event_id=name,
+            room_id=ROOM,
+            type=event.content["type"],
+            sender=event.content["sender"],
+            received_ts=1,
+            depth=event.content["depth"],
+            outlier=False,
+        )
+    )
+    connection.execute(
+        insert(tables.event_json).values(
+            event_id=name,
+            room_id=ROOM,
+            internal_metadata="{}",
+            json=json.dumps(event.content),
+            format_version=3,
+        )
+    )
+    groups = insert(tables.event_to_state_groups)
+    connection.execute(groups.values(event_id=name, state_group=group))
 
 
 def put_group(

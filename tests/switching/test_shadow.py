@@ -1,6 +1,5 @@
 """A shadow of a Synapse-shaped database whose worker we play: what it reads, and what it leaves."""
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
@@ -17,7 +16,7 @@ from sqlalchemy import Connection, insert, update
 from tests.replication.pubsub import Process
 from tests.servers import Databases, Valkey
 from tests.store import synapse_schema
-from tests.store.rooms import ROOM, Room
+from tests.store.rooms import ROOM, Room, put_event
 from tests.switching.following import PATIENCE_S, followed, lines
 
 from fedsender.config import Config, ConfigError, from_values
@@ -75,33 +74,8 @@ class World:
             "m.room.message", f"@me:{US}", {"body": "hi"}, signer=self.signer, now_ms=1
         )
         self.messages.append(event.event_id)
-        stream_ordering = self.last
-
-        def write(connection: Connection) -> None:
-            room = Room.__new__(Room)
-            room.connection = connection
-            room.put(
-                tables.events,
-                stream_ordering=stream_ordering,
-                event_id=event.event_id,
-                room_id=ROOM,
-                type="m.room.message",
-                sender=f"@me:{US}",
-                received_ts=1,
-                depth=event.content["depth"],
-                outlier=False,
-            )
-            room.put(
-                tables.event_json,
-                event_id=event.event_id,
-                room_id=ROOM,
-                internal_metadata="{}",
-                json=json.dumps(event.content),
-                format_version=3,
-            )
-            room.put(tables.event_to_state_groups, event_id=event.event_id, state_group=3)
-
-        await self.database.write(write)
+        at = self.last
+        await self.database.write(lambda connection: put_event(connection, event, at, group=3))
         await self.process.say(f"POSITION events master {self.last - 1} {self.last}")
         return self.last
 

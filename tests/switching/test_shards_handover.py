@@ -4,7 +4,6 @@ The daemons are whole but for their admin endpoint; the databases, the connectio
 that receive are real, and so are the events: one that can be sent to nobody, and one behind it.
 """
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Connection, delete, insert
 from tests.servers import Databases
-from tests.store.rooms import Room
+from tests.store.rooms import Room, put_event
 from tests.switching.test_shards import HS, PATIENCE_S, Site, config_of, site
 
 from fedsender.config import ConfigError
@@ -29,35 +28,10 @@ from fedsender.store.lock import SendersDiffer
 from fedsender.switching import shards
 from fedsender.switching.handback import Findings, hand_back
 from fedsender.testing.clock import until
-from fedsender.testing.rooms import Event, Signer, new_timeline
+from fedsender.testing.rooms import Signer, new_timeline
 
 ROOM = "!room:us.example"
 BAD = "$not-its-hash"
-
-
-def say(room: Room, event: Event, event_id: str, group: int) -> None:
-    """Our user says something in the room."""
-    room.last += 1
-    room.put(
-        tables.events,
-        stream_ordering=room.last,
-        event_id=event_id,
-        room_id=ROOM,
-        type=event.content["type"],
-        sender=event.content["sender"],
-        received_ts=1,
-        depth=event.content["depth"],
-        outlier=False,
-    )
-    room.put(
-        tables.event_json,
-        event_id=event_id,
-        room_id=ROOM,
-        internal_metadata="{}",
-        json=json.dumps(event.content),
-        format_version=3,
-    )
-    room.put(tables.event_to_state_groups, event_id=event_id, state_group=group)
 
 
 async def write_history(it: Site, *, bad_one: bool = True) -> tuple[str, int]:
@@ -82,10 +56,12 @@ async def write_history(it: Site, *, bad_one: bool = True) -> tuple[str, int]:
             group += 1
             room.member(f"@x:{server}", "join", group=group, previous=group - 1 or None)
             room.now({f"@x:{server}": "join"})
-        if bad_one:
-            say(room, bad, BAD, group)
-        say(room, good, good.event_id, group)
         last = room.last
+        if bad_one:
+            last += 1
+            put_event(connection, bad, last, group=group, event_id=BAD)
+        last += 1
+        put_event(connection, good, last, group=group)
 
     options = DatabaseOptions(synchronous="OFF")
     async with open_database(it.homeserver, real_runtime(), name="hs", options=options) as database:
@@ -136,12 +112,12 @@ async def fan_out(daemon: Daemon, upto: int) -> None:
             await trio.sleep(0.01)
 
 
-async def refuse_one_each(daemon: Daemon, servers: Sequence[str], event_id: str) -> set[str]:
-    """Each of this sender's servers has refused an event; those servers."""
+async def refuse_one_each(daemon: Daemon, servers: Sequence[str]) -> set[str]:
+    """Each of this sender's servers has refused `$refused`; those servers."""
     mine = {name for name in servers if daemon.config.handles(name)}
     for name in sorted(mine):
         await daemon.store.sender.quarantine_item(
-            destination=name, kind="pdu", event_id=event_id, reason="answered 400"
+            destination=name, kind="pdu", event_id="$refused", reason="answered 400"
         )
     return mine
 
@@ -169,7 +145,7 @@ async def test_what_is_in_quarantine_moves_with_its_servers_and_is_sent_from_the
                 [item.id for item in await a.store.sender.quarantine_list(None, 9)]
             )
             assert (await held(a), await held(b)) == ([], [BAD, good])
-            of_b = await refuse_one_each(b, names, "$refused")
+            of_b = await refuse_one_each(b, names)
             assert of_b
             assert of_b < set(names)
 
@@ -398,8 +374,8 @@ async def test_one_of_several_senders_hands_back_what_is_its_own(
             async with it.sender("a", names, own) as a:
                 for sender in (a, b):
                     await fan_out(sender, upto)
-                of_b = await refuse_one_each(b, sorted(it.receivers.servers), "$refused")
-                of_a = await refuse_one_each(a, sorted(it.receivers.servers), "$refused")
+                of_b = await refuse_one_each(b, sorted(it.receivers.servers))
+                of_a = await refuse_one_each(a, sorted(it.receivers.servers))
                 await until(it.all_have(500))
                 with pytest.raises(LockHeld):
                     await give_back(names, accept_loss=True)
