@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 
 import pytest
 import trio
@@ -11,120 +10,43 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.streams import (
-    Fact,
-    HeardPositions,
-    IdGenerator,
-    Moved,
-    StreamPositions,
-    UnknownWriter,
-    Watermark,
-)
+from fedsender.streams import HeardPositions, StreamPositions, UnknownWriter, Watermark
 
-# --- writers --------------------------------------------------------------------------------------
-
-
-def test_position_of_one_writer_jumps_when_its_oldest_id_completes() -> None:
-    ids = IdGenerator[str](1)
-    assert [ids.reserve(), ids.reserve()] == [2, 3]
-    assert ids.current() == 1
-    ids.complete(3)
-    assert ids.current() == 1
-    ids.complete(2)
-    assert ids.current() == 3
-    assert [ids.reserve() for _ in range(3)] == [4, 5, 6]
-    assert ids.current() == 3
-    ids.complete(5)
-    assert ids.current() == 3
-    ids.complete(4)
-    assert ids.current() == 5
-    ids.complete(6)
-    assert (ids.current(), ids.linear) == (6, 6)
-
-
-def test_facts_are_announced_once_and_in_id_order() -> None:
-    ids = IdGenerator[str](1)
-    for _ in range(3):
-        ids.reserve()
-    assert ids.complete(4, ["d"]) == []
-    assert ids.complete(3, ["c1", "c2"]) == []
-    assert ids.complete(2, ["b"]) == [
-        Fact("master", 2, ("b",)),
-        Fact("master", 3, ("c1", "c2")),
-        Fact("master", 4, ("d",)),
-    ]
-    assert ids.announce() == []
-
-
-def test_id_without_rows_gives_a_position_only_where_no_fact_says_it() -> None:
-    ids = IdGenerator[str](1)
-    for _ in range(4):
-        ids.reserve()
-    ids.complete(3)
-    ids.complete(4, ["d"])
-    ids.complete(5)
-    assert ids.complete(2) == [Fact("master", 4, ("d",)), Moved("master", 4, 5)]
-
-
-def test_id_that_is_not_in_flight_cannot_be_completed() -> None:
-    ids = IdGenerator[str](1)
-    with pytest.raises(KeyError):
-        ids.complete(2)
-    ids.reserve()
-    ids.complete(2)
-    with pytest.raises(KeyError):
-        ids.complete(2)
-
-
-def test_idle_writer_follows_the_others() -> None:
-    ids = IdGenerator[str](1, ["ev1", "ev2"])
-    first = ids.reserve("ev1")
-    assert ids.complete(first, ["x"]) == [Fact("ev1", 2, ("x",))]
-    assert ids.announce() == [Moved("ev2", 1, 2)]
-
-
-def test_slow_writer_holds_the_linear_position_but_not_the_others() -> None:
-    ids = IdGenerator[str](1, ["ev1", "ev2"])
-    slow = ids.reserve("ev2")
-    quick = ids.reserve("ev1")
-    ids.complete(quick, ["x"])
-    assert (ids.current("ev1"), ids.current("ev2"), ids.linear) == (3, 1, 1)
-    ids.complete(slow)
-    assert (ids.current("ev1"), ids.current("ev2"), ids.linear) == (3, 3, 3)
-
-
-def test_writer_that_is_not_configured_gets_no_id() -> None:
-    with pytest.raises(UnknownWriter, match="ev9"):
-        IdGenerator[str](1).reserve("ev9")
-
-
-Said = Fact[int] | Moved
+# --- several writers, and a reader ----------------------------------------------------------------
 
 
 class Schedule:
     """Several writers at work, and a reader that hears each of them in order, but not all at once.
 
-    `stuck` never completes anything that it has begun.
+    A writer says nothing of what it has completed above an id that it still works on. `stuck` never
+    completes anything that it has begun.
     """
 
     def __init__(self, rng: random.Random, writers: list[str], stuck: str | None) -> None:
         self.rng = rng
         self.writers = writers
         self.stuck = stuck
-        self.ids = IdGenerator[int](0, writers)
         self.reader = StreamPositions(writers, dict.fromkeys(writers, 0))
+        self.last = 0
         self.in_flight: dict[int, str] = {}
+        self.completed: set[int] = set()
         self.with_rows: set[int] = set()
-        self.unheard: dict[str, list[Said]] = {writer: [] for writer in writers}
+        self.unsaid: dict[str, set[int]] = {writer: set() for writer in writers}
+        # Each id with whether it has rows.
+        self.unheard: dict[str, list[tuple[int, bool]]] = {writer: [] for writer in writers}
         self.heard: dict[str, list[int]] = {writer: [] for writer in writers}
+
+    @property
+    def linear(self) -> int:
+        return min(self.in_flight, default=self.last + 1) - 1
 
     def step(self) -> None:
         getattr(self, self.rng.choice(["reserve", "complete", "complete", "announce", "hear"]))()
         self.check()
 
     def reserve(self) -> None:
-        writer = self.rng.choice(self.writers)
-        self.in_flight[self.ids.reserve(writer)] = writer
+        self.last += 1
+        self.in_flight[self.last] = self.rng.choice(self.writers)
 
     def complete(self) -> None:
         able = [each for each, writer in self.in_flight.items() if writer != self.stuck]
@@ -132,18 +54,25 @@ class Schedule:
             self.finish(self.rng.choice(able))
 
     def finish(self, stream_id: int) -> None:
-        del self.in_flight[stream_id]
-        rows = [stream_id] * self.rng.choice([0, 1, 1, 3])
-        if rows:
+        writer = self.in_flight.pop(stream_id)
+        self.completed.add(stream_id)
+        if self.rng.choice([False, True, True]):
             self.with_rows.add(stream_id)
-        self.say(self.ids.complete(stream_id, rows))
+            self.unsaid[writer].add(stream_id)
+        self.say(writer)
 
     def announce(self) -> None:
-        self.say(self.ids.announce())
+        for writer in self.writers:
+            self.say(writer)
 
-    def say(self, said: Iterable[Said]) -> None:
-        for each in said:
-            self.unheard[each.writer].append(each)
+    def say(self, writer: str) -> None:
+        own = (each for each, owner in self.in_flight.items() if owner == writer)
+        lowest = min(own, default=self.last + 1)
+        ready = sorted(each for each in self.unsaid[writer] if each < lowest)
+        self.unsaid[writer].difference_update(ready)
+        self.unheard[writer] += [(each, True) for each in ready]
+        position = max((each for each in self.completed if each < lowest), default=0)
+        self.unheard[writer].append((position, False))
 
     def hear(self) -> None:
         waiting = [writer for writer in self.writers if self.unheard[writer]]
@@ -151,19 +80,13 @@ class Schedule:
             self.take(self.rng.choice(waiting))
 
     def take(self, writer: str) -> None:
-        said = self.unheard[writer].pop(0)
-        if isinstance(said, Fact):
-            assert said.rows == (said.stream_id,) * len(said.rows)
-            self.heard[writer].append(said.stream_id)
-            self.reader.advance(writer, said.stream_id)
-        else:
-            self.reader.advance(writer, said.position)
+        stream_id, has_rows = self.unheard[writer].pop(0)
+        if has_rows:
+            self.heard[writer].append(stream_id)
+        self.reader.advance(writer, stream_id)
 
     def check(self) -> None:
-        lowest = min(self.in_flight, default=10**9)
-        assert self.reader.linear < lowest
-        assert self.ids.linear < lowest
-        assert self.reader.linear <= self.ids.linear
+        assert self.reader.linear <= self.linear
 
     def end(self) -> None:
         for stream_id, writer in list(self.in_flight.items()):
@@ -193,8 +116,7 @@ def test_reader_never_passes_an_id_in_flight_and_misses_nothing(
     announced = {each for ids in schedule.heard.values() for each in ids}
     assert {each for each in schedule.with_rows if each <= schedule.reader.linear} <= announced
     # Only what never completes holds the token, and it stands right below it.
-    last = schedule.ids.linear
-    assert schedule.reader.linear == last == min(schedule.in_flight, default=last + 1) - 1
+    assert schedule.reader.linear == schedule.linear
 
 
 # --- readers --------------------------------------------------------------------------------------
@@ -246,7 +168,7 @@ def test_silent_writer_stops_the_token_and_is_named_with_the_time() -> None:
 def test_old_position_changes_nothing() -> None:
     events = StreamPositions(["master"], {"master": 7})
     assert events.advance("master", 1) == 7
-    assert events.position("master") == 7
+    assert events.head == 7
 
 
 def test_unknown_writer_is_an_error_that_names_it() -> None:

@@ -1,32 +1,28 @@
-"""Streams: logs of facts with ascending ids, their writers and their readers.
+"""Streams: logs of facts with ascending ids, their positions, and the rows of `events`.
 
-A writer *reserves* an id, works, and then *completes* it (whether the work succeeded or not: a
-failed id simply has no rows). Work overlaps, so ids complete out of order. No reader may pass an
-id that is still being worked on, or it never sees a fact that appears later below its position.
-So there are two positions:
+A writer takes an id, works, and then completes it; an id whose work failed has no rows. Work
+overlaps, so ids complete out of order. No reader may pass an id that is still being worked on, or
+it never sees a fact that appears later below its position. So there are two positions:
 
 - a writer's own: the largest id at or below which that writer has nothing left to complete;
 - the *linear* one: the largest id at or below which no writer has anything left to complete.
 
-`IdGenerator` is the writers' side and knows the ids in flight. `StreamPositions` is a reader's
-side and knows only the announced positions. `Watermark` hands a position from one task to another.
-The `*Row` values are the rows of the `events` stream, for a sender that cannot read the
-homeserver's database.
+`StreamPositions` makes the linear one of the positions that the writers announce. `Watermark` hands
+a position from one task to another. The `*Row` values are the rows of the `events` stream, for a
+sender that cannot read the homeserver's database.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import trio
 
 Json = Any
 """A parsed JSON value; rows stay untyped until their parser reads them."""
-
-R = TypeVar("R")
 
 # Ids that a reader knows one by one above its linear token. They only pile up while a configured
 # writer is silent; past this many the later ones are not noted, and the token then moves by the
@@ -70,110 +66,16 @@ class Watermark:
         return self.value
 
 
-# --- writers --------------------------------------------------------------------------------------
+# --- facts and their positions --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Fact(Generic[R]):
-    """The rows of one completed id, ready to be announced; never without rows."""
+class Fact:
+    """The rows of one completed id; never without rows."""
 
     writer: str
     stream_id: int
-    rows: tuple[R, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A writer's position rose from `previous` to `position` and no rows lie in between."""
-
-    writer: str
-    previous: int
-    position: int
-
-
-class IdGenerator(Generic[R]):
-    """Gives out the ids of one stream to its writers, and the facts that may be announced.
-
-    All ids come from one sequence, which goes on from `position`: all ids at or below it count as
-    complete and announced.
-    """
-
-    def __init__(self, position: int, writers: Iterable[str] = ("master",)) -> None:
-        self._last = position
-        self._linear = position
-        # Completed ids above the linear position, and ids not yet completed with their writer.
-        self._completed: set[int] = set()
-        self._in_flight: dict[int, str] = {}
-        # Completed but not announced, because an older id of the same writer is in flight.
-        self._held: dict[str, dict[int, tuple[R, ...]]] = {writer: {} for writer in writers}
-        self._announced = dict.fromkeys(self._held, position)
-
-    @property
-    def linear(self) -> int:
-        """The largest id at or below which every id of every writer is complete."""
-        return self._linear
-
-    def current(self, writer: str = "master") -> int:
-        """The largest completed id at or below which `writer` has nothing in flight.
-
-        A writer with nothing in flight stands at the largest id that any writer has completed. Only
-        a completed id is ever returned, since a reader treats an announced id as final.
-        """
-        self._check(writer)
-        pending = (stream_id for stream_id, owner in self._in_flight.items() if owner == writer)
-        lowest = min(pending, default=self._last + 1)
-        return max((done for done in self._completed if done < lowest), default=self._linear)
-
-    def reserve(self, writer: str = "master") -> int:
-        """Take the next id for `writer`; no reader passes it until it is completed."""
-        self._check(writer)
-        self._last += 1
-        self._in_flight[self._last] = writer
-        return self._last
-
-    def complete(self, stream_id: int, rows: Sequence[R] = ()) -> list[Fact[R] | Moved]:
-        """Mark `stream_id` as done with `rows` (none: it failed, or has no facts).
-
-        Returns the facts that its writer may announce now, each once, in id order, and last a
-        `Moved` if the newest ids have no rows. Raises KeyError if the id is not in flight.
-        """
-        writer = self._in_flight.pop(stream_id)
-        self._completed.add(stream_id)
-        self._held[writer][stream_id] = tuple(rows)
-        self._advance_linear()
-        return self._announce(writer)
-
-    def announce(self) -> list[Fact[R] | Moved]:
-        """The facts that any writer may announce now: idle writers follow the busy ones."""
-        return [said for writer in self._held for said in self._announce(writer)]
-
-    def _check(self, writer: str) -> None:
-        if writer not in self._held:
-            raise UnknownWriter(f"{writer!r} does not write this stream")
-
-    def _advance_linear(self) -> None:
-        lowest = min(self._in_flight, default=self._last + 1)
-        self._linear = lowest - 1
-        self._completed = {done for done in self._completed if done > self._linear}
-
-    def _announce(self, writer: str) -> list[Fact[R] | Moved]:
-        current = self.current(writer)
-        held = self._held[writer]
-        ready = sorted(stream_id for stream_id in held if stream_id <= current)
-        said: list[Fact[R] | Moved] = []
-        for stream_id in ready:
-            rows = held.pop(stream_id)
-            if rows:
-                said.append(Fact(writer, stream_id, rows))
-        previous = max([fact.stream_id for fact in said if isinstance(fact, Fact)], default=0)
-        previous = max(previous, self._announced[writer])
-        if current > previous:
-            said.append(Moved(writer, previous, current))
-        self._announced[writer] = max(current, previous)
-        return said
-
-
-# --- readers --------------------------------------------------------------------------------------
+    rows: tuple[Json, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +129,15 @@ class StreamPositions:
         """The largest position that any writer has announced."""
         return max(self._positions.values())
 
-    def position(self, writer: str) -> int:
-        """The position of one writer; raises UnknownWriter."""
-        self._check(writer)
-        return self._positions[writer]
-
     def advance(self, writer: str, position: int, now: float = 0.0) -> int:
         """Note that `writer` announced `position` at `now` (seconds); returns the linear token.
 
         The token is the minimum over the writers; from there it advances over ids that are known
         one by one. An older position changes nothing. Raises UnknownWriter.
         """
-        self._check(writer)
+        if writer not in self._positions:
+            names = ", ".join(self._positions)
+            raise UnknownWriter(f"{writer!r} is not one of the configured writers ({names})")
         before = self._linear
         if position > self._positions[writer]:
             self._positions[writer] = position
@@ -255,12 +154,6 @@ class StreamPositions:
         lowest = min(self._positions.values())
         writers = tuple(name for name, at in self._positions.items() if at == lowest)
         return Hold(writers, self._linear + 1, self.head, self._held_since)
-
-    def _check(self, writer: str) -> None:
-        if writer not in self._positions:
-            raise UnknownWriter(
-                f"{writer!r} is not one of the configured writers ({', '.join(self._positions)})"
-            )
 
     def _settle(self) -> None:
         self._linear = max(self._linear, min(self._positions.values()))

@@ -28,7 +28,7 @@ class Log:
 
     def __init__(self) -> None:
         self.watermark = Watermark()
-        self.facts: list[Fact[Any]] = []
+        self.facts: list[Fact] = []
         # Called with (after, upto) before each read.
         self.before_read: Callable[[int, int], Awaitable[None]] | None = None
 
@@ -38,7 +38,7 @@ class Log:
             self.facts.append(Fact("master", token, rows))
         self.watermark.advance(token)
 
-    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Any]]:
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact]:
         if self.before_read is not None:
             await self.before_read(after, upto)
         await trio.lowlevel.checkpoint()

@@ -78,9 +78,9 @@ class History:
     def __init__(self, first: int) -> None:
         self.watermark = Watermark(first)
         self._first = first
-        self._facts: list[Fact[Any]] = []
+        self._facts: list[Fact] = []
 
-    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Any]]:
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact]:
         """As `StreamSource.read`."""
         await trio.lowlevel.checkpoint()
         start = max(0, after - self._first)

@@ -1,7 +1,7 @@
 """The intake: one order for several writers, and each append once, however often it is sent.
 
 A homeserver with several writers *reserves* a place in the stream before it works and *completes*
-it with the result (seed: streams). Places are given tokens in the order in which they were
+it with the result. Places are given tokens in the order in which they were
 reserved, so later places wait for earlier ones that are not complete. A place that is not completed
 lapses, or one dead writer would hold all. An append without a place comes after all places reserved
 before it.
@@ -32,7 +32,7 @@ from fedsender.facts import (
 from fedsender.intake.writer import Call, Full, Writer
 from fedsender.matrix import JsonObject
 from fedsender.runtime import Runtime
-from fedsender.streams import Fact, IdGenerator, Json, Moved
+from fedsender.streams import Json
 
 if TYPE_CHECKING:
     from fedsender.intake.signing import EventSigner
@@ -92,10 +92,9 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A reserved place: its owner, its number in the stream, its time (seconds)."""
+    """A reserved place: its owner, and its time (seconds)."""
 
     writer: str
-    number: int
     since: float
 
 
@@ -108,10 +107,6 @@ class _Held:
     call: Call | None = None
     error: Exception | None = None
     submitted: trio.Event = field(default_factory=trio.Event)
-
-
-# To the generator all places are of one writer: its position is the linear one then.
-_WRITER: Final = "intake"
 
 
 class Intake:
@@ -146,7 +141,9 @@ class Intake:
         """Forget all places; appends that wait for one are told to come again."""
         # A place of an earlier life must not be taken for one of ours.
         self._life = self._runtime.entropy(6).hex()
-        self._places = IdGenerator[_Held](0, (_WRITER,))
+        self._number = 0
+        # All places in their order, with what came for each; None: nothing came yet.
+        self._line: dict[str, tuple[_Held, ...] | None] = {}
         for held in self._held.values():
             held.error = ReservationGone("the places before it are gone; reserve again")
             held.submitted.set()
@@ -163,11 +160,15 @@ class Intake:
             raise Busy(f"{len(self._open)} places are reserved already")
         names = []
         for _ in range(count):
-            number = self._places.reserve(_WRITER)
-            name = f"{self._life}-{number}"
-            self._open[name] = _Place(writer, number, trio.current_time())
-            names.append(name)
+            names.append(self._next_place())
+            self._open[names[-1]] = _Place(writer, trio.current_time())
         return names
+
+    def _next_place(self) -> str:
+        self._number += 1
+        name = f"{self._life}-{self._number}"
+        self._line[name] = None
+        return name
 
     def holder(self) -> tuple[str, float] | None:
         """The writer of the oldest place that is not completed, and for how many seconds."""
@@ -182,15 +183,17 @@ class Intake:
             if trio.current_time() < place.since + self.settings.lapse_s:
                 return
             log.warning("a reserved place lapsed", writer=place.writer)
-            self._complete(name, ())
+            self._complete(name)
 
-    def _complete(self, name: str, held: Sequence[_Held]) -> None:
-        self._release(self._places.complete(self._open.pop(name).number, held))
-
-    def _release(self, said: Sequence[Fact[_Held] | Moved]) -> None:
-        """The turn of these has come, in this order."""
-        for fact in said:
-            for held in fact.rows if isinstance(fact, Fact) else ():
+    def _complete(self, name: str, *came: _Held) -> None:
+        """Note what came for a place. All before the first place without it have their turn."""
+        self._open.pop(name, None)
+        self._line[name] = came
+        for first, ready in list(self._line.items()):
+            if ready is None:
+                return
+            del self._line[first]
+            for held in ready:
                 del self._held[held.key]
                 self._held_bytes -= held.record.size
                 self._submit(held)
@@ -270,7 +273,7 @@ class Intake:
     ) -> None:
         """Raises ReservationGone, BadRow, KeyReused, Busy."""
         named: set[str] = set()
-        oldest = min((place.number for place in self._open.values()), default=0)
+        oldest = next(iter(self._open), None)
         size = self._held_bytes
         count = len(self._held)
         for each, held in checked:
@@ -284,7 +287,7 @@ class Intake:
                 if name not in self._open:
                     raise ReservationGone(f"{each.id}: its reservation has lapsed; reserve again")
                 # What all wait for is let in, however much waits.
-                if self._open[name].number == oldest:
+                if name == oldest:
                     continue
             size += 0 if held is None else held.record.size
             count += 1
@@ -305,17 +308,13 @@ class Intake:
             return self._held[held.key]
         if held is None or held.key in known:
             if name is not None:
-                self._complete(name, ())
+                self._complete(name)
             if held is not None:
                 self._submit(held)
             return held
         self._held[held.key] = held
         self._held_bytes += held.record.size
-        if name is not None:
-            self._complete(name, (held,))
-        else:
-            number = self._places.reserve(_WRITER)
-            self._release(self._places.complete(number, (held,)))
+        self._complete(name or self._next_place(), held)
         return held
 
     async def _token(self, held: _Held) -> int:

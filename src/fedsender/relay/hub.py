@@ -47,7 +47,7 @@ from fedsender.replication.server import Counts, LineServer, Refused, TooFarBehi
 from fedsender.replication.server import Session as LineSession
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
-from fedsender.streams import Fact, Json, Watermark
+from fedsender.streams import Fact, Watermark
 
 MAX_UNACKED: Final = 1000
 """The most sent pieces with a known age."""
@@ -345,7 +345,7 @@ class _PlainLog:
     def watermark(self) -> Watermark:
         return self._log.moved
 
-    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Json]]:
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact]:
         try:
             while after < upto and (found := await self._log.read(after, READ_PIECE)):
                 after = found[-1].token
@@ -357,8 +357,8 @@ class _PlainLog:
         return []
 
 
-def _facts_in(lines: bytes) -> list[Fact[Json]]:
-    facts: list[Fact[Json]] = []
+def _facts_in(lines: bytes) -> list[Fact]:
+    facts: list[Fact] = []
     rows: list[bytes] = []
     for line in lines.splitlines():
         _, _, token, row = line.split(b" ", 3)

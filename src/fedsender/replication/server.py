@@ -59,7 +59,7 @@ from fedsender.replication.protocol import (
     format_command,
 )
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
-from fedsender.streams import Fact, Json, Watermark
+from fedsender.streams import Fact, Watermark
 from fedsender.waiting import pause_s
 
 log = structlog.get_logger()
@@ -105,7 +105,7 @@ class StreamSource(Protocol):
     @property
     def watermark(self) -> Watermark: ...
 
-    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Json]]:
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact]:
         """The facts with after < id <= upto, oldest first: about `limit` rows, but whole facts.
 
         An empty result means that there is no fact up to `upto`. A row that is bytes is JSON text
@@ -347,7 +347,7 @@ class Session:
             at = facts[-1].stream_id
         return at
 
-    def _lines_of(self, stream: str, fact: Fact[Json]) -> list[bytes]:
+    def _lines_of(self, stream: str, fact: Fact) -> list[bytes]:
         """The lines of one fact: a row each, all but the last with `batch` for a token."""
         writer = None if self._instance is None else fact.writer
         tokens = [None] * (len(fact.rows) - 1) + [fact.stream_id]

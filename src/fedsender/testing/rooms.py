@@ -351,11 +351,11 @@ class Homeserver:
 
     # --- its events stream ------------------------------------------------------------------------
 
-    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[list[Any]]]:
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact]:
         """The steps with after < token <= upto that have rows; about `limit` rows."""
         await trio.lowlevel.checkpoint()
         self.asked.set()
-        facts: list[Fact[list[Any]]] = []
+        facts: list[Fact] = []
         for step in self.between(after, upto):
             if limit <= 0:
                 break
