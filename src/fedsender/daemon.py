@@ -25,6 +25,7 @@ import trio
 
 from fedsender import version
 from fedsender.admin import open_admin
+from fedsender.admin.context import AdminContext
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.federation.client import open_client
@@ -351,14 +352,17 @@ class _Run:
 
 def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager["Admin"]:
     return open_admin(
-        policies=daemon.policies,
-        store=daemon.store,
-        sender=daemon.sender,
-        feed=daemon.feed,
-        ledger=daemon.ledger,
-        gate=daemon.admission.gate,
-        metrics=daemon.metrics,
-        runtime=runtime,
+        AdminContext(
+            policies=daemon.policies,
+            sender=daemon.sender,
+            homeserver=daemon.store.homeserver,
+            store=daemon.store.sender,
+            feed=daemon.feed,
+            ledger=daemon.ledger,
+            gate=daemon.admission.gate,
+            runtime=runtime,
+            metrics=daemon.metrics,
+        )
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import trio
 from tests.sender.harness import World
 
 from fedsender.admin import open_admin
@@ -84,16 +83,7 @@ def checked(response: httpx.Response, status: int) -> dict[str, Any]:
 
 def serve(world: World, standing: Standing) -> AbstractAsyncContextManager[Admin]:
     """The endpoint of this running sender, on the address of its configuration."""
-    return open_admin(
-        policies=Policies(world.config()),
-        store=world.store,
-        sender=world.sender,
-        feed=standing,
-        ledger=standing,
-        gate=standing,
-        metrics=world.metrics,
-        runtime=world.runtime,
-    )
+    return open_admin(context_of(world, standing))
 
 
 def context_of(world: World, standing: Standing) -> AdminContext:
@@ -107,8 +97,6 @@ def context_of(world: World, standing: Standing) -> AdminContext:
         gate=standing,
         runtime=world.runtime,
         metrics=world.metrics,
-        ledger_directory=world.directory / "ledger",
-        began=trio.current_time(),
     )
 
 

@@ -1,11 +1,12 @@
-"""The bodies of requests, checked before anything is touched, and how a request is refused."""
+"""The bodies of requests, checked before anything is touched; how a request is refused; and
+`Reach`, by which an endpoint gets the daemon."""
 
 from collections.abc import Mapping
 from typing import Annotated, Self
 
 import orjson
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import (
     AfterValidator,
@@ -19,11 +20,22 @@ from pydantic import (
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from fedsender.admin.context import AdminContext
 from fedsender.config.values import ServerName, ServerPattern
 
 log = structlog.get_logger()
 
 _LONGEST = 500
+
+
+# Async, or FastAPI would go through a thread for it.
+async def _context_of(request: Request) -> AdminContext:
+    context = request.app.state.context
+    assert isinstance(context, AdminContext)
+    return context
+
+
+Reach = Annotated[AdminContext, Depends(_context_of)]
 
 
 class Error(BaseModel):

@@ -1,11 +1,9 @@
-"""The objects that the endpoints use."""
+"""The objects that the endpoints use. It imports nothing that only an answer needs."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import trio
-from fastapi import Depends, Request
 
 from fedsender.config import Config, Policies
 from fedsender.runtime import Runtime
@@ -60,8 +58,7 @@ class AdminContext:
     gate: Gate
     runtime: Runtime
     metrics: Metrics
-    ledger_directory: Path
-    began: float
+    began: float = field(default_factory=trio.current_time)
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     ledger_reading: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
@@ -69,13 +66,3 @@ class AdminContext:
     def config(self) -> Config:
         """The configuration that holds now."""
         return self.policies.config
-
-
-# Async, or FastAPI would go through a thread for it.
-async def _context_of(request: Request) -> AdminContext:
-    context = request.app.state.context
-    assert isinstance(context, AdminContext)
-    return context
-
-
-Reach = Annotated[AdminContext, Depends(_context_of)]

@@ -17,6 +17,7 @@ from fedsender.admin.bodies import (
     Pairs,
     Pause,
     Purge,
+    Reach,
     Refusal,
     Servers,
     ServersWithReason,
@@ -24,7 +25,7 @@ from fedsender.admin.bodies import (
     Skip,
     not_found,
 )
-from fedsender.admin.context import AdminContext, Reach
+from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import (
     UNKNOWN,
     Listing,
@@ -145,7 +146,7 @@ async def attempts(
 ) -> Attempts:
     read = partial(
         read_attempts,
-        context.ledger_directory,
+        context.config.ledger.directory,
         server,
         since_ms=since,
         failed=failed,

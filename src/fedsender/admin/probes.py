@@ -7,8 +7,8 @@ import trio
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from fedsender.admin.bodies import json_answer
-from fedsender.admin.context import AdminContext, Follows, Reach
+from fedsender.admin.bodies import Reach, json_answer
+from fedsender.admin.context import AdminContext, Follows
 from fedsender.admin.display import many
 from fedsender.sender.sender import Sender
 from fedsender.streams import FeedStatus

@@ -11,8 +11,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from fedsender.admin import display, endpoints
-from fedsender.admin.bodies import MAX_INTEGER, EventId, json_answer
-from fedsender.admin.context import Reach
+from fedsender.admin.bodies import MAX_INTEGER, EventId, Reach, json_answer
 from fedsender.admin.endpoints import Listed
 from fedsender.admin.overview import overview
 from fedsender.config.values import ServerName

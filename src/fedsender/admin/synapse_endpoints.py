@@ -10,8 +10,16 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fedsender.admin.bodies import MAX_INTEGER, Error, Refusal, bad_param, json_answer, not_found
-from fedsender.admin.context import AdminContext, Reach
+from fedsender.admin.bodies import (
+    MAX_INTEGER,
+    Error,
+    Reach,
+    Refusal,
+    bad_param,
+    json_answer,
+    not_found,
+)
+from fedsender.admin.context import AdminContext
 from fedsender.store.records import DestinationRow
 
 PREFIX = "/_synapse/admin/v1/federation/destinations"

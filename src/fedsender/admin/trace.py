@@ -173,7 +173,7 @@ async def _read_ledger(context: AdminContext, event: EventRow, found: Found) -> 
     """Read back to when the event came in; False if that took too long."""
     run_sync, limiter = context.runtime.run_sync, context.ledger_reading
     try:
-        listed = await run_sync(lambda: segments(context.ledger_directory), limiter=limiter)
+        listed = await run_sync(lambda: segments(context.config.ledger.directory), limiter=limiter)
     except OSError as error:
         log.warning("ledger cannot be listed", error=str(error))
         return False
