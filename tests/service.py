@@ -22,10 +22,11 @@ import trio
 import yaml
 
 from fedsender.demo import process
-from fedsender.ledger import NOTES, read_lines, segments
+from fedsender.ledger import NOTES
 from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
+from fedsender.segments import read_lines, segments
 from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import (
     Behaviour,

@@ -25,8 +25,9 @@ from fedsender import daemon, version
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.demo.process import SERVER_NAME, write_signing_key
-from fedsender.ledger import NOTES, segments
+from fedsender.ledger import NOTES
 from fedsender.runtime import RealNetwork, real_runtime
+from fedsender.segments import segments
 from fedsender.systemd import Notifier
 from fedsender.testing.clock import inline, until
 from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow

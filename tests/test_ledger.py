@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from fedsender.config.sections import Ledger as Settings
 from fedsender.ledger import (
     LINE_VERSION,
     NOTES,
@@ -32,53 +33,28 @@ from fedsender.segments import (
     torn_segments,
 )
 from fedsender.sender.failure import Outcome
+from fedsender.telemetry import Count
 from fedsender.testing.clock import virtual_runtime
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "ledger.md"
-
-
-class Count:
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def inc(self, amount: float = 1) -> None:
-        self.value += amount
 
 
 def runtime() -> Runtime:
     return virtual_runtime(random.Random(0), now_ms=lambda: 1_800_000_000_000)
 
 
-def a_daemons(
-    directory: Path,
-    *,
-    keep_days: float = 14,
-    keep_bytes: int = 10**9,
-    segment_bytes: int = 10**6,
-) -> AbstractAsyncContextManager[Ledger]:
-    return open_ledger(
-        directory,
-        "fed1",
-        "b00t",
-        runtime(),
-        keep_days=keep_days,
-        keep_bytes=keep_bytes,
-        segment_seconds=3600,
-        segment_bytes=segment_bytes,
-        lost_lines=Count(),
-    )
+def settings(directory: Path, **others: float) -> Settings:
+    """Also those below the bounds of a configuration."""
+    return Settings(directory=directory).model_copy(update=others)
+
+
+def a_daemons(directory: Path, **others: float) -> AbstractAsyncContextManager[Ledger]:
+    return open_ledger(settings(directory, **others), "fed1", "b00t", runtime(), Count())
 
 
 def ledger(directory: Path, *, seconds: float = 3600, size: int = 2**20) -> Ledger:
-    return Ledger(
-        directory,
-        "fed1",
-        "b00t",
-        runtime(),
-        segment_seconds=seconds,
-        segment_bytes=size,
-        lost_lines=Count(),
-    )
+    chosen = settings(directory, segment_every=seconds, segment_bytes=size)
+    return Ledger(chosen, "fed1", "b00t", Count())
 
 
 def line(destination: str = "a.example", **values: Any) -> Line:
@@ -469,7 +445,7 @@ async def test_the_numbers_of_segments_are_the_order_of_their_lines(
     (tmp_path / "fed1.gone.000009.jsonl.old").write_bytes(b"")
     (tmp_path / "fed2.dead.000050.jsonl").write_bytes(b"")
     os.utime(tmp_path / "fed1.gone.000009.open", (1, 1))
-    async with a_daemons(tmp_path, keep_days=36_500) as opened:
+    async with a_daemons(tmp_path, keep=36_500 * 86_400) as opened:
         assert opened.last_words["a"]["lsso"] == 2
         opened.record(line())
 
@@ -481,7 +457,7 @@ async def test_old_segments_go_when_one_is_closed(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """A busy daemon may fill the disk long before an hour has passed."""
-    async with a_daemons(tmp_path, keep_days=10**6, keep_bytes=1500, segment_bytes=1000) as opened:
+    async with a_daemons(tmp_path, keep=86_400e6, keep_bytes=1500, segment_bytes=1000) as opened:
         for _ in range(100):
             opened.record(line())
             opened.settled("a.example")

@@ -124,15 +124,7 @@ async def open_core(
         ) as store,
         _hold_instance(store, config, boot_id, admission) as already_owed,
         open_ledger(
-            config.ledger.directory,
-            config.instance_name,
-            boot_id,
-            runtime,
-            keep_days=config.ledger.keep / 86_400,
-            keep_bytes=config.ledger.keep_bytes,
-            segment_seconds=config.ledger.segment_every,
-            segment_bytes=config.ledger.segment_bytes,
-            lost_lines=metrics.ledger_failures,
+            config.ledger, config.instance_name, boot_id, runtime, metrics.ledger_failures
         ) as ledger,
         open_client(config.federation, runtime, config.server_name, keys[0], metrics) as client,
         open_sender(

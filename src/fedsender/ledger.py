@@ -25,36 +25,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import orjson
 import structlog
 import trio
 
+from fedsender.config.sections import Ledger as Settings
 from fedsender.runtime import Runtime
 from fedsender.segments import (
     close_torn_segments,
     expired,
     last_answers,
-    read_lines,
     segment_name,
-    segments,
     segments_of,
     torn_segments,
 )
 from fedsender.streams import Watermark
+from fedsender.telemetry import Count
 from fedsender.waiting import Signal
-
-__all__ = [
-    "DevicePoke",
-    "Ledger",
-    "Line",
-    "SentPdu",
-    "TransactionRecord",
-    "open_ledger",
-    "read_lines",
-    "segments",
-]
 
 LINE_VERSION = 2
 EVERY_SERVER = "*"
@@ -220,12 +209,6 @@ class Line(NamedTuple):
     position: int | None = None
 
 
-class Counter(Protocol):
-    """A counter of lines that could not be written."""
-
-    def inc(self, amount: float = 1) -> None: ...
-
-
 class Ledger:
     """The open segment and the rule for the next one. Not for more than one task at a time.
 
@@ -235,24 +218,22 @@ class Ledger:
 
     def __init__(
         self,
-        directory: Path,
+        settings: Settings,
         instance: str,
         boot_id: str,
-        runtime: Runtime,
-        *,
-        segment_seconds: float,
-        segment_bytes: int,
-        lost_lines: Counter,
+        lost_lines: Count,
         last_number: int = 0,
     ) -> None:
-        """`last_number`: the highest number of an existing segment."""
-        self.directory = self._directory = directory
+        """
+        Args:
+            lost_lines: counts lines that cannot be written.
+            last_number: the highest number of an existing segment.
+        """
+        self.directory = settings.directory
         self.instance = instance
         self.lines = Watermark()
+        self._settings = settings
         self._boot_id = boot_id
-        self._runtime = runtime
-        self._segment_seconds = segment_seconds
-        self._segment_bytes = segment_bytes
         self._lost_lines = lost_lines
         self._number = last_number
         # Destination -> the segment and the number of its last answer's line.
@@ -301,7 +282,7 @@ class Ledger:
         except OSError as error:
             self._lost_lines.inc()
             if self.failing is None:
-                log.error("ledger takes no lines", directory=str(self._directory), error=str(error))
+                log.error("ledger takes no lines", directory=str(self.directory), error=str(error))
                 self.failed.set()
             self.failing = str(error)
         else:
@@ -310,13 +291,14 @@ class Ledger:
     def recover(self) -> None:
         """Note that lines can be written, as far as is known."""
         if self.failing is not None:
-            log.info("ledger takes lines again", directory=str(self._directory))
+            log.info("ledger takes lines again", directory=str(self.directory))
         self.failing = None
 
     def _append(self, text: bytes) -> None:
         now = trio.current_time()
-        full = self._size >= self._segment_bytes
-        if self._file is not None and (full or now - self._opened_at >= self._segment_seconds):
+        full = self._size >= self._settings.segment_bytes
+        late = now - self._opened_at >= self._settings.segment_every
+        if self._file is not None and (full or late):
             self._roll()
         if self._file is None:
             self._open(now)
@@ -331,7 +313,7 @@ class Ledger:
             raise OSError(f"only {written} of {len(text)} bytes written")
 
     def _path(self, number: int, suffix: str) -> Path:
-        return self._directory / segment_name(self.instance, self._boot_id, number, suffix)
+        return self.directory / segment_name(self.instance, self._boot_id, number, suffix)
 
     def _open(self, now: float) -> None:
         self._number += 1
@@ -396,18 +378,9 @@ class Ledger:
 
 @asynccontextmanager
 async def open_ledger(
-    directory: Path,
-    instance: str,
-    boot_id: str,
-    runtime: Runtime,
-    *,
-    keep_days: float,
-    keep_bytes: int,
-    segment_seconds: float,
-    segment_bytes: int,
-    lost_lines: Counter,
+    settings: Settings, instance: str, boot_id: str, runtime: Runtime, lost_lines: Count
 ) -> AsyncIterator[Ledger]:
-    """Open the ledger of one daemon.
+    """Open the ledger of one daemon; the arguments are those of `Ledger`.
 
     Old segments are deleted each hour and whenever one was closed. `Ledger.close_torn` closes torn
     ones.
@@ -415,7 +388,7 @@ async def open_ledger(
     Raises:
         OSError: the directory cannot be made or read.
     """
-    limiter = trio.CapacityLimiter(1)
+    limiter, directory = trio.CapacityLimiter(1), settings.directory
 
     def prepare() -> tuple[int, list[Path], dict[str, dict[str, Any]]]:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -425,7 +398,10 @@ async def open_ledger(
 
     def sweep() -> None:
         gone = expired(
-            directory, now_ms=runtime.now_ms(), keep_days=keep_days, keep_bytes=keep_bytes
+            directory,
+            now_ms=runtime.now_ms(),
+            keep_days=settings.keep / 86_400,
+            keep_bytes=settings.keep_bytes,
         )
         for path in gone:
             path.unlink(missing_ok=True)
@@ -454,16 +430,7 @@ async def open_ledger(
                 ledger.recover()
 
     last_number, torn, last_words = await runtime.run_sync(prepare, limiter=limiter)
-    ledger = Ledger(
-        directory,
-        instance,
-        boot_id,
-        runtime,
-        segment_seconds=segment_seconds,
-        segment_bytes=segment_bytes,
-        lost_lines=lost_lines,
-        last_number=last_number,
-    )
+    ledger = Ledger(settings, instance, boot_id, lost_lines, last_number)
     ledger.torn, ledger.last_words = torn, last_words
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sweep_for_ever, ledger, name="ledger sweep")

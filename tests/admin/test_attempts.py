@@ -1,7 +1,6 @@
 """The attempts at one server, and the new ones live, from the files of a ledger."""
 
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,30 +15,23 @@ from trio.testing import MockClock
 
 from fedsender.admin import attempts
 from fedsender.admin.attempts import Attempts, Follower, read_attempts
+from fedsender.config.sections import Ledger as Settings
 from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord
 from fedsender.segments import open_segment
-from fedsender.testing.clock import virtual_runtime
+from fedsender.telemetry import Count
 
 A, B = "a.example", "b.example"
 NOW_MS = 1_800_000_000_000
 
 
-class NoCount:
+class NoCount(Count):
     def inc(self, amount: float = 1) -> None:
         raise AssertionError("a line was lost")
 
 
 def a_ledger(directory: Path, *, boot: str = "b00t", size: int = 2**20) -> Ledger:
-    runtime = virtual_runtime(random.Random(0), now_ms=lambda: NOW_MS)
-    return Ledger(
-        directory,
-        "fed1",
-        boot,
-        runtime,
-        segment_seconds=3600,
-        segment_bytes=size,
-        lost_lines=NoCount(),
-    )
+    settings = Settings(directory=directory).model_copy(update={"segment_bytes": size})
+    return Ledger(settings, "fed1", boot, NoCount())
 
 
 def files(directory: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from tests.sender.harness import Request, World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
-from fedsender.ledger import segments
+from fedsender.segments import segments
 from fedsender.store.records import FrozenRecord
 
 R1, R2 = "!1:hs.example", "!2:hs.example"

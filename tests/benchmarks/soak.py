@@ -23,7 +23,6 @@ import trio
 from tests.benchmarks.soak_stage import START_S, Run, SoakOptions, open_run
 from tests.benchmarks.soak_trend import JUDGED_S, MAX_GROWTH_MB, MAX_RISE, Sample, Trend, trend
 
-from fedsender import ledger as ledger_files
 from fedsender.bench.meter import cpu_s_of, machine
 from fedsender.config import Log
 from fedsender.console import say, say_json
@@ -31,6 +30,7 @@ from fedsender.demo import process
 from fedsender.demo.process import DaemonDied, own_and_rss_kb
 from fedsender.demo.report import Ledger, judge, read_ledger, still_owed, unrecorded
 from fedsender.runtime import real_runtime
+from fedsender.segments import read_lines, segments
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, texts_of
 
@@ -283,8 +283,8 @@ def _lacking(run: Run, ledger: Ledger) -> list[str]:
 
 
 def _read_ledger(run: Run) -> Ledger:
-    segments = ledger_files.segments(run.daemon.directory / "ledger")
-    return read_ledger(chain.from_iterable(map(ledger_files.read_lines, segments)))
+    files = segments(run.daemon.directory / "ledger")
+    return read_ledger(chain.from_iterable(map(read_lines, files)))
 
 
 def _figures(run: Run, seen: Trend, broken: Sequence[str]) -> dict[str, Any]:

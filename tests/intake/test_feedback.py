@@ -15,6 +15,7 @@ from tests.intake.test_client import ANY_PORT, TOKEN
 from tests.service import PATIENCE_S, open_world
 from trio.testing import MockClock
 
+from fedsender.config.sections import Ledger as Settings
 from fedsender.demo import process, relayed
 from fedsender.intake import feedback as module
 from fedsender.intake.client import IntakeClient, OutcomesLost, Position
@@ -25,14 +26,11 @@ from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledg
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.registry import Progress
+from fedsender.telemetry import Count
 from fedsender.testing.clock import inline, until
 
 RUNTIME = real_runtime()
 FED1 = "fed1"
-
-
-class Count:
-    def inc(self, amount: float = 1) -> None: ...
 
 
 @asynccontextmanager
@@ -40,17 +38,9 @@ async def opened(
     directory: Path, *, size: int = 2**20, keep: int = 2**40, runtime: Runtime = RUNTIME
 ) -> AsyncIterator[Ledger]:
     """One life of a daemon's ledger; all that it says is settled at once."""
-    async with open_ledger(
-        directory,
-        FED1,
-        os.urandom(8).hex(),
-        runtime,
-        keep_days=14,
-        keep_bytes=keep,
-        segment_seconds=3600,
-        segment_bytes=size,
-        lost_lines=Count(),
-    ) as ledger:
+    small = {"keep_bytes": keep, "segment_bytes": size}
+    settings = Settings(directory=directory).model_copy(update=small)
+    async with open_ledger(settings, FED1, os.urandom(8).hex(), runtime, Count()) as ledger:
         ledger.close_torn()
         yield ledger
 

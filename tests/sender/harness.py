@@ -21,11 +21,13 @@ import trio
 from tests.store.ready_made import lay
 
 from fedsender.config import Config, Policies, Policy, from_values
+from fedsender.config.sections import Ledger as Settings
 from fedsender.facts import RelayRow
 from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
-from fedsender.ledger import open_ledger, read_lines, segments
+from fedsender.ledger import open_ledger
+from fedsender.segments import read_lines, segments
 from fedsender.sender.admission import Admission, Permit
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
@@ -227,15 +229,11 @@ class World:
         async with (
             self.open() as store,
             open_ledger(
-                self.directory / "ledger",
+                Settings(directory=self.directory / "ledger", keep=3650 * 86_400.0),
                 "fedsender",
                 self.runtime.entropy(4).hex(),
                 self.runtime,
-                keep_days=3650,
-                keep_bytes=2**30,
-                segment_seconds=3600,
-                segment_bytes=2**26,
-                lost_lines=self.metrics.ledger_failures,
+                self.metrics.ledger_failures,
             ) as ledger,
             open_sender(
                 server_name=HS,

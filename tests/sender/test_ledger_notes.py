@@ -11,8 +11,8 @@ from tests.sender.test_recovery import A, B, a_store, start
 from trio.testing import MockClock
 
 from fedsender.config import from_values
-from fedsender.ledger import NOTES, read_lines
-from fedsender.segments import segments
+from fedsender.ledger import NOTES
+from fedsender.segments import read_lines, segments
 from fedsender.sender.recovery import hand_over
 from fedsender.store import Store
 

@@ -10,6 +10,7 @@ from tests.sender.harness import World
 from tests.sender.test_attempt_log import transaction, until_killed
 from trio.testing import MockClock
 
+from fedsender.config.sections import Ledger as Settings
 from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledger
 from fedsender.runtime import real_runtime
 from fedsender.sender.attempt_log import cut_off
@@ -17,7 +18,7 @@ from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.sender import FrozenRecord, Redelivery
-from fedsender.telemetry import Metrics
+from fedsender.telemetry import Count
 
 A, B, R = "a.example", "b.example", "!r:hs"
 
@@ -36,17 +37,8 @@ async def a_store(directory: Path, *instances: str) -> AsyncIterator[Store]:
 
 @asynccontextmanager
 async def a_ledger(directory: Path, boot: str) -> AsyncIterator[Ledger]:
-    async with open_ledger(
-        directory / "ledger",
-        "fed1",
-        boot,
-        real_runtime(),
-        keep_days=9,
-        keep_bytes=10**9,
-        segment_seconds=3600,
-        segment_bytes=10**6,
-        lost_lines=Metrics("hs").ledger_failures,
-    ) as ledger:
+    settings = Settings(directory=directory / "ledger")
+    async with open_ledger(settings, "fed1", boot, real_runtime(), Count()) as ledger:
         yield ledger
 
 

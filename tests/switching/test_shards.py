@@ -18,10 +18,12 @@ from tests.store import synapse_schema
 from trio.testing import MockClock
 
 from fedsender.config import Config, ConfigError, from_values
+from fedsender.config.sections import Ledger as Settings
 from fedsender.daemon import Daemon, open_core
 from fedsender.demo.process import write_signing_key
-from fedsender.ledger import NOTES, SentPdu, TransactionRecord, open_ledger, read_lines, segments
+from fedsender.ledger import NOTES, SentPdu, TransactionRecord, open_ledger
 from fedsender.runtime import real_runtime
+from fedsender.segments import read_lines, segments
 from fedsender.sender.recovery import take_over
 from fedsender.store import SenderStore, tables
 from fedsender.store.engine import DatabaseOptions, open_database
@@ -264,15 +266,11 @@ async def test_what_another_sender_left_does_not_say_how_far_we_were(
     async with (
         world.open() as store,
         open_ledger(
-            tmp_path / "ledger",
+            Settings(directory=tmp_path / "ledger"),
             "fedsender",
             "boot",
             world.runtime,
-            keep_days=1,
-            keep_bytes=2**20,
-            segment_seconds=60,
-            segment_bytes=2**20,
-            lost_lines=world.metrics.ledger_failures,
+            world.metrics.ledger_failures,
         ) as ledger,
     ):
         database = store.sender._database

@@ -19,9 +19,9 @@ from tests.switching.test_shards import HS, PATIENCE_S, Site, config_of, site
 from fedsender.config import ConfigError
 from fedsender.daemon import Daemon
 from fedsender.demo.process import KEY_VERSION
-from fedsender.ledger import read_lines, segments
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
+from fedsender.segments import read_lines, segments
 from fedsender.store import LockHeld, store_config, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import SendersDiffer

@@ -14,7 +14,7 @@ import trio
 from tests.servers import free_port
 from tests.synapse.homeserver import Homeserver
 
-from fedsender.ledger import read_lines, segments
+from fedsender.segments import read_lines, segments
 
 DRAIN_S = 15
 POLL_S = 0.05

@@ -21,10 +21,10 @@ from tests.synapse.remote import Remote, open_remote
 from tests.synapse.world import until
 
 from fedsender.config import load
-from fedsender.ledger import read_lines, segments
 from fedsender.replication.feed import peers
 from fedsender.replication.stream_updates import fetch_missed
 from fedsender.runtime import real_runtime
+from fedsender.segments import read_lines, segments
 
 TEST_S = 300
 A_HOST = "127.0.0.4"

@@ -16,7 +16,8 @@ import trio
 
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import state_in_words
-from fedsender.ledger import EVERY_SERVER, segments
+from fedsender.ledger import EVERY_SERVER
+from fedsender.segments import segments
 from fedsender.sender.failure import ServerState
 from fedsender.sender.routing import Routed
 from fedsender.store.records import EventRow, Lagging

@@ -21,13 +21,13 @@ from typing import Any
 
 import trio
 
-from fedsender import ledger as ledger_files
 from fedsender.demo import process
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
 from fedsender.demo.report import Report, judge, read_ledger, still_owed
 from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
+from fedsender.segments import read_lines, segments
 from fedsender.testing.children import Child, open_child
 from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import ReceivedTransaction, Receivers
@@ -265,9 +265,7 @@ async def _longest_step_s(daemon: DaemonProcess) -> float:
 def _complaints(
     run: _Run, directory: Path, exit_code: int, longest_step_s: float
 ) -> dict[str, list[str]]:
-    lines = chain.from_iterable(
-        map(ledger_files.read_lines, ledger_files.segments(directory / "ledger"))
-    )
+    lines = chain.from_iterable(map(read_lines, segments(directory / "ledger")))
     honest = run.receivers.servers
     verdict = judge(
         run.homeserver.steps, run.receivers, read_ledger(lines), gap_events=CATCH_UP_GAP_EVENTS

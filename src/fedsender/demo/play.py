@@ -18,7 +18,6 @@ from pathlib import Path
 
 import trio
 
-from fedsender import ledger as ledger_files
 from fedsender.config import Log
 from fedsender.console import say
 from fedsender.demo import process
@@ -38,6 +37,7 @@ from fedsender.demo.report import (
 )
 from fedsender.intake.client import IntakeClient
 from fedsender.runtime import Runtime, real_runtime
+from fedsender.segments import read_lines, segments
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import texts_of
 from fedsender.testing.federation import open_federation
@@ -299,9 +299,9 @@ class _Run:
         segments = [
             segment
             for directory in self.directories()
-            for segment in ledger_files.segments(directory / "ledger")
+            for segment in segments(directory / "ledger")
         ]
-        return read_ledger(chain.from_iterable(map(ledger_files.read_lines, segments)))
+        return read_ledger(chain.from_iterable(map(read_lines, segments)))
 
 
 async def _run(options: DemoOptions, directory: Path, report: Report) -> int:

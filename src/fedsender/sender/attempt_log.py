@@ -19,7 +19,8 @@ from typing import Any
 
 import orjson
 
-from fedsender.ledger import Line, TransactionRecord, read_lines
+from fedsender.ledger import Line, TransactionRecord
+from fedsender.segments import read_lines
 from fedsender.sender.transaction import Transaction
 
 SLOT_BYTES = 12_288

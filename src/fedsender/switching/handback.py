@@ -114,16 +114,9 @@ async def _records(
     boot_id = runtime.entropy(8).hex()
     async with open_store(settings, runtime) as store:
         await take_shard(store, config, boot_id)
+        lost_lines = Metrics(config.server_name).ledger_failures
         async with open_ledger(
-            config.ledger.directory,
-            config.instance_name,
-            boot_id,
-            runtime,
-            keep_days=config.ledger.keep / 86_400,
-            keep_bytes=config.ledger.keep_bytes,
-            segment_seconds=config.ledger.segment_every,
-            segment_bytes=config.ledger.segment_bytes,
-            lost_lines=Metrics(config.server_name).ledger_failures,
+            config.ledger, config.instance_name, boot_id, runtime, lost_lines
         ) as ledger:
             yield store, ledger
 
