@@ -296,12 +296,12 @@ class _Run:
 
     def ledger(self) -> Ledger:
         """The senders' ledgers so far, as one."""
-        segments = [
+        files = [
             segment
             for directory in self.directories()
             for segment in segments(directory / "ledger")
         ]
-        return read_ledger(chain.from_iterable(map(read_lines, segments)))
+        return read_ledger(chain.from_iterable(map(read_lines, files)))
 
 
 async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
