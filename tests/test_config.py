@@ -13,24 +13,20 @@ from hypothesis import strategies as st
 from sqlalchemy import make_url
 
 from fedsender.config import (
-    Backoff,
     Config,
     ConfigError,
     Federation,
-    Section,
     TcpAddress,
     UnixAddress,
     database_url,
     from_values,
     load,
     loads,
-    parse_address,
-    parse_duration,
-    parse_size,
     read_secret,
 )
 from fedsender.config.document import MAX_BYTES
-from fedsender.config.policy import MAX_DAILY_ATTEMPTS
+from fedsender.config.policy import MAX_DAILY_ATTEMPTS, Backoff, Section
+from fedsender.config.values import parse_address, parse_duration, parse_size
 
 EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
 DIRECTORY = Path("/etc/fedsender")
@@ -493,15 +489,15 @@ def test_private_addresses_are_denied_in_every_disguise_and_allowed_by_exception
         *("100::1", "2001:2::1", "2001:10::1", "2001:20::1", "3fff::1", "5f00::1"),
         *("168.63.129.16", "::ffff:168.63.129.16", "4000::1", "8000::1"),
     ):
-        assert not federation.may_connect(address), address
+        assert not federation.ip_ranges.permit(address), address
     for address in ("8.8.8.8", "2606:4700::1", "2002:808:808::", "64:ff9b::8.8.8.8"):
-        assert federation.may_connect(address), address
+        assert federation.ip_ranges.permit(address), address
     local = config("federation: {ip_allow: [127.0.0.0/8]}").federation
-    assert local.may_connect("127.0.0.1")
-    assert local.may_connect("::ffff:127.0.0.1")
-    assert not local.may_connect("10.0.0.1")
+    assert local.ip_ranges.permit("127.0.0.1")
+    assert local.ip_ranges.permit("::ffff:127.0.0.1")
+    assert not local.ip_ranges.permit("10.0.0.1")
     for text in ("localhost", "127.1", "fe80::1%eth0", ""):
-        assert not federation.may_connect(text)
+        assert not federation.ip_ranges.permit(text)
 
 
 @given(st.ip_addresses())
@@ -511,18 +507,18 @@ def test_what_is_not_on_the_internet_is_denied(
     """As Python's copy of IANA's registries has it, which differs between versions."""
     # An address of 6to4 is as good as the one that it carries.
     carried = (ip.ipv4_mapped or ip.sixtofour) if isinstance(ip, ipaddress.IPv6Address) else None
-    assert (carried or ip).is_global or not Federation().may_connect(str(ip))
+    assert (carried or ip).is_global or not Federation().ip_ranges.permit(str(ip))
 
 
 def test_an_exception_counts_for_each_address_that_another_carries() -> None:
     # A Teredo address carries two, of which the peer chooses both.
     text = "federation: {ip_allow: [127.0.0.0/8, '2001::/32', '64:ff9b:1::/48', '::1']}"
     federation = config(text).federation
-    assert federation.may_connect("::1")
-    assert federation.may_connect("64:ff9b:1::8.8.8.8")
-    assert federation.may_connect("2001:0:7f00:1::80ff:fffe")
-    assert not federation.may_connect("2001:0:7f00:1::f5ff:fffe")
-    assert not federation.may_connect("64:ff9b:1::10.0.0.1")
+    assert federation.ip_ranges.permit("::1")
+    assert federation.ip_ranges.permit("64:ff9b:1::8.8.8.8")
+    assert federation.ip_ranges.permit("2001:0:7f00:1::80ff:fffe")
+    assert not federation.ip_ranges.permit("2001:0:7f00:1::f5ff:fffe")
+    assert not federation.ip_ranges.permit("64:ff9b:1::10.0.0.1")
 
 
 # --- Whom we send to, and how ---------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 from fedsender import bench, limits, tls
 from fedsender.admin import access, http1, page
 from fedsender.cli import app
-from fedsender.config import LEAST_SECRET, Federation, Ledger, Sending
+from fedsender.config import LEAST_SECRET, Federation, Sending
+from fedsender.config.sections import Ledger
 from fedsender.federation import answer, client, discovery, places, transport
 from fedsender.replication import protocol, resp, server
 from fedsender.sender import admission, isolation

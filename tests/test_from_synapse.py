@@ -167,7 +167,7 @@ def test_everything_is_carried_over(tmp_path: Path) -> None:
         "192.0.2.7/32",
         "fc00::/7",
     ]
-    assert federation.may_connect("10.1.1.1")
+    assert federation.ip_ranges.permit("10.1.1.1")
     assert federation.user_agent_suffix == "ops@hs.example"
     assert config.sending.trickle_per_second == 20
     assert config.metrics.per_destination == ("a.example",)

@@ -15,7 +15,8 @@ import trio
 
 from fedsender.bench.append import row
 from fedsender.bench.meter import Meter, Options, median
-from fedsender.config import Config, from_values, parse_address
+from fedsender.config import Config, from_values
+from fedsender.config.values import parse_address
 from fedsender.facts import prepare
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.line_stream import SEND_PIECE

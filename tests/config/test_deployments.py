@@ -88,10 +88,10 @@ def test_debians_package(tmp_path: Path) -> None:
     assert config.feed.redis.password_file is None
     assert config.feed.http.instances == {"master": HttpPeer(TcpAddress("localhost", 9093))}
     # Commented out line by line, it is an empty list to Synapse, and not the default.
-    assert config.federation.may_connect("127.0.0.1")
-    assert config.federation.may_connect("10.0.0.1")
-    assert not config.federation.may_connect("0.0.0.0")
-    assert not config.federation.may_connect("::")
+    assert config.federation.ip_ranges.permit("127.0.0.1")
+    assert config.federation.ip_ranges.permit("10.0.0.1")
+    assert not config.federation.ip_ranges.permit("0.0.0.0")
+    assert not config.federation.ip_ranges.permit("::")
     assert settings_named(said) == ["worker_listeners"]
 
 
@@ -221,8 +221,8 @@ def test_containers(tmp_path: Path) -> None:
     }
     assert http.secret_file == tmp_path / "replication.secret"
     assert config.federation.request_timeout == 180
-    assert config.federation.may_connect("10.8.0.1")
-    assert not config.federation.may_connect("10.9.0.1")
+    assert config.federation.ip_ranges.permit("10.8.0.1")
+    assert not config.federation.ip_ranges.permit("10.9.0.1")
     assert settings_named(said) == [
         "federation.max_short_retries",
         "federation_domain_whitelist",

@@ -78,7 +78,7 @@ def test_the_daemon_accepts_the_configuration(tmp_path: Path) -> None:
 
     policy = config.policy_for("127.0.0.1:4000")
     assert policy.catch_up_gap_events == CATCH_UP_GAP_EVENTS
-    assert config.federation.may_connect("127.0.0.1")
+    assert config.federation.ip_ranges.permit("127.0.0.1")
 
 
 @pytest.mark.slow

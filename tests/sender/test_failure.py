@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.config import Backoff
+from fedsender.config.policy import Backoff
 from fedsender.sender.failure import (
     DAY_MS,
     RULES,

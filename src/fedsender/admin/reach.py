@@ -311,8 +311,7 @@ class _Walk:
 
     def _found(self, place: Resolved) -> None:
         self._enter("addresses")
-        federation = self._config.federation
-        ranges = IPRanges(federation.ip_deny, federation.ip_allow)
+        ranges = self._config.federation.ip_ranges
         judged: list[dict[str, object]] = []
         for ip, port in place.candidates:
             permitted, why = ranges.permit(ip), ranges.verdict(ip)

@@ -28,8 +28,16 @@ from fedsender.config.document import (
     parse_document,
     read_document,
 )
-from fedsender.config.feed import Feed, HttpFeed, RedisFeed, RelayFeed, TcpFeed
-from fedsender.config.policy import Backoff, Destinations, EduKinds, Override, Policy, Section
+from fedsender.config.feed import Feed, RedisFeed, TcpFeed
+from fedsender.config.policy import (
+    Contradictions,
+    Destinations,
+    EduKinds,
+    Override,
+    Policy,
+    Section,
+    leaves,
+)
 from fedsender.config.sections import (
     Admin,
     Consumer,
@@ -55,9 +63,6 @@ from fedsender.config.values import (
     TcpAddress,
     UnixAddress,
     database_url,
-    parse_address,
-    parse_duration,
-    parse_size,
     read_secret,
     read_text,
 )
@@ -65,29 +70,17 @@ from fedsender.matrix import matching, shard_of
 
 __all__ = [
     "Address",
-    "Admin",
-    "Backoff",
     "Config",
     "ConfigError",
-    "Destinations",
     "EduKinds",
     "Federation",
-    "Feed",
-    "Homeserver",
-    "HttpFeed",
-    "Ledger",
     "Log",
-    "Metrics",
-    "Override",
-    "Pipeline",
     "Policies",
     "Policy",
     "PolicyLine",
     "Presence",
     "RedisFeed",
     "Relay",
-    "RelayFeed",
-    "Section",
     "Sending",
     "Spark",
     "TcpAddress",
@@ -97,13 +90,11 @@ __all__ = [
     "from_values",
     "load",
     "loads",
-    "parse_address",
-    "parse_duration",
-    "parse_size",
     "read_secret",
 ]
 
 
+_NO_FILE: Final = Document("configuration", {}, {}, {})
 _RELOADABLE = ("allow", "deny", "destinations", "log")
 
 
@@ -172,7 +163,7 @@ class Config(Section):
     notify: Notify = Field(default_factory=Notify)
     log: Log = Field(default_factory=Log)
 
-    _document: Document | None = PrivateAttr(None)
+    _document: Document = PrivateAttr(default_factory=lambda: _NO_FILE)
 
     def policy_for(self, server: str) -> Policy:
         """How `server` is treated. Worth remembering: this reads every override."""
@@ -217,26 +208,23 @@ class Config(Section):
         update = {name: getattr(newer, name) for name in _RELOADABLE}
         mixed = self.model_copy(update=update)
         mixed._document = newer._document
-        found = [newer.problem(place, text) for place, text in mixed._contradictions()]
+        found = [newer.problem(place, text) for place, text in mixed.all_contradictions()]
         if found:
             raise ConfigError(*found)
         return mixed
 
     def differences(self, other: "Config") -> list[str]:
         """The settings that are not the same in `other`, as `section.setting`."""
-        return [dotted(place) for place in _differences(self, other)]
+        theirs = dict(leaves(other))
+        return [dotted(place) for place, value in leaves(self) if theirs[place] != value]
 
     def explain_policy(self, server: str) -> list[PolicyLine]:
         """Every setting that holds for `server`, and the line that set it."""
-        return list(self._policy_lines(server))
-
-    def _policy_lines(self, server: str) -> Iterator[PolicyLine]:
+        lines = []
         for field, value, places in self.destinations.settings_for(server):
-            sources = (self._source(("destinations", *place)) for place in places)
-            yield PolicyLine(field, value, next(filter(None, sources), "default"))
-
-    def _source(self, location: Location) -> str | None:
-        return None if self._document is None else self._document.source(location)
+            sources = (self._document.source(("destinations", *place)) for place in places)
+            lines.append(PolicyLine(field, value, next(filter(None, sources), "default")))
+        return lines
 
     def file_problems(self, *sections: str) -> list[str]:
         """The errors in files of secrets and certificates, one line each; before a start.
@@ -284,22 +272,15 @@ class Config(Section):
 
     def problem(self, location: Location, text: str) -> str:
         """`text` as a line that names the file, the place of a setting, and the setting."""
-        document = self._document or Document("configuration", {}, {}, {})
-        return document.problem(location, text)
+        return self._document.problem(location, text)
 
     @model_validator(mode="after")
     def _hangs_together(self) -> "Config":
-        found = list(self._contradictions())
-        if found:
+        if found := list(self.all_contradictions()):
             raise _Contradictory(found)
         return self
 
-    def _contradictions(self) -> Iterator[tuple[Location, str]]:
-        for name in type(self).model_fields:
-            section = getattr(self, name)
-            if hasattr(section, "contradictions"):
-                for place, text in section.contradictions():
-                    yield (name, *place), text
+    def contradictions(self) -> Contradictions:
         if self.homeserver.kind == "embedded" and self.feed.kind == "redis":
             yield (
                 ("feed", "kind"),
@@ -359,7 +340,7 @@ def loads(text: str, *, directory: Path, file: str = "configuration") -> Config:
 
 def from_values(values: Mapping[str, object], *, directory: Path) -> Config:
     """As `load`, from plain values as YAML would give them."""
-    return _checked(Document("configuration", values, {}, {}), directory)
+    return _checked(replace(_NO_FILE, values=values), directory)
 
 
 def _with_feed(values: Mapping[str, object]) -> Mapping[str, object]:
@@ -443,15 +424,6 @@ def _names_at(location: tuple[str | int, ...]) -> list[str]:
         default = section.model_fields[part].get_default(call_default_factory=True)
         section = type(default)
     return list(section.model_fields)
-
-
-def _differences(ours: Section, theirs: Section, at: Location = ()) -> Iterator[Location]:
-    for name in type(ours).model_fields:
-        one, other = getattr(ours, name), getattr(theirs, name)
-        if isinstance(one, Section):
-            yield from _differences(one, other, (*at, name))
-        elif one != other:
-            yield (*at, name)
 
 
 class Policies:

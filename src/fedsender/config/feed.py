@@ -228,9 +228,6 @@ class Feed(Section):
             yield from ((("http", *place), text) for place, text in self.http.warnings())
 
     def contradictions(self) -> Contradictions:
-        for name in ("push", "tcp", "relay", "redis", "http"):
-            for place, text in getattr(self, name).contradictions():
-                yield (name, *place), text
         if self.kind == "push":
             for place, text in self.push.contradictions_in_use():
                 yield ("push", *place), text

@@ -42,6 +42,19 @@ class Section(BaseModel):
         revalidate_instances="always",
     )
 
+    def contradictions(self) -> Contradictions:
+        """The errors of these values in combination."""
+        yield from ()
+
+    def all_contradictions(self) -> Contradictions:
+        """Those of the sections in this one, and its own."""
+        for name in type(self).model_fields:
+            section = getattr(self, name)
+            if isinstance(section, Section):
+                for place, text in section.all_contradictions():
+                    yield (name, *place), text
+        yield from self.contradictions()
+
 
 class Backoff(Section):
     """How long to wait after failed attempts in a row."""
@@ -86,14 +99,13 @@ class Backoff(Section):
         description="Each wait is longer or shorter by up to this share of it.",
     )
 
-    def contradictions(self) -> Iterator[tuple[str, str]]:
-        """The errors of these values in combination, as (setting, sentence)."""
+    def contradictions(self) -> Contradictions:
         if not self.first <= self.ceiling_healthy <= self.ceiling <= self.ceiling_dead:
-            yield "", "first <= ceiling_healthy <= ceiling <= ceiling_dead does not hold"
+            yield (), "first <= ceiling_healthy <= ceiling <= ceiling_dead does not hold"
         attempts = self.daily_attempts()
         if attempts > MAX_DAILY_ATTEMPTS:
             yield (
-                "",
+                (),
                 f"a server that never answers would see more than {MAX_DAILY_ATTEMPTS} attempts in"
                 " 24 h: raise steady, first, multiplier or ceiling_healthy, or lower steady_for or"
                 " jitter",
@@ -245,15 +257,12 @@ class Destinations(Section):
         found = self._matching(server)
         policy = self.policy_for(server)
         backoffs = [i for i in found if "backoff" in self.overrides[i].model_fields_set][-1:]
-        for path, value in _leaves(policy):
+        for path, value in leaves(policy):
             setters = backoffs if path[0] == "backoff" else found[::-1]
             places: list[Location] = [("overrides", index, *path) for index in setters]
             yield ".".join(path), value, (*places, ("defaults", *path))
 
-    def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """The errors of these values in combination, as (place, sentence)."""
-        for _, text in self.defaults.backoff.contradictions():
-            yield ("defaults", "backoff"), text
+    def contradictions(self) -> Contradictions:
         for index, override in enumerate(self.overrides):
             if "backoff" in override.model_fields_set:
                 for _, text in _merged(self.defaults.backoff, override.backoff).contradictions():
@@ -268,12 +277,13 @@ def _merged(base: S, changes: S) -> S:
     return base.model_copy(update=update)
 
 
-def _leaves(
+def leaves(
     section: Section, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Every setting in a section and the sections in it: its path below `path`, and its value."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from _leaves(value, (*path, name))
+            yield from leaves(value, (*path, name))
         else:
             yield (*path, name), value

@@ -243,17 +243,16 @@ class Federation(Section):
         description="Added to our User-Agent, so that others know whom to write to.",
     )
 
-    def may_connect(self, address: str) -> bool:
-        """Whether an IP may be connected to, as `IPRanges.permit` says it."""
-        return IPRanges(self.ip_deny, self.ip_allow).permit(address)
+    @property
+    def ip_ranges(self) -> IPRanges:
+        """The IPs that may be connected to."""
+        return IPRanges(self.ip_deny, self.ip_allow)
 
     def contradictions(self) -> Contradictions:
         if self.ca_file is not None and not self.verify_certificates:
             yield ("ca_file",), "has no use with verify_certificates: false"
         if self.more_ca_files and self.ca_file is None:
             yield ("more_ca_files",), "has no use without ca_file"
-        for place, text in self.proxy.contradictions():
-            yield ("proxy", *place), text
 
 
 class Sending(Section):
@@ -513,10 +512,6 @@ class Pipeline(Section):
     )
     spark: Spark = Field(default_factory=Spark, description="Which Spark runs the jobs.")
 
-    def contradictions(self) -> Contradictions:
-        for place, text in self.spark.contradictions():
-            yield ("spark", *place), text
-
 
 CONSUMER_NAME: Final = r"^[a-z0-9_.-]{1,64}$"
 
@@ -627,9 +622,3 @@ class Relay(Section):
             yield ("consumers",), "must be set: not all of listen are Unix sockets"
         if not tls and not is_loopback(address.host):
             yield ("listen", number), "is no loopback IP, so certificate_file must be set"
-
-    def missing(self) -> str | None:
-        """The missing settings for a relay; None: there are none."""
-        if self.intake_token_file is None:
-            return "intake_token_file"
-        return None

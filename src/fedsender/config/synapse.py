@@ -78,11 +78,6 @@ class Settings:
             raise self.wrong(name, "must hold settings, one per line")
         return Settings(value, {}, self.name_of(name), self.source(name))
 
-    def sections(self) -> Iterator[tuple[str, "Settings"]]:
-        """Every one of these settings as a section."""
-        for name in self.values:
-            yield name, self.section(name)
-
     def text(self, name: str) -> str | None:
         """A text; a number counts as one. None where it is not set."""
         value = self.values.get(name)
@@ -265,19 +260,19 @@ def roles_of(settings: Settings, wanted: str | None, notes: list[str]) -> Roles:
     """Raises ConfigError. Steps for the operator are added to `notes`."""
     senders = _names(settings, "federation_sender_instances")
     instance = _instance(settings, senders, wanted)
-    if senders in (None, (MAIN,)):
+    if senders is None or senders == (MAIN,):
         senders = (instance,)
         if settings.flag("send_federation", True):
             notes.append(_step_of_the_main_process(settings, instance))
     _refuse_other_duties(settings, instance)
     writers = settings.section("stream_writers")
     event_writers = _names(writers, "events") or (MAIN,)
-    if senders and len(senders) > 1:
+    if len(senders) > 1:
         notes.append(
             "sender_database: there are several federation senders; where more than one is ours,"
             " let them share one PostgreSQL database, or drain each before the list changes"
         )
-    return Roles(instance, senders or (), event_writers, _peers(settings, writers, notes))
+    return Roles(instance, senders, event_writers, _peers(settings, writers, notes))
 
 
 def _step_of_the_main_process(settings: Settings, instance: str) -> str:
@@ -550,15 +545,11 @@ def clamped(seconds: float) -> float:
 
 
 def _networks(settings: Settings, name: str) -> list[str]:
-    return list(_each_network(settings, name))
-
-
-def _each_network(settings: Settings, name: str) -> Iterator[str]:
-    for text in settings.texts(name) or ():
-        try:
-            yield str(ipaddress.ip_network(text, strict=False))
-        except ValueError:
-            raise settings.wrong(name, "must be a list of IPs and IP ranges") from None
+    texts = settings.texts(name) or ()
+    try:
+        return [str(ipaddress.ip_network(text, strict=False)) for text in texts]
+    except ValueError:
+        raise settings.wrong(name, "must be a list of IPs and IP ranges") from None
 
 
 # Of `args`, what belongs to Synapse's own pool and driver.
@@ -597,7 +588,8 @@ def databases_of(settings: Settings) -> tuple[SynapseDatabase, SynapseDatabase |
             raise settings.wrong("database", "must be set")
         return _database(settings.section("database")), None
     found: dict[str, Settings] = {}
-    for _, section in settings.section("databases").sections():
+    databases = settings.section("databases")
+    for section in map(databases.section, databases.values):
         for store in section.texts("data_stores") or ("main", "state"):
             if store in found:
                 raise section.wrong("data_stores", "names a store that another database has")

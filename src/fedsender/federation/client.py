@@ -276,9 +276,7 @@ class FederationClient:
             (b"content-type", b"application/json"),
         )
         target = f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}"
-        connection = await self.dialer.open(
-            candidates, host, tls, IPRanges(config.ip_deny, config.ip_allow)
-        )
+        connection = await self.dialer.open(candidates, host, tls, config.ip_ranges)
         try:
             response = await connection.exchange(
                 "POST", target, header_lines(headers), body, bounds=_GET_BOUNDS, memory=self.memory
@@ -337,7 +335,7 @@ class Peer:
             config.verify_certificates if verify is None else verify,
             () if policy.ca_file else config.more_ca_files,
         )
-        self._ranges = IPRanges(config.ip_deny, config.ip_allow)
+        self._ranges = config.ip_ranges
         self._opened_by = (self._address, self._tls)
         self._held: Live | None = None
 

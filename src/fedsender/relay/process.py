@@ -38,9 +38,9 @@ def load_config(path: Path) -> Config:
     """Load the configuration of a relay. Raises ConfigError, also for files that it names."""
     config = load(path, signs=False)
     problems = config.file_problems("relay", "admin")
-    missing = config.relay.missing()
-    if missing is not None:
-        problems.append(config.problem(("relay", missing), "must be set for a relay"))
+    if config.relay.intake_token_file is None:
+        place = ("relay", "intake_token_file")
+        problems.append(config.problem(place, "must be set for a relay"))
     if problems:
         raise ConfigError(*problems)
     return config
