@@ -20,9 +20,9 @@ def test_the_relays_invariants_hold_in_half_an_hour_of_trouble() -> None:
 def test_the_same_seed_gives_the_same_run_and_a_short_one_is_too_tame() -> None:
     first, again = (simulate_relay(7, 0.002) for _ in range(2))
 
-    assert first.trace == again.trace
+    assert first.trace.digest() == again.trace.digest()
     assert not first.violations
-    assert first.too_tame()
+    assert first.too_tame
 
 
 def test_two_senders_behind_a_relay_keep_i1_to_i10() -> None:

@@ -14,22 +14,20 @@ fails as well (`report`).
 """
 
 import argparse
-import tempfile
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
 import trio
 
-from fedsender.simulation.observations import Observations, Violation, log_goes_to
-from fedsender.simulation.report import Report
+from fedsender.console import say_text
+from fedsender.simulation.observations import Observations, Violation, log_goes_to, traceback_in
+from fedsender.simulation.report import Report, report_of
 from fedsender.simulation.scenario import Scenario
-from fedsender.simulation.world import MEMORY_DISK, Size, World, build_world
-from fedsender.testing.clock import run_virtually
+from fedsender.simulation.world import Size, World, build_world, run_world
 
-__all__ = ["Report", "Violation", "main", "run_simulation", "simulate"]
+__all__ = ["Report", "Violation", "main", "simulate"]
 
 SERVERS = 64
 DAYS = 2.0
@@ -45,9 +43,7 @@ def simulate(
 ) -> Report:
     """Run one world; a violation of the invariant `stop_at` ends it. Not from within trio."""
     size = Size(seed, servers, days, hostile)
-    where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
-        return run_virtually(seed, lambda: _run(size, Path(directory), stop_at))
+    return run_world(seed, lambda directory: _run(size, directory, stop_at))
 
 
 async def _run(size: Size, directory: Path, stop_at: str | None) -> Report:
@@ -60,7 +56,7 @@ async def _run(size: Size, directory: Path, stop_at: str | None) -> Report:
                 nursery.cancel_scope.cancel()
 
         observed.on_violation = judge
-        with _logging_to(observed):
+        with log_goes_to(partial(_hear, observed)):
             await Scenario(world).run()
         nursery.cancel_scope.cancel()
     return _report(size, world)
@@ -74,50 +70,21 @@ def _report(size: Size, world: World) -> Report:
     for server in world.servers:
         if server.character.attack is not None:
             counts[f"attack: {server.character.name}"] += server.attacks
-    return Report(
-        seed=size.seed,
-        servers=size.servers,
-        days=size.days,
-        counts=counts,
-        violations=tuple(observed.violations),
-        trace=observed.trace.digest(),
-        lines=observed.trace.count,
-        last=tuple(observed.trace.last),
-        hostile=size.hostile,
-    )
+    return report_of(size, counts, tuple(observed.violations), observed.trace)
 
 
-def _logging_to(observed: Observations) -> AbstractContextManager[None]:
-    """Let no log line out, and look for secrets in each (I10)."""
-
-    def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-        if observed.alive:
-            observed.check_secrets("a log line", repr(event).encode())
-            observed.trace.note("log", event.get("event"), event.get("destination", ""))
-            if event.get("exc_info") or method == "critical":
-                text = structlog.processors.format_exc_info(None, "", dict(event))
-                observed.fail("bug", f"{event.get('event')}: {text.get('exception', '')[-500:]}")
-        raise structlog.DropEvent
-
-    return log_goes_to(take)
-
-
-def run_simulation(
-    seed: int,
-    servers: int = SERVERS,
-    days: float = DAYS,
-    *,
-    hostile: bool = False,
-    say: Callable[[str], object] = print,
-) -> int:
-    """Run one world and say how it went; 0 if every invariant held and it was not too tame."""
-    report = simulate(seed, servers, days, hostile=hostile)
-    say(report.text())
-    return 0 if report.passed else 1
+def _hear(observed: Observations, level: str, event: Mapping[str, Any]) -> None:
+    """Look for secrets in a log line (I10), and for a bug."""
+    if not observed.alive:
+        return
+    observed.check_secrets("a log line", repr(event).encode())
+    observed.trace.note("log", event.get("event"), event.get("destination", ""))
+    if event.get("exc_info") or level == "critical":
+        observed.fail("bug", f"{event.get('event')}: {traceback_in(event)[-500:]}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`fedsender simulate`; its exit code."""
+    """`fedsender simulate`; 0 if every invariant held and the run was not too tame."""
     parser = argparse.ArgumentParser(prog="fedsender simulate")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--servers", type=int)
@@ -140,9 +107,12 @@ def main(arguments: Sequence[str]) -> int:
         from fedsender.simulation import relay, relay_senders
 
         if options.servers is None:
-            return relay.run_relay_simulation(options.seed, options.days or relay.DAYS)
-        days = options.days or relay_senders.DAYS
-        return relay_senders.run_senders_simulation(options.seed, options.servers, days)
-    return run_simulation(
-        options.seed, options.servers or SERVERS, options.days or DAYS, hostile=options.hostile
-    )
+            report = relay.simulate_relay(options.seed, options.days or relay.DAYS)
+        else:
+            days = options.days or relay_senders.DAYS
+            report = relay_senders.simulate_senders(options.seed, options.servers, days)
+    else:
+        servers, days = options.servers or SERVERS, options.days or DAYS
+        report = simulate(options.seed, servers, days, hostile=options.hostile)
+    say_text(report.text())
+    return 0 if report.passed else 1

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import trio
 
+from fedsender.daemon import Daemon
 from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.protocol import RemoteServerUp
 from fedsender.replication.server import StreamServer, open_replication_server
@@ -101,11 +102,11 @@ class Operator:
         self._messages = 0
         self.paused: list[str] = []
 
-    def ask(self, act: Callable[[Life], Awaitable[None]]) -> None:
+    def ask(self, act: Callable[[Daemon], Awaitable[object]]) -> None:
         """Have this done by the daemon, unless it dies over it."""
         life = self._life()
         if life is not None and life.acts is not None and life.daemon is not None:
-            life.acts.start_soon(act, life)
+            life.acts.start_soon(act, life.daemon)
 
     def act(self) -> None:
         """Do something."""
@@ -134,20 +135,17 @@ class Operator:
         server = self._server()
         self.paused.append(server)
 
-        async def do(life: Life) -> None:
-            assert life.daemon is not None
-            await life.daemon.sender.operations.hold(server, paused="by hand", parked=None)
-
-        self.ask(do)
+        self.ask(
+            lambda daemon: daemon.sender.operations.hold(server, paused="by hand", parked=None)
+        )
 
     def resume(self) -> None:
         """Send again to all that were paused."""
         self._observed.counts["resumed"] += len(self.paused)
 
-        async def do(life: Life) -> None:
-            assert life.daemon is not None
+        async def do(daemon: Daemon) -> None:
             for server in list(self.paused):
-                await life.daemon.sender.operations.hold(server, paused=None, parked=None)
+                await daemon.sender.operations.hold(server, paused=None, parked=None)
                 # Asked twice at a time, the other one may have been first.
                 if server in self.paused:
                     self.paused.remove(server)
@@ -165,13 +163,8 @@ class Operator:
         view.redelivered.update(wanted)
         self._observed.counts["redeliveries"] += len(wanted)
 
-        async def do(life: Life) -> None:
-            assert life.daemon is not None
-            await life.daemon.sender.operations.redeliver(
-                [(view.name, event_id) for event_id in wanted]
-            )
-
-        self.ask(do)
+        items = [(view.name, event_id) for event_id in wanted]
+        self.ask(lambda daemon: daemon.sender.operations.redeliver(items))
 
     def release(self) -> None:
         """Try everything in quarantine again, and give up malformed items."""
@@ -193,10 +186,9 @@ class Operator:
                     observed.views.of[server].redelivered.add(item.event_id)
         observed.counts["released"] += len(others)
 
-        async def do(life: Life) -> None:
-            assert life.daemon is not None
-            await life.daemon.sender.operations.drop(hopeless)
-            await life.daemon.sender.operations.release(others)
+        async def do(daemon: Daemon) -> None:
+            await daemon.sender.operations.drop(hopeless)
+            await daemon.sender.operations.release(others)
 
         self.ask(do)
 
@@ -224,10 +216,9 @@ class Operator:
         content["message_id"] = name
         text = orjson.dumps(content, option=orjson.OPT_SORT_KEYS).decode()
 
-        async def do(life: Life) -> None:
-            assert life.daemon is not None
-            await life.daemon.store.homeserver.queue_to_device(server, number, text)
-            life.daemon.sender.to_device_changed(server)
+        async def do(daemon: Daemon) -> None:
+            await daemon.store.homeserver.queue_to_device(server, number, text)
+            daemon.sender.to_device_changed(server)
 
         self.ask(do)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 HOMESERVER = "homeserver.sqlite3"
 SENDER = "fedsender.sqlite3"
-LEDGER = "ledger"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,6 @@ class QuarantinedItem:
 
     id: int
     destination: str | None
-    kind: str
     event_id: str | None
     content: bytes
     reason: str
@@ -212,12 +210,10 @@ class Disk:
     def quarantine(self) -> list[QuarantinedItem]:
         """All of the quarantine."""
         if self._quarantine is None:
-            query = "SELECT id, destination, kind, event_id, content, reason FROM quarantine"
+            query = "SELECT id, destination, event_id, content, reason FROM quarantine"
             self._quarantine = [
-                QuarantinedItem(number, destination, kind, event_id, content or b"", reason)
-                for number, destination, kind, event_id, content, reason in self._rows(
-                    SENDER, query
-                )
+                QuarantinedItem(number, destination, event_id, content or b"", reason)
+                for number, destination, event_id, content, reason in self._rows(SENDER, query)
             ]
             self._by_event = {
                 (item.destination, item.event_id): item
@@ -235,12 +231,6 @@ class Disk:
         """Above which mark a catch-up under way began; None: there is none."""
         rows = self._rows(SENDER, "SELECT floor FROM catch_ups WHERE destination = ?", server)
         return self._token(int(rows[0][0])) if rows else None
-
-    def sent_to(self, server: str, room_id: str) -> int:
-        """Up to where a catch-up under way was answered in this room; 0: nowhere."""
-        query = "SELECT sent_to FROM catch_up_rooms WHERE destination = ? AND room_id = ?"
-        rows = self._rows(SENDER, query, server, room_id)
-        return self._token(int(rows[0][0])) if rows else 0
 
     def redeliveries(self, server: str) -> list[str]:
         """The events that are to be sent to this server again."""

@@ -5,13 +5,13 @@ and the violations that were found.
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 import trio
-from structlog.typing import Processor
 
 from fedsender.simulation.disk import Disk, LedgerTail, Orderings
 from fedsender.simulation.receiver import Attempt
@@ -150,14 +150,24 @@ KEPT_VIOLATIONS = 20
 
 
 @contextmanager
-def log_goes_to(take: Processor) -> Iterator[None]:
-    """Until the body is left, each line of the log goes to `take` alone."""
+def log_goes_to(take: Callable[[str, Mapping[str, Any]], None]) -> Iterator[None]:
+    """Until the body is left, each line of the log goes to `take` alone: its level and fields."""
+
+    def take_it(_logger: object, level: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+        take(level, event)
+        raise structlog.DropEvent
+
     before = structlog.get_config()
-    structlog.configure(processors=[take], cache_logger_on_first_use=False)
+    structlog.configure(processors=[take_it], cache_logger_on_first_use=False)
     try:
         yield
     finally:
         structlog.configure(**before)
+
+
+def traceback_in(event: Mapping[str, Any]) -> str:
+    """The traceback of a log line's exception; empty if it has none."""
+    return str(structlog.processors.format_exc_info(None, "", dict(event)).get("exception", ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,8 +204,6 @@ class RemoteServer:
 
     Attributes:
         mood: how it treats transactions.
-        seen: events it has taken in -> when first.
-        messages: to-device messages it has taken in -> how often.
         poison: events that it takes in no transaction, be it picky or not.
         attacks: how often it was hostile.
         attempts: those under way.
@@ -218,8 +216,6 @@ class RemoteServer:
     inspector: Inspector
     witness: Witness
     mood: Mood = WELL
-    seen: dict[str, float] = field(default_factory=dict)
-    messages: dict[str, int] = field(default_factory=dict)
     poison: set[str] = field(default_factory=set)
     attacks: int = 0
     attempts: dict[Request, Attempt] = field(default_factory=dict)
@@ -290,15 +286,13 @@ class RemoteServer:
             return
         attempt.over, attempt.status = True, status
         if attempt.mode is Mode.HOSTILE:
-            if request.processed:
-                self._process(attempt)
+            attempt.processed = request.processed
         elif attempt.mode.processes and request.complete and not attempt.processed:
             attempt.poisoned = self._poison_in(attempt) and status is not None
             # A server notices that nobody waits any more only when it answers, so that it may take
             # the contents in all the same.
             taken = status is not None or self.rng.random() < 0.5
-            if taken and not self._poison_in(attempt):
-                self._process(attempt)
+            attempt.processed = taken and not self._poison_in(attempt)
         proper = attempt.processed and status == 200
         attempt.answered = proper and not request.client_left
         self.witness.ended(attempt)
@@ -351,7 +345,7 @@ class RemoteServer:
         resets = self.rng.random() < 0.5
 
         async def partly(stream: ServerStream, _: Ended) -> bool:
-            self._process(attempt)
+            attempt.processed = True
             if mode is Mode.BREAK_AFTER:
                 if resets:
                     stream.reset()
@@ -371,15 +365,6 @@ class RemoteServer:
     def _poison_in(self, attempt: Attempt) -> bool:
         contents = attempt.contents
         return contents is not None and any(self.poisonous(pdu.event_id) for pdu in contents.pdus)
-
-    def _process(self, attempt: Attempt) -> None:
-        attempt.processed = True
-        if attempt.contents is None:
-            return
-        for pdu in attempt.contents.pdus:
-            self.seen.setdefault(pdu.event_id, trio.current_time())
-        for message in attempt.contents.messages:
-            self.messages[message] = self.messages.get(message, 0) + 1
 
     def _receipt(self, attempt: Attempt) -> bytes:
         contents = attempt.contents

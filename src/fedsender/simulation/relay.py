@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
 import trio
 
 from fedsender.config import from_values
@@ -19,14 +17,14 @@ from fedsender.facts import BadRow, KeyReused
 from fedsender.intake.intake import Append, Busy, ReservationGone, Waiting
 from fedsender.intake.writer import Full
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.simulation.observations import Violation, log_goes_to
+from fedsender.simulation.observations import Violation, log_goes_to, traceback_in
 from fedsender.simulation.relay_checks import RelayViews, name_of
 from fedsender.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
 from fedsender.simulation.relay_station import Away, RelayStation
-from fedsender.simulation.report import in_words
-from fedsender.simulation.world import MEMORY_DISK
+from fedsender.simulation.report import Report
+from fedsender.simulation.world import run_world
 from fedsender.streams import Json
-from fedsender.testing.clock import derived, run_virtually
+from fedsender.testing.clock import derived
 
 SERVER = "hs.example"
 ROOMS = 6
@@ -257,52 +255,21 @@ AT_LEAST_ONCE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RelayReport:
-    """One run.
-
-    Attributes:
-        trace: a hash of its events; the same seed gives the same one.
-    """
-
-    seed: int
-    days: float
-    counts: Counter[str]
-    violations: tuple[Violation, ...]
-    trace: str
-
-    @property
-    def passed(self) -> bool:
-        """Every invariant held, and the run was not too tame."""
-        return not self.violations and not self.too_tame()
-
-    def too_tame(self) -> list[str]:
-        """The happenings that were too few, in words."""
-        hours = self.days * 24
-        few = [
-            f"{self.counts[name]} {name}, {wanted * hours:.0f} are wanted"
-            for name, wanted in PER_HOUR.items()
-            if self.counts[name] < wanted * hours
-        ]
-        return few + [f"no {name}" for name in AT_LEAST_ONCE if not self.counts[name]]
-
-    def text(self) -> str:
-        """For people."""
-        return in_words(
-            self,
-            f"relay, seed {self.seed}: {self.days:g} days",
-            trace=self.trace,
-            again=f"--relay --seed {self.seed} --days {self.days:g}",
-        )
+def _lacking(counts: Counter[str], hours: float) -> Iterator[str]:
+    """The happenings that were too few in so many hours."""
+    for name, wanted in PER_HOUR.items():
+        if counts[name] < wanted * hours:
+            yield f"{counts[name]} {name}, {wanted * hours:.0f} are wanted"
+    yield from (f"no {name}" for name in AT_LEAST_ONCE if not counts[name])
 
 
-def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None) -> RelayReport:
+def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None) -> Report:
     """Run one world; a violation of the invariant `stop_at` ends it. Not from within trio."""
 
-    async def run() -> RelayReport:
+    async def run(home: Path) -> Report:
         world = RelayWorld(seed, home)
         views = world.views
-        with trio.CancelScope() as scope, _logging_to(views):
+        with trio.CancelScope() as scope, log_goes_to(partial(_hear, views, home)):
 
             def judge(violation: Violation) -> None:
                 if violation.invariant == stop_at:
@@ -310,35 +277,25 @@ def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None)
 
             views.on_violation = judge
             await world.run(days)
-        trace = views.trace.digest()
-        return RelayReport(seed, days, views.counts, tuple(views.violations), trace)
+        return Report(
+            f"relay, seed {seed}: {days:g} days",
+            f"--relay --seed {seed} --days {days:g}",
+            views.counts,
+            tuple(views.violations),
+            tuple(_lacking(views.counts, days * 24)),
+            views.trace,
+        )
 
-    where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
-        home = Path(directory)
-        return run_virtually(seed, run)
-
-
-def _logging_to(views: RelayViews) -> AbstractContextManager[None]:
-    """Let no log line out, and take a line that should never be for a bug."""
-
-    def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-        name = event.get("event")
-        views.trace.note("log", name, event.get("consumer", ""), event.get("reason", ""))
-        if event.get("exc_info"):
-            text = structlog.processors.format_exc_info(None, "", dict(event))
-            views.fail("bug", f"{name}: {text.get('exception', '')[-1500:]}")
-        if name == "relay_resync" and method == "critical" and not views.counts["older copies"]:
-            views.fail("ahead", f"a consumer is ahead of its own history: {event}")
-        raise structlog.DropEvent
-
-    return log_goes_to(take)
+    return run_world(seed, run)
 
 
-def run_relay_simulation(
-    seed: int, days: float = DAYS, *, say: Callable[[str], object] = print
-) -> int:
-    """Run one world and say how it went; 0 if every invariant held and it was not too tame."""
-    report = simulate_relay(seed, days)
-    say(report.text())
-    return 0 if report.passed else 1
+def _hear(views: RelayViews, home: Path, level: str, event: Mapping[str, Any]) -> None:
+    """Take a log line that should never be for a bug."""
+    name = event.get("event")
+    # The directory has another name in each run.
+    reason = str(event.get("reason", "")).replace(f"{home}/", "")
+    views.trace.note("log", name, event.get("consumer", ""), reason)
+    if event.get("exc_info"):
+        views.fail("bug", f"{name}: {traceback_in(event)[-1500:]}")
+    if name == "relay_resync" and level == "critical" and not views.counts["older copies"]:
+        views.fail("ahead", f"a consumer is ahead of its own history: {event}")

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -21,10 +21,9 @@ from fedsender.facts import RelayRow, ToDeviceRow
 from fedsender.replication.client import LineSettings
 from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.relay_feed import RelayFeed
-from fedsender.runtime import Network
 from fedsender.simulation.daemon_life import Crash
 from fedsender.simulation.relay_checks import RelayViews, Standing
-from fedsender.simulation.relay_station import Steps, flip_bit
+from fedsender.simulation.relay_station import RelayStation, Steps, flip_bit
 from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
@@ -206,12 +205,6 @@ def _rows(snapshot: LoadedSnapshot, table: str) -> list[Any]:
     return [row for part in range(PARTS) for row in snapshot.read(table, part)]
 
 
-class Connects(Protocol):
-    """The way to the relay."""
-
-    async def open_unix(self, path: Path) -> trio.abc.Stream: ...
-
-
 @dataclass(frozen=True)
 class ConsumerBehaviour:
     """The behaviour of a consumer.
@@ -241,7 +234,7 @@ class SimulatedConsumer:
         self,
         name: str,
         views: RelayViews,
-        network: Connects,
+        station: RelayStation,
         rng: random.Random,
         behaviour: ConsumerBehaviour,
         directory: Path,
@@ -260,7 +253,9 @@ class SimulatedConsumer:
         self._random = rng
         self._behaviour = behaviour
         self._staging = directory / name
-        self._runtime = virtual_runtime(rng, _as_network(network), run_sync=self.steps.run_sync)
+        # It asks its network for Unix sockets alone.
+        network: Any = station
+        self._runtime = virtual_runtime(rng, network, run_sync=self.steps.run_sync)
 
     def calm(self) -> None:
         """Live for ever from now on."""
@@ -347,8 +342,3 @@ class SimulatedConsumer:
         if self.feed is None or history is None or not self.feed.status().level:
             return False
         return history.epoch == epoch and self.store.held.position - history.base == head
-
-
-def _as_network(network: Connects) -> Network:
-    """Only Unix sockets are asked for here."""
-    return network  # type: ignore[return-value]

@@ -7,17 +7,14 @@ to the relay; the invariants of both hold, and the homeserver's events reach eve
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-import structlog
 import trio
 
 from fedsender.config import Config, from_values
@@ -25,16 +22,16 @@ from fedsender.intake.intake import Append, Busy, Waiting
 from fedsender.intake.writer import Full
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.simulation.daemon_life import SPEAKER
-from fedsender.simulation.observations import Observations, Violation, log_goes_to
+from fedsender.simulation.observations import Observations, log_goes_to, traceback_in
 from fedsender.simulation.receiver import make_site
 from fedsender.simulation.relay import SETTINGS
 from fedsender.simulation.relay_checks import RelayViews
 from fedsender.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
 from fedsender.simulation.relay_station import Away, RelayStation
-from fedsender.simulation.report import in_words
+from fedsender.simulation.report import Report
 from fedsender.simulation.scenario import Scenario
-from fedsender.simulation.world import MEMORY_DISK, ORIGIN, Size, configuration, found, people
-from fedsender.testing.clock import derived, run_virtually
+from fedsender.simulation.world import ORIGIN, Size, configuration, found, people, run_world
+from fedsender.testing.clock import derived
 from fedsender.testing.network import Internet, MemoryStream
 from fedsender.testing.rooms import Homeserver
 
@@ -152,7 +149,6 @@ class RelayFront:
 
 
 SHARDS: Final = ("sender-0", "sender-1")
-SERVERS: Final = 12
 DAYS: Final = 0.15
 RELAY: Final[Mapping[str, object]] = {
     **SETTINGS,
@@ -169,58 +165,18 @@ AT_LEAST_ONCE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SendersReport:
-    """One run; the counts are those of both shards together, and those of the relay."""
-
-    seed: int
-    servers: int
-    days: float
-    counts: Counter[str]
-    violations: tuple[Violation, ...]
-    trace: str
-
-    @property
-    def passed(self) -> bool:
-        """Every invariant held, and the run was not too tame."""
-        return not self.violations and not self.too_tame()
-
-    def too_tame(self) -> list[str]:
-        """The happenings that were too few, in words."""
-        return [f"no {name}" for name in AT_LEAST_ONCE if not self.counts[name]]
-
-    def text(self) -> str:
-        """For people."""
-        return in_words(
-            self,
-            f"senders behind a relay, seed {self.seed}: {self.servers} servers, {self.days:g} days",
-            trace=self.trace,
-            again=f"--relay --seed {self.seed} --servers {self.servers} --days {self.days:g}",
-        )
-
-
-def simulate_senders(seed: int, servers: int = SERVERS, days: float = DAYS) -> SendersReport:
+def simulate_senders(seed: int, servers: int, days: float) -> Report:
     """Run one world. Not from within trio."""
     size = Size(seed, servers, days)
-    where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
-        return run_virtually(seed, lambda: _run(size, Path(directory)))
+    return run_world(seed, lambda directory: _run(size, directory))
 
 
-def run_senders_simulation(
-    seed: int, servers: int, days: float = DAYS, *, say: Callable[[str], object] = print
-) -> int:
-    """Run one world and say how it went; 0 if every invariant held and it was not too tame."""
-    report = simulate_senders(seed, servers, days)
-    say(report.text())
-    return 0 if report.passed else 1
-
-
-async def _run(size: Size, directory: Path) -> SendersReport:
+async def _run(size: Size, directory: Path) -> Report:
+    """The counts are those of both shards together, and those of the relay."""
     views = RelayViews()
     async with trio.open_nursery() as nursery:
         world = SendersWorld(size, directory, views, nursery)
-        with _logging_to(views, [shard.observed for shard in world.shards]):
+        with log_goes_to(partial(_hear, views, [shard.observed for shard in world.shards])):
             await world.run()
         nursery.cancel_scope.cancel()
     counts: Counter[str] = Counter()
@@ -229,13 +185,13 @@ async def _run(size: Size, directory: Path) -> SendersReport:
     counts["events"] = len(world.shards[0].homeserver.steps)
     counts.update({f"relay: {name}": count for name, count in views.counts.items()})
     broken = [each for shard in world.shards for each in shard.observed.violations]
-    return SendersReport(
-        size.seed,
-        size.servers,
-        size.days,
+    return Report(
+        f"senders behind a relay, seed {size.seed}: {size.servers} servers, {size.days:g} days",
+        f"--relay --seed {size.seed} --servers {size.servers} --days {size.days:g}",
         counts,
         (*views.violations, *broken),
-        views.trace.digest(),
+        tuple(f"no {name}" for name in AT_LEAST_ONCE if not counts[name]),
+        views.trace,
     )
 
 
@@ -335,25 +291,16 @@ def _configuration(name: str, directory: Path) -> Config:
     )
 
 
-def _logging_to(
-    views: RelayViews, all_observed: Sequence[Observations]
-) -> AbstractContextManager[None]:
-    """Let no log line out, look for secrets in each (I10), and take a line that shows a bug for
-    one."""
-
-    def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-        name, speaker = event.get("event"), SPEAKER.get()
-        if speaker is not None and not speaker.alive:
-            raise structlog.DropEvent
-        observed = speaker or all_observed[0]
-        observed.check_secrets("a log line", repr(event).encode())
-        views.trace.note("log", name, event.get("destination", event.get("consumer", "")))
-        views.counts["senders' full syncs"] += speaker is not None and (
-            name == "relay_snapshot_loaded"
-        )
-        if event.get("exc_info") or (method == "critical" and speaker is not None):
-            text = structlog.processors.format_exc_info(None, "", dict(event))
-            observed.fail("bug", f"{name}: {text.get('exception', '')[-500:]}")
-        raise structlog.DropEvent
-
-    return log_goes_to(take)
+def _hear(
+    views: RelayViews, all_observed: Sequence[Observations], level: str, event: Mapping[str, Any]
+) -> None:
+    """Look for secrets in a log line (I10), and take one that shows a bug for one."""
+    name, speaker = event.get("event"), SPEAKER.get()
+    if speaker is not None and not speaker.alive:
+        return
+    observed = speaker or all_observed[0]
+    observed.check_secrets("a log line", repr(event).encode())
+    views.trace.note("log", name, event.get("destination", event.get("consumer", "")))
+    views.counts["senders' full syncs"] += speaker is not None and name == "relay_snapshot_loaded"
+    if event.get("exc_info") or (level == "critical" and speaker is not None):
+        observed.fail("bug", f"{name}: {traceback_in(event)[-500:]}")

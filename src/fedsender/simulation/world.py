@@ -1,7 +1,8 @@
 """A whole world, put together: a homeserver, its sender's checks, the servers it sends to."""
 
+import tempfile
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,7 +17,7 @@ from fedsender.simulation.daemon_life import CrashPlan
 from fedsender.simulation.disasters import SECRET_CONTENT, Replication
 from fedsender.simulation.observations import Observations, ServerViews
 from fedsender.simulation.receiver import Inspector, RemoteServer, Site, make_site, publish
-from fedsender.testing.clock import Trace, derived, now_ms, virtual_runtime
+from fedsender.testing.clock import Trace, derived, now_ms, run_virtually, virtual_runtime
 from fedsender.testing.network import Internet, MemoryNetwork
 from fedsender.testing.rooms import Homeserver, Signer
 
@@ -32,6 +33,16 @@ MOST_TRANSACTIONS_BETWEEN_CRASHES = 350
 
 MEMORY_DISK = Path("/dev/shm")
 """The files of a world lie there, where it exists."""
+
+
+def run_world(seed: int, main: Callable[[Path], Awaitable[T]]) -> T:
+    """Run `main` on a virtual clock, with an empty directory that goes at the end.
+
+    Not from within trio.
+    """
+    where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
+        return run_virtually(seed, lambda: main(Path(directory)))
 
 
 @dataclass(frozen=True, slots=True)
