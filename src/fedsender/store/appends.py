@@ -98,8 +98,7 @@ def append_records(
         answers.append(token if same else KeyReused("this id came with other rows before"))
     if fresh:
         rows.store(connection)
-        for chunk in in_chunks(fresh):
-            insert_rows(connection, tables.appends, chunk)
+        insert_rows(connection, tables.appends, fresh)
         positions.set_feed_position(connection, head)
     return answers
 

@@ -80,7 +80,8 @@ class Rows:
             if isinstance(row, PduRow):
                 self._add_pdu(row, token)
             elif isinstance(row, RedactionRow):
-                self._add_redaction(row)
+                values = redaction_values(row.target, row.event_id, self._now_ms)
+                self._redactions.append(values)
             elif isinstance(row, HostsRow | ServersRow):
                 self._rooms.setdefault(row.room_id, None)
                 self._hosts.append((token, row))
@@ -96,17 +97,6 @@ class Rows:
         self._texts.append(json_values(row))
         self._exceptions += exceptions_values(row)
 
-    def _add_redaction(self, row: RedactionRow) -> None:
-        self._redactions.append(
-            {
-                "event_id": row.event_id,
-                "redacts": row.target,
-                "recheck": False,
-                "have_censored": False,
-                "received_ts": self._now_ms,
-            }
-        )
-
     def store(self, connection: Connection) -> None:
         """Write all of it."""
         store_rooms(connection, self._rooms)
@@ -115,8 +105,7 @@ class Rows:
             (tables.event_json, self._texts),
             (tables.redactions, self._redactions),
         ):
-            for chunk in in_chunks(rows):
-                insert_rows(connection, table, chunk)
+            insert_rows(connection, table, rows)
         store_exceptions(connection, self._exceptions)
         store_hosts(connection, self._hosts)
         store_to_device(connection, self._to_device, self._now_ms)
@@ -151,6 +140,17 @@ def json_values(row: PduRow) -> dict[str, Any]:
         "internal_metadata": json.dumps(dict(row.internal_metadata or {})),
         "json": row.json,
         "format_version": _FORMATS.get(row.room_version, 3),
+    }
+
+
+def redaction_values(target: str, event_id: str, ms: int) -> dict[str, Any]:
+    """The row in `redactions` of the event that redacts `target`, which came at `ms`."""
+    return {
+        "event_id": event_id,
+        "redacts": target,
+        "recheck": False,
+        "have_censored": False,
+        "received_ts": ms,
     }
 
 
@@ -191,8 +191,7 @@ def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> N
     being sent.
     """
     rows = [{"room_id": name, "room_version": versions[name]} for name in sorted(versions)]
-    for chunk in in_chunks(rows):
-        insert_rows(connection, tables.rooms, chunk)
+    insert_rows(connection, tables.rooms, rows)
     known = [
         {"at_room": row["room_id"], "version": row["room_version"]}
         for row in rows
@@ -234,16 +233,14 @@ def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | Ser
         {"room_id": room_id, "server": server, "joined": joined, "left": left}
         for (room_id, server, joined), left in changed.items()
     ]
-    for chunk in in_chunks(rows):
-        insert_rows(connection, tables.room_servers, chunk, replacing=("left",))
+    insert_rows(connection, tables.room_servers, rows, replacing=("left",))
     store_told(connection, {row.room_id: token for token, row in told})
 
 
 def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:
     """Note by room the token of the last row about its servers, even if it changes nothing."""
     rows = [{"room_id": room_id, "token": tokens[room_id]} for room_id in sorted(tokens)]
-    for chunk in in_chunks(rows):
-        insert_rows(connection, tables.room_servers_told, chunk, replacing=("token",))
+    insert_rows(connection, tables.room_servers_told, rows, replacing=("token",))
 
 
 def open_stays(
@@ -285,8 +282,7 @@ def store_to_device(
         }
         for destination, stream_id, message_id, content in messages
     ]
-    for chunk in in_chunks(rows):
-        insert_rows(connection, tables.device_federation_outbox, chunk)
+    insert_rows(connection, tables.device_federation_outbox, rows)
 
 
 def store_device_list(

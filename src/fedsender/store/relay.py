@@ -16,6 +16,7 @@ left, its departure names the event: the one that made it leave, or the last one
 
 import enum
 import json
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -28,8 +29,10 @@ from zlib import crc32
 import trio
 from sqlalchemy import (
     URL,
+    ColumnElement,
     Connection,
     Executable,
+    Table,
     and_,
     bindparam,
     delete,
@@ -277,7 +280,8 @@ class RelayRows:
             elif isinstance(row, HostsRow | ServersRow):
                 hosts.append(row)
             elif isinstance(row, RedactionRow):
-                self._redactions.append(self._redaction(row))
+                values = embedded.redaction_values(row.target, row.event_id, self._now_ms)
+                self._redactions.append(values)
             else:
                 self._edus.append(_edu(token, number, row, texts[number].decode()))
         # They are about what comes after their record.
@@ -294,15 +298,6 @@ class RelayRows:
         minus = (*row.minus, behalf) if isinstance(behalf, str) else tuple(row.minus)
         self._rooms[row.room_id].append(_Came(token, row.event_id, tuple(row.plus), minus))
 
-    def _redaction(self, row: RedactionRow) -> dict[str, Any]:
-        return {
-            "event_id": row.event_id,
-            "redacts": row.target,
-            "recheck": False,
-            "have_censored": False,
-            "received_ts": self._now_ms,
-        }
-
     def store(self, connection: Connection) -> None:
         """Write all of it."""
         if self._records:
@@ -311,8 +306,7 @@ class RelayRows:
                 _Rooms(connection, self._rooms, ms).store()
             if self._edus:
                 _store_edus(connection, self._edus)
-            for chunk in in_chunks(self._redactions):
-                insert_rows(connection, tables.redactions, chunk)
+            insert_rows(connection, tables.redactions, self._redactions)
 
     def _store_log(self, connection: Connection) -> int:
         """Append the records; returns their time (ms), which never goes back."""
@@ -324,8 +318,7 @@ class RelayRows:
             end += len(lines)
             row = {"token": token, "ms": ms, "end": end, "checksum": crc32(lines), "lines": lines}
             rows.append(row)
-        for chunk in in_chunks(rows):
-            connection.execute(_INSERT, chunk)
+        connection.execute(_INSERT, rows)
         return ms
 
 
@@ -382,8 +375,8 @@ def _store_edus(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
             newest[key] = at
         kept[at] = row
     _delete_edus(connection, replaced)
-    for fresh in in_chunks(kept.values()):
-        connection.execute(_edus.insert(), fresh)
+    if kept:
+        connection.execute(_edus.insert(), list(kept.values()))
 
 
 def _delete_edus(connection: Connection, which: Iterable[tuple[int, int]]) -> None:
@@ -504,18 +497,15 @@ class _Rooms:
             for place, joined in after.items()
             if self._before.get(place) != joined
         ]
-        for rows in in_chunks(begun):
-            insert_rows(self._connection, _stays, rows)
+        insert_rows(self._connection, _stays, begun)
         heads = [
             {"room_id": name, "token": self._heads[name][0], "event_id": self._heads[name][1]}
             for name in sorted(self._moved)
         ]
-        for newest in in_chunks(heads):
-            insert_rows(self._connection, _heads, newest, replacing=("token", "event_id"))
+        insert_rows(self._connection, _heads, heads, replacing=("token", "event_id"))
         departures = [self._departures[place] for place in sorted(self._departures)]
         ended_by = ("joined", "left_token", "left_ms", "event_token", "event_id")
-        for gone in in_chunks(departures):
-            insert_rows(self._connection, _departures, gone, replacing=ended_by)
+        insert_rows(self._connection, _departures, departures, replacing=ended_by)
         embedded.store_told(self._connection, told)
 
 
@@ -601,35 +591,21 @@ def _stand(connection: Connection, token: int) -> tuple[int, int]:
     return (0, 0) if row is None else (row.ms, row.end)
 
 
-def _bisect(first: int, head: int, is_beyond: Callable[[int], bool]) -> int:
-    """The smallest token from `first` to `head` with `is_beyond`; head + 1: there is none."""
-    low, high = first, head + 1
-    while low < high:
-        middle = (low + high) // 2
-        if is_beyond(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def _last_before(connection: Connection, ms: int) -> int:
     bounds = read_bounds(connection)
-    later = partial(_is_beyond, connection, 0, ms + 1)
-    return _bisect(bounds.first, bounds.head, later) - 1
+    tokens = range(bounds.first, bounds.head + 1)
+    older = bisect_right(tokens, ms, key=lambda token: _stand(connection, token)[0])
+    return bounds.first + older - 1
 
 
 def _last_within(connection: Connection, size: int) -> int:
     bounds = read_bounds(connection)
-    if bounds.head < bounds.first:
+    tokens = range(bounds.first, bounds.head + 1)
+    if not tokens:
         return bounds.head
-    begin = _begin(connection, bounds.first)
-    enough = partial(_is_beyond, connection, 1, begin + size)
-    return min(bounds.head, _bisect(bounds.first, bounds.head, enough))
-
-
-def _is_beyond(connection: Connection, which: int, least: int, token: int) -> bool:
-    return _stand(connection, token)[which] >= least
+    end = _begin(connection, bounds.first) + size
+    less = bisect_left(tokens, end, key=lambda token: _stand(connection, token)[1])
+    return min(bounds.head, bounds.first + less)
 
 
 _NAMED = exists().where(_heads.c.token == _log.c.token) | exists().where(
@@ -686,47 +662,17 @@ def _tidy_departures(connection: Connection, after: _Place) -> _Page[_Place]:
     )
     rows = connection.execute(page).all()
     back = [(row[0], row[1]) for row in rows if row.back]
-    _delete_departures(connection, back)
+    for chunk in in_chunks(back, MAX_PARAMETERS // 2):
+        connection.execute(delete(_departures).where(tuple_(*place).in_(chunk)))
     next_after = (rows[-1][0], rows[-1][1]) if len(rows) == ROWS_AT_ONCE else ("", "")
     return _Page(next_after, len(back))
 
 
-def _forget_departures(connection: Connection, before_ms: int) -> int:
-    """Delete some departures that are too old; returns the number."""
-    old = (
-        select(_departures.c.room_id, _departures.c.server)
-        .where(_departures.c.left_ms < before_ms)
-        .limit(ROWS_AT_ONCE)
-    )
-    places = [(row[0], row[1]) for row in connection.execute(old)]
-    _delete_departures(connection, places)
-    return len(places)
-
-
-def _delete_departures(connection: Connection, places: Sequence[_Place]) -> None:
-    for chunk in in_chunks(places, MAX_PARAMETERS // 2):
-        where = tuple_(_departures.c.room_id, _departures.c.server).in_(chunk)
-        connection.execute(delete(_departures).where(where))
-
-
-def _forget_redactions(connection: Connection, before_ms: int) -> int:
-    """Delete some redactions that are too old; returns the number."""
-    table = tables.redactions.c
-    old = select(table.event_id).where(table.received_ts < before_ms).limit(ROWS_AT_ONCE)
-    gone = delete(tables.redactions).where(table.event_id.in_(old))
+def _forget(connection: Connection, table: Table, which: ColumnElement[bool]) -> int:
+    """Delete some of these rows of a table; returns the number."""
+    some = select(*table.primary_key).where(which).limit(ROWS_AT_ONCE)
+    gone = delete(table).where(tuple_(*table.primary_key).in_(some))
     return connection.execute(gone).rowcount
-
-
-def _forget_messages(connection: Connection, floor: int) -> int:
-    """Delete some of the to-device messages that every consumer has; returns the number."""
-    known = (
-        select(_edus.c.token, _edus.c.number)
-        .where(_edus.c.kind == "to_device", _edus.c.token <= floor)
-        .limit(ROWS_AT_ONCE)
-    )
-    which = [(row.token, row.number) for row in connection.execute(known)]
-    _delete_edus(connection, which)
-    return len(which)
 
 
 def _size_of_edus(connection: Connection) -> int:
@@ -1070,17 +1016,17 @@ class RelayStore:
             edu_bytes: the most bytes of all EDUs together.
         """
         before_ms = now_ms - KEEP_LEFT_MS
-        await self._repeat(partial(_forget_departures, before_ms=before_ms))
-        await self._repeat(partial(_forget_redactions, before_ms=before_ms))
-        await self._repeat(partial(_forget_messages, floor=edu_floor))
+        await self._forget(_departures, _departures.c.left_ms < before_ms)
+        await self._forget(tables.redactions, tables.redactions.c.received_ts < before_ms)
+        await self._forget(_edus, (_edus.c.kind == "to_device") & (_edus.c.token <= edu_floor))
         dropped = await self._bound_edus(edu_floor, edu_bytes)
         self._departures_after = await self._go_on(_tidy_departures, self._departures_after)
         self._log_after = await self._go_on(_tidy_log, self._log_after)
         return dropped
 
-    async def _repeat(self, some: Callable[[Connection], int]) -> None:
-        """Call `some` in one transaction after another, until it deletes less than its limit."""
-        while await self._write(some) >= ROWS_AT_ONCE:
+    async def _forget(self, table: Table, which: ColumnElement[bool]) -> None:
+        """Delete these rows of a table, some in each transaction."""
+        while await self._write(partial(_forget, table=table, which=which)) >= ROWS_AT_ONCE:
             pass
 
     async def _go_on(self, look: Callable[..., _Page[Place]], after: Place) -> Place:

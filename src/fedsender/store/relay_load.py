@@ -296,7 +296,7 @@ class _Loading:
         """Change the stays above our position to those of the snapshot."""
         if not rooms:
             return
-        stays = yield partial(self._open_stays, room_ids=list(rooms))
+        stays = yield partial(embedded.open_stays, rooms=rooms, places=())
         changes = [
             change
             for room_id, hosts in rooms.items()
@@ -311,20 +311,6 @@ class _Loading:
         yield tell
         for chunk in in_chunks(changes, ROWS):
             yield partial(self._change_stays, changes=chunk)
-
-    def _open_stays(
-        self, connection: Connection, room_ids: Sequence[str]
-    ) -> dict[str, dict[str, list[int]]]:
-        """room -> server -> tokens of its open stays, as of our position."""
-        table = _room_servers.c
-        found: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
-        for chunk in in_chunks(room_ids):
-            query = select(table.room_id, table.server, table.joined).where(
-                table.room_id.in_(chunk), table.left.is_(None), table.joined <= self._position
-            )
-            for room_id, server, joined in connection.execute(query):
-                found[room_id].setdefault(server, []).append(joined)
-        return found
 
     def _compare(
         self, room_id: str, here: Mapping[str, Sequence[int]], there: _Hosts, first: int | None
@@ -364,24 +350,14 @@ class _Loading:
             for change in changes
             for stay in (*change.closed, *change.opened)
         ]
-        for chunk in in_chunks(stays):
-            insert_rows(connection, _room_servers, chunk, replacing=("left",))
+        insert_rows(connection, _room_servers, stays, replacing=("left",))
 
     # --- the rest ---------------------------------------------------------------------------------
 
     def _load_redactions(self, part: int) -> Steps[None]:
         """Store the redactions: their targets are sent pruned, if they are not sent yet."""
         for some in in_chunks(self._read("redactions", part), ROWS):
-            rows = [
-                {
-                    "event_id": event_id,
-                    "redacts": target,
-                    "recheck": False,
-                    "have_censored": False,
-                    "received_ts": ms,
-                }
-                for target, event_id, ms in some
-            ]
+            rows = [embedded.redaction_values(*row) for row in some]
             self._redacted.update(target for target, _, _ in some)
             yield partial(insert_rows, table=tables.redactions, rows=rows)
 

@@ -122,7 +122,7 @@ def insert_rows(
     raising: str | None = None,
     replacing: tuple[str, ...] = (),
 ) -> None:
-    """Insert rows, all with the same columns and each with another key.
+    """Insert any number of rows, all with the same columns and each with another key.
 
     If the key is there already: `raising` names a column that takes the new value if its own is
     smaller or NULL, `replacing` columns that take it in any case. Without them the row stays as it
