@@ -7,7 +7,7 @@ import sqlite3
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sqlalchemy import URL, Engine, create_engine, event, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -15,9 +15,6 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import QueuePool
 
 from fedsender.config.document import OUR_LACK
-
-if TYPE_CHECKING:
-    import psycopg
 
 # Between two tries to reach a database that is away.
 FIRST_PAUSE_S = 0.2
@@ -217,8 +214,10 @@ def kind_of(error: Exception) -> Literal["conflict", "slow", "away", "wrong"] | 
         if code in _SQLITE_WRONG:
             return "wrong"
         return "away" if code in _SQLITE_AWAY else None
-    failed = _psycopg_error(cause)
-    state = None if failed is None else failed.sqlstate
+    driver = sys.modules.get("psycopg")  # Not imported where all is SQLite.
+    if driver is None or not isinstance(cause, driver.Error):
+        return "away" if error.connection_invalidated else None
+    state = cause.sqlstate
     if state in _CONFLICTS:
         return "conflict"
     if state in _SLOW:
@@ -226,23 +225,10 @@ def kind_of(error: Exception) -> Literal["conflict", "slow", "away", "wrong"] | 
     if error.connection_invalidated or state in _AWAY or (state or "")[:2] in _AWAY_CLASSES:
         return "away"
     # Without a code it did not come from a session: refused, reset, no such host, not let in.
-    gone = state is None and _is_of_connection(failed)
+    gone = state is None and isinstance(cause, driver.OperationalError | driver.InterfaceError)
     if gone and _REFUSED.search(str(cause)):
         return "wrong"
     return "away" if gone else None
-
-
-def _psycopg_error(cause: BaseException | None) -> "psycopg.Error | None":
-    """`cause`, if it is psycopg's; without an import that SQLite never needs."""
-    driver = sys.modules.get("psycopg")
-    return cause if driver is not None and isinstance(cause, driver.Error) else None
-
-
-def _is_of_connection(failed: "psycopg.Error | None") -> bool:
-    if failed is None:
-        return False
-    driver = sys.modules["psycopg"]
-    return isinstance(failed, driver.OperationalError | driver.InterfaceError)
 
 
 def words(error: Exception) -> str:
