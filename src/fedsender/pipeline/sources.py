@@ -20,8 +20,13 @@ from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
 from fedsender.store.event_rows import auth_memberships, json_object, membership_in
 from fedsender.store.records import EventRow
-from fedsender.store.room_servers import joined_now, memberships_of, partial_rooms
-from fedsender.store.statements import in_chunks
+from fedsender.store.room_servers import (
+    exceptions,
+    joined_now,
+    memberships_of,
+    partial_rooms,
+    prior_memberships,
+)
 
 # Groups may become visible in another order than that of their numbers; as many are read again.
 GROUP_OVERLAP: Final = 10_000
@@ -106,7 +111,7 @@ def _event_batches(
 @lru_cache(maxsize=1_000)
 def _metadata(text: str | None) -> Mapping[str, Any]:
     """Internal metadata, to read only: few events have other ones than most."""
-    return json_object(text)
+    return json_object(text) or {}
 
 
 def _event_row(row: Row[Any]) -> EventRow:
@@ -144,14 +149,16 @@ def _details(
     for event_id, membership in auth_memberships(connection, members).items():
         found[event_id]["auth_membership"] = membership
     if synapse:
-        _add_prior_memberships(connection, found, members)
+        for event_id, prior in prior_memberships(connection, members).items():
+            found[event_id]["prior_membership"] = prior
     else:
-        _add_feed(connection, found)
+        for event_id, plus, minus in exceptions(connection, found):
+            found[event_id] |= {"plus": plus, "minus": minus}
     return found
 
 
 def _judged(row: EventRow) -> dict[str, Any]:
-    event = json_object(row.json)
+    event = json_object(row.json) or {}
     bad = None
     if not event:
         bad = "the homeserver has no JSON for it"
@@ -160,26 +167,6 @@ def _judged(row: EventRow) -> dict[str, Any]:
     elif row.room_version not in ROOM_VERSIONS:
         bad = f"room version {row.room_version[:100]!r} is not one we know"
     return {"ours": bad is not None or bool(event.get("prev_events")), "bad": bad}
-
-
-def _add_prior_memberships(
-    connection: Connection, found: dict[str, dict[str, Any]], members: Sequence[EventRow]
-) -> None:
-    replaced = {}
-    for row in members:
-        unsigned = json_object(row.json).get("unsigned")
-        name = unsigned.get("replaces_state") if isinstance(unsigned, dict) else None
-        replaced[row.event_id] = name if isinstance(name, str) else None
-    known = memberships_of(connection, {name for name in replaced.values() if name})
-    for event_id, name in replaced.items():
-        found[event_id]["prior_membership"] = "leave" if name is None else known.get(name)
-
-
-def _add_feed(connection: Connection, found: dict[str, dict[str, Any]]) -> None:
-    table = tables.event_servers
-    for chunk in in_chunks(sorted(found)):
-        for row in connection.execute(sa.select(table).where(table.c.event_id.in_(chunk))):
-            found[row.event_id] |= {"plus": row.plus, "minus": row.minus}
 
 
 def _event_batch(

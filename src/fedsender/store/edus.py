@@ -12,7 +12,6 @@ Receipts: only the newest one of each (room, type, user, thread) has a row, with
 its last change: a server that missed many finds one.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -196,7 +195,7 @@ def changed_to_device(connection: Connection, after: int, upto: int) -> list[str
 
 
 def _ts(data: str) -> int | None:
-    ts = json_object(data).get("ts")
+    ts = (json_object(data) or {}).get("ts")
     return ts if isinstance(ts, int) and not isinstance(ts, bool) else None
 
 
@@ -248,7 +247,7 @@ def _devices(
         for user_id, device_id, name, key_json in connection.execute(query):
             key = (user_id, device_id)
             if key in wanted:
-                signed = _with_signatures(_json_object(key_json), user_id, signatures[key])
+                signed = _with_signatures(json_object(key_json), user_id, signatures[key])
                 found[key] = Device(signed, name if names else None)
     return found
 
@@ -291,7 +290,7 @@ def _cross_signing(connection: Connection, users: Collection[str]) -> dict[str, 
             .order_by(table.c.stream_id)
         )
         for user_id, kind, text in connection.execute(query):
-            key = _json_object(text)
+            key = json_object(text)
             keys.setdefault(user_id, {})[kind] = key
             values = (key or {}).get("keys")
             if isinstance(values, dict):
@@ -312,15 +311,6 @@ def _last_sent(connection: Connection, destination: str, users: Collection[str])
         )
         found.update((user_id, stream_id) for user_id, stream_id in connection.execute(query))
     return found
-
-
-def _json_object(text: str | None) -> dict[str, Any] | None:
-    """The JSON object in a column; None if it is none: then the homeserver cannot use it either."""
-    try:
-        value = json.loads(text or "null")
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def settle_device_lists(

@@ -28,13 +28,13 @@ from fedsender.store.records import EventRow
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks
 
 
-def json_object(text: str | None) -> dict[str, Any]:
-    """The object in `text`; {} if there is none: for fields of events that may hold any value."""
+def json_object(text: str | None) -> dict[str, Any] | None:
+    """The object in `text`; None if there is none: what a homeserver stored may be any text."""
     try:
-        value = json.loads(text or "")
+        value = json.loads(text or "null")
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _event_rows(connection: Connection, rows: Sequence[Row[Any]], schema: Schema
 
 
 def _event_row(row: Row[Any], *, redacted: bool) -> EventRow:
-    metadata = _metadata(row.internal_metadata)
+    metadata = json_object(row.internal_metadata)
     return EventRow(
         stream_ordering=row.stream_ordering,
         event_id=row.event_id,
@@ -165,14 +165,6 @@ def _event_row(row: Row[Any], *, redacted: bool) -> EventRow:
         redacted=redacted,
         state_group=row.state_group,
     )
-
-
-def _metadata(text: str | None) -> dict[str, object] | None:
-    try:
-        value = json.loads(text or "null")
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 # --- redactions -----------------------------------------------------------------------------------
@@ -240,7 +232,8 @@ def _checked(
         redaction, target = redactions.get(redaction_id), targets[target_id]
         if redaction is None or redaction.room_id != target.room_id:
             continue
-        same_server_only = json_object(redaction.internal_metadata).get("recheck_redaction")
+        metadata = json_object(redaction.internal_metadata) or {}
+        same_server_only = metadata.get("recheck_redaction")
         if not same_server_only or _same_server(redaction.sender, target.sender):
             yield target_id
 
@@ -293,7 +286,7 @@ def auth_memberships(connection: Connection, events: Sequence[EventRow]) -> dict
 
 def _auth_event_ids(text: str) -> list[str]:
     """Ids from `auth_events`: strings, or [id, hashes] pairs in room versions 1 and 2."""
-    entries = json_object(text).get("auth_events")
+    entries = (json_object(text) or {}).get("auth_events")
     firsts = [
         entry[0] if isinstance(entry, list) and entry else entry
         for entry in (entries if isinstance(entries, list) else [])
@@ -321,6 +314,6 @@ def _member_events(
 
 def membership_in(text: str) -> str:
     """`content.membership` of an event's JSON; "" if there is none."""
-    content = json_object(text).get("content")
+    content = (json_object(text) or {}).get("content")
     membership = content.get("membership") if isinstance(content, dict) else None
     return membership if isinstance(membership, str) else ""

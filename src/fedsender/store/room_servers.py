@@ -8,7 +8,7 @@ is resolved.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, func, or_, select
@@ -53,7 +53,7 @@ def embedded_servers_before(connection: Connection, events: Sequence[EventRow]) 
     known: dict[str, Hosts] = {}
     for room_id in sorted(rooms):
         known.update(_room_servers_before(connection, room_id, rooms[room_id]))
-    for event_id, plus, minus in _exceptions(connection, known):
+    for event_id, plus, minus in exceptions(connection, known):
         hosts = known[event_id]
         if not isinstance(hosts, HostsUnknown):
             known[event_id] = (hosts | frozenset(plus)) - frozenset(minus)
@@ -90,9 +90,10 @@ def _room_servers_before(
     return known
 
 
-def _exceptions(
+def exceptions(
     connection: Connection, event_ids: Iterable[str]
-) -> Iterable[tuple[str, list[str], list[str]]]:
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(event, `plus`, `minus`) of those of these events that have any: see `event_servers`."""
     table = tables.event_servers
     for chunk in in_chunks(sorted(event_ids)):
         for row in connection.execute(select(table).where(table.c.event_id.in_(chunk))):
@@ -156,12 +157,8 @@ def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStat
         table = tables.event_to_state_groups.c
         query = select(table.event_id, table.state_group).where(table.event_id.in_(chunk))
         states.groups.update((event_id, group) for event_id, group in connection.execute(query))
-    replaced = {event.event_id: _replaces(event) for event in events if _is_membership(event)}
-    memberships = memberships_of(connection, {name for name in replaced.values() if name})
-    for event_id, replaced_id in replaced.items():
-        states.prior[event_id] = (
-            memberships.get(replaced_id) if replaced_id is not None else "leave"
-        )
+    members = [event for event in events if _is_membership(event)]
+    states.prior = prior_memberships(connection, members)
     partial = partial_rooms(connection, {event.room_id for event in unknown})
     if partial:
         now = joined_now(connection, partial)
@@ -174,9 +171,19 @@ def _is_membership(event: EventRow) -> bool:
 
 
 def _replaces(event: EventRow) -> str | None:
-    unsigned = json_object(event.json).get("unsigned")
+    unsigned = (json_object(event.json) or {}).get("unsigned")
     replaced = unsigned.get("replaces_state") if isinstance(unsigned, dict) else None
     return replaced if isinstance(replaced, str) else None
+
+
+def prior_memberships(connection: Connection, members: Iterable[EventRow]) -> dict[str, str | None]:
+    """By membership event the membership that it replaced; None: that one is not here."""
+    replaced = {event.event_id: _replaces(event) for event in members}
+    known = memberships_of(connection, {name for name in replaced.values() if name})
+    return {
+        event_id: "leave" if name is None else known.get(name)
+        for event_id, name in replaced.items()
+    }
 
 
 def memberships_of(connection: Connection, event_ids: Iterable[str]) -> dict[str, str]:
