@@ -282,7 +282,7 @@ async def test_tls_and_the_secret_together_and_netcat_by_the_unix_socket(
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     async with real_relay(tmp_path, secret_file=secret_file, tls=context) as (relay, where, unix):
-        endpoint = Endpoint(TcpAddress("localhost", where.port), trusting, "localhost")
+        endpoint = Endpoint(TcpAddress("localhost", where.port), trusting)
         hands = Hands.on(await connect(endpoint, real_runtime()))
         await hands.say(f"AUTH {SECRET}")
         await hands.resume("sender-1", 0)

@@ -457,22 +457,12 @@ def _rows_of(room_id: str, servers: list[str], as_of: int | None) -> list[list[J
 
 
 class _Body(httpx.AsyncByteStream):
-    """A body that leaves no generator behind when the connection breaks off while it is sent."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return _Once(self._content)
-
-
-class _Once:
-    """Gives one piece."""
+    """A body, for one request: no generator, which a connection that breaks would leave behind."""
 
     def __init__(self, content: bytes) -> None:
         self._pieces = [content]
 
-    def __aiter__(self) -> _Once:
+    def __aiter__(self) -> _Body:
         return self
 
     async def __anext__(self) -> bytes:

@@ -33,17 +33,7 @@ MAX_TYPISTS = 1000
 """Users that type in one room at once; more are left out."""
 
 
-class MadeEduSink(Protocol):
-    """The receiver of EDUs that the homeserver has made itself, and keeps for us alone."""
-
-    def edu(
-        self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
-    ) -> None:
-        """Take an EDU for this server; a newer one of the same key replaces it."""
-        ...
-
-
-class EduSink(MadeEduSink, Protocol):
+class EduSink(Protocol):
     """The receiver of the sources of EDUs. All calls return at once and cannot fail.
 
     Users of other servers are among them; the sink knows which ones are ours.
@@ -76,6 +66,15 @@ class EduSink(MadeEduSink, Protocol):
 
     def presence_wanted(self, server: str, user_id: str) -> None:
         """Note that this server is to be told of the user's presence."""
+        ...
+
+    def edu(
+        self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
+    ) -> None:
+        """Take an EDU that the homeserver made for this server, and keeps for us alone.
+
+        A newer one of the same key replaces it.
+        """
         ...
 
 

@@ -37,15 +37,10 @@ class Disconnected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address, and TLS if `tls` is given.
-
-    Attributes:
-        tls_name: the name that the certificate must have; by default the host.
-    """
+    """An address, and TLS if `tls` is given: the certificate must have the host's name."""
 
     address: TcpAddress | UnixAddress
     tls: ssl.SSLContext | None = None
-    tls_name: str | None = None
 
 
 async def connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
@@ -69,8 +64,7 @@ async def _connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
     if endpoint.tls is None:
         return stream
     try:
-        name = endpoint.tls_name or endpoint.address.host
-        return await runtime.network.start_tls(stream, endpoint.tls, name)
+        return await runtime.network.start_tls(stream, endpoint.tls, endpoint.address.host)
     except BaseException:
         await trio.aclose_forcefully(stream)
         raise

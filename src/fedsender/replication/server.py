@@ -237,7 +237,7 @@ class Session:
     async def obey(self, command: Command) -> None:
         """Execute a command of the client. Raises Refused, BadLine."""
         match command:
-            case Ping() | Auth():
+            case Ping() | Auth() | FederationAck():
                 pass
             case Name(name):
                 if self.names is not None and name not in self.names:
@@ -250,8 +250,8 @@ class Session:
                 self._subscribe_today()
             case Replicate(stream, token):
                 self._subscribe(stream, token)
-            case FederationAck() | RemoteServerUp():
-                self._server.receive(self, command)
+            case RemoteServerUp():
+                self._server.announce(command, but=self)
             case Unknown(word) if word in WORKERS_WORDS:
                 pass
             case Unknown():
@@ -386,7 +386,6 @@ class LineServer(ABC, Generic[S]):
             needed.
         kind: the assumed kind of the clients.
         instance: the writer that POSITION names in today's dialect.
-        received: told of every client's name and command that is not about the connection.
 
     Attributes:
         sessions: all connections, the oldest first.
@@ -403,7 +402,6 @@ class LineServer(ABC, Generic[S]):
         secrets: Secrets | None = None,
         kind: PeerKind = OTHERS,
         instance: str = "master",
-        received: Callable[[str, Command], None] | None = None,
     ) -> None:
         self.server_name = server_name
         self.streams = streams
@@ -413,7 +411,6 @@ class LineServer(ABC, Generic[S]):
         self.instance = instance
         self.sessions: dict[S, None] = {}
         self.counts = Counts()
-        self._received = received
         self._wrong_lately = 0
         self._wrong_at = 0.0
         self._limiter = trio.CapacityLimiter(1)
@@ -422,24 +419,12 @@ class LineServer(ABC, Generic[S]):
     def make_session(self, wire: Wire, *, trusted: bool) -> S:
         """A new session for a connection."""
 
-    @property
-    def clients(self) -> list[str]:
-        """The names of the connected clients."""
-        return sorted(session.name for session in self.sessions)
-
     def announce(self, command: Command, *, but: Session | None = None) -> None:
         """Send a command that is not a row to every client; one that lags too far is cut off."""
         line = format_command(command).encode() + b"\n"
         for session in list(self.sessions):
             if session is not but and not session.proving and not session.offer(line):
                 session.end("Failed to keep up")
-
-    def receive(self, origin: Session, command: Command) -> None:
-        """Pass a client's command on: REMOTE_SERVER_UP to all other clients, all to the owner."""
-        if isinstance(command, RemoteServerUp):
-            self.announce(command, but=origin)
-        if self._received is not None:
-            self._received(origin.name, command)
 
     async def serve(
         self, stream: trio.abc.Stream, *, trusted: bool = True, peer: str | None = None
@@ -648,14 +633,11 @@ async def open_replication_server(
     *,
     kind: PeerKind = OTHERS,
     secrets: Secrets | None = None,
-    received: Callable[[str, Command], None] | None = None,
 ) -> AsyncIterator[StreamServer]:
     """Serve `streams` for as long as the body runs.
 
     See `LineServer` for the arguments, and `open_server` for the errors.
     """
-    server = StreamServer(
-        server_name, streams, runtime, kind=kind, secrets=secrets, received=received
-    )
+    server = StreamServer(server_name, streams, runtime, kind=kind, secrets=secrets)
     async with open_server(server, listeners):
         yield server

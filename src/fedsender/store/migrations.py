@@ -160,15 +160,6 @@ def upgrade(connection: Connection, line: Line) -> None:
         command.upgrade(config, "head")
 
 
-def revise(connection: Connection, line: Line, message: str) -> None:
-    """Write the next version's script from the differences to `tables`, for a developer to edit."""
-    from alembic import command
-
-    config = alembic_config(line)
-    config.attributes["connection"] = connection
-    command.revision(config, message, autogenerate=True)
-
-
 def check(connection: Connection, line: Line) -> None:
     """Raise SchemaDiffers, naming each difference, unless the tables are as `METADATA` has them."""
     differences = [
