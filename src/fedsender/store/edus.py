@@ -31,7 +31,7 @@ from fedsender.store.records import (
     Receipt,
 )
 from fedsender.store.room_servers import servers_now
-from fedsender.store.statements import in_chunks, insert_rows
+from fedsender.store.statements import in_chunks, insert_rows, select_rows
 
 MAX_POKES = 500
 """The most rows that are read for one transaction; a change that they repeat is sent once."""
@@ -169,15 +169,12 @@ class EduStore:
         def look(connection: Connection) -> dict[str, frozenset[str]]:
             state = tables.current_state_events.c
             rooms: defaultdict[str, set[str]] = defaultdict(set)
-            for chunk in in_chunks(sorted(users)):
-                query = (
-                    select(state.state_key, state.room_id)
-                    .where(state.type == "m.room.member", state.membership == "join")
-                    .where(state.state_key.in_(chunk))
-                )
-                for user_id, room_id in connection.execute(query):
-                    if room_id not in excluded_rooms:
-                        rooms[user_id].add(room_id)
+            query = select(state.state_key, state.room_id).where(
+                state.type == "m.room.member", state.membership == "join"
+            )
+            for user_id, room_id in select_rows(connection, query, state.state_key, users):
+                if room_id not in excluded_rooms:
+                    rooms[user_id].add(room_id)
             servers = servers_now(connection, {room for each in rooms.values() for room in each})
             return {
                 user: frozenset().union(*(servers[room_id] for room_id in rooms[user]))
@@ -283,18 +280,17 @@ def _cross_signing(connection: Connection, users: Collection[str]) -> dict[str, 
     table = tables.e2e_cross_signing_keys
     keys: dict[str, dict[str, Any]] = {}
     public: defaultdict[str, set[str]] = defaultdict(set)
-    for chunk in in_chunks(sorted(users)):
-        query = (
-            select(table.c.user_id, table.c.keytype, table.c.keydata)
-            .where(table.c.user_id.in_(chunk), table.c.keytype.in_(("master", "self_signing")))
-            .order_by(table.c.stream_id)
-        )
-        for user_id, kind, text in connection.execute(query):
-            key = json_object(text)
-            keys.setdefault(user_id, {})[kind] = key
-            values = (key or {}).get("keys")
-            if isinstance(values, dict):
-                public[user_id] |= {value for value in values.values() if isinstance(value, str)}
+    query = (
+        select(table.c.user_id, table.c.keytype, table.c.keydata)
+        .where(table.c.keytype.in_(("master", "self_signing")))
+        .order_by(table.c.stream_id)
+    )
+    for user_id, kind, text in select_rows(connection, query, table.c.user_id, users):
+        key = json_object(text)
+        keys.setdefault(user_id, {})[kind] = key
+        values = (key or {}).get("keys")
+        if isinstance(values, dict):
+            public[user_id] |= {value for value in values.values() if isinstance(value, str)}
     return {
         user_id: CrossSigning(
             newest.get("master"), newest.get("self_signing"), frozenset(public[user_id])
@@ -304,13 +300,9 @@ def _cross_signing(connection: Connection, users: Collection[str]) -> dict[str, 
 
 
 def _last_sent(connection: Connection, destination: str, users: Collection[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for chunk in in_chunks(sorted(users)):
-        query = select(last_success.c.user_id, last_success.c.stream_id).where(
-            last_success.c.destination == destination, last_success.c.user_id.in_(chunk)
-        )
-        found.update((user_id, stream_id) for user_id, stream_id in connection.execute(query))
-    return found
+    user, stream_id = last_success.c.user_id, last_success.c.stream_id
+    query = select(user, stream_id).where(last_success.c.destination == destination)
+    return {row[0]: row[1] for row in select_rows(connection, query, user, users)}
 
 
 def settle_device_lists(

@@ -25,7 +25,7 @@ from sqlalchemy import (
 from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.records import EventRow
-from fedsender.store.statements import MAX_PARAMETERS, in_chunks
+from fedsender.store.statements import MAX_PARAMETERS, in_chunks, select_rows
 
 
 def json_object(text: str | None) -> dict[str, Any] | None:
@@ -91,12 +91,8 @@ def events_by_id(
     connection: Connection, event_ids: Iterable[str], *, schema: Schema
 ) -> dict[str, EventRow]:
     """The events among `event_ids` that the homeserver has."""
-    found: dict[str, EventRow] = {}
-    for chunk in in_chunks(sorted(set(event_ids))):
-        query = _event_query(schema).where(tables.events.c.event_id.in_(chunk))
-        rows = _event_rows(connection, connection.execute(query).all(), schema)
-        found.update((row.event_id, row) for row in rows)
-    return found
+    rows = select_rows(connection, _event_query(schema), tables.events.c.event_id, event_ids)
+    return {row.event_id: row for row in _event_rows(connection, list(rows), schema)}
 
 
 @cache
@@ -240,22 +236,14 @@ def _checked(
 
 def _redaction_events(connection: Connection, event_ids: Iterable[str]) -> dict[str, Row[Any]]:
     events, event_json, rejections = tables.events, tables.event_json, tables.rejections
-    found: dict[str, Row[Any]] = {}
-    for chunk in in_chunks(sorted(event_ids)):
-        query: Select[Any] = (
-            select(
-                events.c.event_id, events.c.room_id, events.c.sender, event_json.c.internal_metadata
-            )
-            .select_from(
-                events.join(event_json, event_json.c.event_id == events.c.event_id).outerjoin(
-                    rejections, rejections.c.event_id == events.c.event_id
-                )
-            )
-            .where(events.c.event_id.in_(chunk), rejections.c.event_id.is_(None))
-        )
-        for row in connection.execute(query):
-            found[row.event_id] = row
-    return found
+    query: Select[Any] = (
+        select(events.c.event_id, events.c.room_id, events.c.sender, event_json.c.internal_metadata)
+        .join(event_json, event_json.c.event_id == events.c.event_id)
+        .outerjoin(rejections, rejections.c.event_id == events.c.event_id)
+        .where(rejections.c.event_id.is_(None))
+    )
+    rows = select_rows(connection, query, events.c.event_id, event_ids)
+    return {row.event_id: row for row in rows}
 
 
 def _same_server(one: str | None, other: str | None) -> bool:
@@ -300,16 +288,17 @@ def _member_events(
 ) -> dict[str, tuple[str | None, str]]:
     """(user, membership) of the membership events among `event_ids`."""
     events, event_json = tables.events, tables.event_json
-    found: dict[str, tuple[str | None, str]] = {}
-    for chunk in in_chunks(sorted(event_ids)):
-        query = (
-            select(events.c.event_id, events.c.state_key, event_json.c.json)
-            .join(event_json, event_json.c.event_id == events.c.event_id)
-            .where(events.c.event_id.in_(chunk), events.c.type == "m.room.member")
+    query = (
+        select(events.c.event_id, events.c.state_key, event_json.c.json)
+        .join(event_json, event_json.c.event_id == events.c.event_id)
+        .where(events.c.type == "m.room.member")
+    )
+    return {
+        event_id: (state_key, membership_in(text))
+        for event_id, state_key, text in select_rows(
+            connection, query, events.c.event_id, event_ids
         )
-        for event_id, state_key, text in connection.execute(query):
-            found[event_id] = (state_key, membership_in(text))
-    return found
+    }
 
 
 def membership_in(text: str) -> str:

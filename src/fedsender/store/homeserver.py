@@ -78,10 +78,10 @@ from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
 from fedsender.store.statements import (
     as_given,
     given_rows,
-    in_chunks,
     insert_rows,
     on_conflict,
     replace_rows,
+    select_rows,
     upsert,
 )
 from fedsender.streams import HostsRow, RedactionRow
@@ -567,14 +567,9 @@ class HomeserverStore:
     @reading
     def received_ms(self, connection: Connection, tokens: Collection[int]) -> dict[int, int]:
         """When the homeserver received the events of these stream orderings, in ms; known ones."""
-        events = tables.events.c
-        found: dict[int, int] = {}
-        for chunk in in_chunks(sorted(tokens)):
-            query = select(events.stream_ordering, events.received_ts).where(
-                events.stream_ordering.in_(chunk), events.received_ts.is_not(None)
-            )
-            found.update((token, at) for token, at in connection.execute(query))
-        return found
+        token, at = tables.events.c.stream_ordering, tables.events.c.received_ts
+        query = select(token, at).where(at.is_not(None))
+        return {row[0]: row[1] for row in select_rows(connection, query, token, tokens)}
 
     @reading
     def token_before(self, connection: Connection, received_ms: int, upto: int) -> int:

@@ -71,7 +71,13 @@ from fedsender.store.engine import (
 )
 from fedsender.store.lock import AdvisoryLock, FileLock, Lock, LockHeld
 from fedsender.store.migrations import bring_up_to_date, claim_store
-from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows, replace_rows
+from fedsender.store.statements import (
+    MAX_PARAMETERS,
+    in_chunks,
+    insert_rows,
+    replace_rows,
+    select_rows,
+)
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 T = TypeVar("T")
@@ -427,10 +433,9 @@ class _Rooms:
                     places.update((room_id, server) for server in (*hosts.joined, *hosts.left))
         # Of a room in which nobody moves, what it was before does not matter.
         moving = whole | {room_id for room_id, _ in places}
-        for chunk in in_chunks(sorted(moving)):
-            query = select(_heads).where(_heads.c.room_id.in_(chunk))
-            for room_id, token, event_id in self._connection.execute(query):
-                self._heads[room_id] = (token, event_id)
+        heads = select_rows(self._connection, select(_heads), _heads.c.room_id, moving)
+        for room_id, token, event_id in heads:
+            self._heads[room_id] = (token, event_id)
         wanted = {place for place in places if place[0] not in whole}
         for room_id, here in embedded.open_stays(self._connection, whole, wanted).items():
             for server, joined in here.items():

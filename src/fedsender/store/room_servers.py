@@ -18,7 +18,7 @@ from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.event_rows import json_object, membership_in
 from fedsender.store.records import EventRow, Hosts, HostsUnknown
-from fedsender.store.statements import in_chunks
+from fedsender.store.statements import select_rows
 
 # Synapse starts a full copy of the state after 100 differences; more is a broken chain.
 MAX_CHAIN = 1_000
@@ -95,9 +95,8 @@ def exceptions(
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """(event, `plus`, `minus`) of those of these events that have any: see `event_servers`."""
     table = tables.event_servers
-    for chunk in in_chunks(sorted(event_ids)):
-        for row in connection.execute(select(table).where(table.c.event_id.in_(chunk))):
-            yield row.event_id, row.plus, row.minus
+    for row in select_rows(connection, select(table), table.c.event_id, event_ids):
+        yield row.event_id, row.plus, row.minus
 
 
 def embedded_servers_now(
@@ -106,12 +105,9 @@ def embedded_servers_now(
     """The servers in each room after all rows of the feed."""
     found: dict[str, set[str]] = {room_id: set() for room_id in room_ids}
     table = tables.room_servers.c
-    for chunk in in_chunks(sorted(found)):
-        query = select(table.room_id, table.server).where(
-            table.room_id.in_(chunk), table.left.is_(None)
-        )
-        for room_id, server in connection.execute(query):
-            found[room_id].add(server)
+    query = select(table.room_id, table.server).where(table.left.is_(None))
+    for room_id, server in select_rows(connection, query, table.room_id, found):
+        found[room_id].add(server)
     return {room_id: frozenset(servers) for room_id, servers in found.items()}
 
 
@@ -127,11 +123,8 @@ def embedded_room(connection: Connection, room_id: str) -> RoomServers | None:
 def last_told(connection: Connection, room_ids: Iterable[str]) -> dict[str, int]:
     """By room the token of the last row about its servers; rooms without one are left out."""
     table = tables.room_servers_told.c
-    found: dict[str, int] = {}
-    for chunk in in_chunks(sorted(set(room_ids))):
-        query = select(table.room_id, table.token).where(table.room_id.in_(chunk))
-        found.update((room_id, token) for room_id, token in connection.execute(query))
-    return found
+    query = select(table.room_id, table.token)
+    return {row[0]: row[1] for row in select_rows(connection, query, table.room_id, room_ids)}
 
 
 # --- Synapse: the main database -------------------------------------------------------------------
@@ -153,10 +146,10 @@ def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStat
     for event in events:
         if event.state_group is not None:
             states.groups[event.event_id] = event.state_group
-    for chunk in in_chunks([event.event_id for event in unknown]):
-        table = tables.event_to_state_groups.c
-        query = select(table.event_id, table.state_group).where(table.event_id.in_(chunk))
-        states.groups.update((event_id, group) for event_id, group in connection.execute(query))
+    table = tables.event_to_state_groups.c
+    query, ids = select(table.event_id, table.state_group), [event.event_id for event in unknown]
+    for event_id, group in select_rows(connection, query, table.event_id, ids):
+        states.groups[event_id] = group
     members = [event for event in events if _is_membership(event)]
     states.prior = prior_memberships(connection, members)
     partial = partial_rooms(connection, {event.room_id for event in unknown})
@@ -188,26 +181,20 @@ def prior_memberships(connection: Connection, members: Iterable[EventRow]) -> di
 
 def memberships_of(connection: Connection, event_ids: Iterable[str]) -> dict[str, str]:
     """The membership that each of these events gave its user."""
-    found: dict[str, str] = {}
-    for chunk in in_chunks(sorted(event_ids)):
-        table = tables.room_memberships.c
-        query = select(table.event_id, table.membership).where(table.event_id.in_(chunk))
-        found.update((event_id, membership) for event_id, membership in connection.execute(query))
-    return found
+    table = tables.room_memberships.c
+    query = select(table.event_id, table.membership)
+    return {row[0]: row[1] for row in select_rows(connection, query, table.event_id, event_ids)}
 
 
 def partial_rooms(connection: Connection, room_ids: Iterable[str]) -> dict[str, frozenset[str]]:
     """The partial-state rooms among these, with the servers that were named to us at the join."""
     partial, servers = tables.partial_state_rooms, tables.partial_state_rooms_servers
     found: dict[str, set[str]] = {}
-    for chunk in in_chunks(sorted(room_ids)):
-        query = (
-            select(partial.c.room_id, servers.c.server_name)
-            .select_from(partial.outerjoin(servers, servers.c.room_id == partial.c.room_id))
-            .where(partial.c.room_id.in_(chunk))
-        )
-        for room_id, server in connection.execute(query):
-            found.setdefault(room_id, set()).update([server] if server else [])
+    query = select(partial.c.room_id, servers.c.server_name).select_from(
+        partial.outerjoin(servers, servers.c.room_id == partial.c.room_id)
+    )
+    for room_id, server in select_rows(connection, query, partial.c.room_id, room_ids):
+        found.setdefault(room_id, set()).update([server] if server else [])
     return {room_id: frozenset(names) for room_id, names in found.items()}
 
 
@@ -217,15 +204,14 @@ def joined_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, fro
     state = tables.current_state_events.c
     find = func.instr if connection.dialect.name == "sqlite" else func.strpos
     server = func.substr(state.state_key, find(state.state_key, ":") + 1).label("server")
-    for chunk in in_chunks(sorted(found)):
-        query = (
-            select(state.room_id, server)
-            .where(state.room_id.in_(chunk), state.type == "m.room.member")
-            .where(state.membership == "join", state.state_key.contains(":"))
-            .distinct()
-        )
-        for room_id, name in connection.execute(query):
-            found[room_id].add(name)
+    query = (
+        select(state.room_id, server)
+        .where(state.type == "m.room.member", state.membership == "join")
+        .where(state.state_key.contains(":"))
+        .distinct()
+    )
+    for room_id, name in select_rows(connection, query, state.room_id, found):
+        found[room_id].add(name)
     return {room_id: frozenset(names) for room_id, names in found.items()}
 
 
@@ -370,17 +356,16 @@ class _Look:
     def _members(self, chain: Sequence[int], servers: frozenset[str] | None) -> dict[str, str]:
         """user -> membership event, of the given servers or of all; the nearest group's counts."""
         state = tables.state_groups_state.c
-        members: dict[str, str] = {}
-        for chunk in in_chunks(sorted(chain)):
-            query = (
-                select(state.state_key, state.event_id)
-                .where(state.state_group.in_(chunk), state.type == "m.room.member")
-                .order_by(state.state_group)
-            )
-            if servers is not None:
-                ends = [state.state_key.endswith(":" + name, autoescape=True) for name in servers]
-                query = query.where(or_(*ends))
-            members.update((user, event_id) for user, event_id in self._connection.execute(query))
+        query = (
+            select(state.state_key, state.event_id)
+            .where(state.type == "m.room.member")
+            .order_by(state.state_group)
+        )
+        if servers is not None:
+            ends = [state.state_key.endswith(":" + name, autoescape=True) for name in servers]
+            query = query.where(or_(*ends))
+        rows = select_rows(self._connection, query, state.state_group, chain)
+        members: dict[str, str] = {row[0]: row[1] for row in rows}
         if servers is None:
             return members
         return {user: event_id for user, event_id in members.items() if _servers([user]) <= servers}

@@ -44,7 +44,7 @@ from fedsender.store.records import (
     Redelivery,
     StoredGeneration,
 )
-from fedsender.store.statements import in_chunks, insert_rows, replace_rows
+from fedsender.store.statements import in_chunks, insert_rows, replace_rows, select_rows
 from fedsender.waiting import Pauses
 
 __all__ = [
@@ -392,12 +392,10 @@ class SenderStore:
         self, connection: Connection, names: Sequence[str]
     ) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {name: set() for name in names}
-        for chunk in in_chunks(sorted(found)):
-            query = select(quarantine.c.destination, quarantine.c.event_id).where(
-                quarantine.c.destination.in_(chunk), quarantine.c.event_id.is_not(None)
-            )
-            for destination, event_id in connection.execute(query):
-                found[destination].add(event_id)
+        destination, event_id = quarantine.c.destination, quarantine.c.event_id
+        query = select(destination, event_id).where(event_id.is_not(None))
+        for row in select_rows(connection, query, destination, names):
+            found[row[0]].add(row[1])
         return found
 
     @reading
@@ -413,11 +411,8 @@ class SenderStore:
     @reading
     def quarantined(self, connection: Connection, ids: Sequence[int]) -> list[Quarantined]:
         """Our items with these ids, ascending."""
-        found: list[Quarantined] = []
-        for chunk in in_chunks(sorted(set(ids))):
-            rows = connection.execute(self._entries().where(quarantine.c.id.in_(chunk)))
-            found.extend(Quarantined(**row._mapping) for row in rows)
-        return found
+        rows = select_rows(connection, self._entries(), quarantine.c.id, ids)
+        return [Quarantined(**row._mapping) for row in rows]
 
     def _entries(self) -> Select[Any]:
         columns = [quarantine.c[each.name] for each in fields(Quarantined)]

@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple
 
 from sqlalchemy import (
     Column,
+    ColumnElement,
     Connection,
     FromClause,
+    Row,
     Select,
     Subquery,
     Table,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql
 
 X = TypeVar("X")
+Ts = TypeVarTuple("Ts")
 Insert: TypeAlias = "postgresql.Insert | sqlite.Insert"
 
 # Well below SQLite's 32,766 variables and PostgreSQL's 65,535.
@@ -40,6 +43,14 @@ def in_chunks(values: Iterable[X], size: int = MAX_PARAMETERS) -> Iterator[list[
     left = iter(values)
     while chunk := list(islice(left, size)):
         yield chunk
+
+
+def select_rows(
+    connection: Connection, query: Select[*Ts], column: ColumnElement[Any], values: Iterable[Any]
+) -> Iterator[Row[*Ts]]:
+    """The rows of `query` in which this column has one of these values."""
+    for chunk in in_chunks(sorted(set(values))):
+        yield from connection.execute(query.where(column.in_(chunk)))
 
 
 def upsert(dialect: str, table: Table) -> Insert:
