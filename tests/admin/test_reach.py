@@ -36,6 +36,7 @@ from fedsender.config import Config, Policy, from_values
 from fedsender.federation.client import open_client
 from fedsender.federation.discovery_cache import Delegation
 from fedsender.runtime import Records, RecordType, ResolveFailed
+from fedsender.telemetry import Metrics
 
 IP = "192.0.2.1"
 ORDER = ["allowed", ".well-known", "SRV", "addresses", "connection", "TLS", "version", "keys"]
@@ -230,7 +231,7 @@ async def test_answers_of_the_daemons_cache_are_used_and_its_file_stays_as_it_is
     async with open_stage(tmp_path, well_known=response(200, b'{"m.server":"b.example"}')) as stage:
         runtime = runtime_with(stage.network)
         async with (
-            open_client(stage.config().federation, runtime, OURS, KEY) as client,
+            open_client(stage.config().federation, runtime, OURS, KEY, Metrics(OURS)) as client,
             client.peer(NAME, Policy(), AnybodyMay()) as peer,
         ):
             await peer.connect()
@@ -256,7 +257,8 @@ async def test_an_earlier_answer_that_still_holds_is_said_to_be_one(tmp_path: Pa
     async with open_stage(tmp_path, "hs.b.example", well_known=response(500)) as stage:
         stage.network.records["hs.b.example", "A"] = [IP]
         runtime = runtime_with(stage.network)
-        async with open_client(stage.config().federation, runtime, OURS, KEY) as client:
+        federation, metrics = stage.config().federation, Metrics(OURS)
+        async with open_client(federation, runtime, OURS, KEY, metrics) as client:
             now = trio.current_time()
             delegation = Delegation("hs.b.example:8448", now - 1, now + 1000)
             client.discovery.cache.keep_delegation(NAME, delegation)

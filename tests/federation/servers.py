@@ -35,6 +35,7 @@ from fedsender.runtime import (
     Runtime,
     real_runtime,
 )
+from fedsender.telemetry import Metrics
 from fedsender.testing.http import Request, RequestReader
 
 OURS = "ours.example"
@@ -287,7 +288,7 @@ async def client_of(
     }
     runtime = runtime_with(network or RealNetwork())
     config = Federation.model_validate(values)
-    async with open_client(config, runtime, OURS, KEY) as client:
+    async with open_client(config, runtime, OURS, KEY, Metrics(OURS)) as client:
         yield client
 
 

@@ -121,7 +121,7 @@ async def test_connection_outlives_the_peer_and_serves_the_next(tmp_path: Path) 
             async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
                 assert (await send(peer)).reused is reused
         assert server.connections == 1
-        assert client.statistics().idle == client.statistics().open == 1
+        assert client.connections.idle == client.connections.open == 1
     assert server.left == 1
 
 
@@ -164,7 +164,7 @@ async def test_changed_policy_does_not_use_the_connection_of_the_old_one(tmp_pat
             async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
                 await send(peer)
         assert (old.connections, new.connections) == (1, 1)
-        assert client.statistics().open == 1
+        assert client.connections.open == 1
 
 
 async def test_answers_of_any_status_are_answers(tmp_path: Path) -> None:
@@ -245,7 +245,6 @@ async def test_reused_connection_that_closes_unheard_is_stale(tmp_path: Path) ->
     assert (answer.status, answer.reused) == (200, False)
     assert [request.line.split("/")[-2].split()[0] for request in requests] == ["t1", "t2", "t2"]
     assert server.connections == 2
-    assert client.statistics().repeated == 1
 
 
 async def test_a_question_on_a_stale_connection_is_asked_again(tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ async def test_new_connection_that_closes_unheard_is_a_failure(tmp_path: Path) -
         with pytest.raises(SendFailed):
             await send(peer)
     assert len(requests) == server.connections == 2
-    assert client.statistics().open == 0
+    assert client.connections.open == 0
 
 
 async def test_answer_that_breaks_off_is_not_repeated(tmp_path: Path) -> None:
@@ -343,7 +342,7 @@ async def test_an_exchange_is_cut_by_another_task(tmp_path: Path) -> None:
                 with pytest.raises(SendFailed, match="we gave it up") as caught:
                     await send(peer, body=body)
             assert caught.value.sent
-            assert client.statistics().open == 0
+            assert client.connections.open == 0
 
 
 async def after(seconds: float, do: Callable[[], object]) -> None:
@@ -356,8 +355,8 @@ async def test_peer_left_while_holding_a_connection_gives_it_back(tmp_path: Path
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             await peer.connect()
             await peer.connect()
-            assert client.statistics().idle == 0
-        assert client.statistics().idle == 1
+            assert client.connections.idle == 0
+        assert client.connections.idle == 1
     assert server.connections == 1
 
 
@@ -399,7 +398,7 @@ async def test_version_of_a_server_that_is_down_does_not_answer(tmp_path: Path) 
                 await peer.connect()
             assert caught.value.kind == "refused"
             assert caught.value.text == f"connection refused ({policy.address})"
-        assert client.statistics().open == 0
+        assert client.connections.open == 0
 
 
 # --- from a name to an answer ---------------------------------------------------------------------
@@ -428,7 +427,6 @@ async def test_delegated_server_is_found_by_well_known_and_proves_the_delegated_
     assert requests[0].headers["host"] == "d.example:443"
     assert 'destination="b.example"' in requests[0].headers["authorization"]
     assert (web.connections, web.left, server.connections) == (1, 1, 1)
-    assert client.statistics().well_knowns == 1
 
     # A restarted client knows it all.
     network.asked.clear()

@@ -34,6 +34,7 @@ from fedsender.federation.client import (
     open_client,
 )
 from fedsender.runtime import RealNetwork
+from fedsender.telemetry import Metrics
 from fedsender.testing.clock import inline
 from fedsender.testing.network import memory_connection
 from fedsender.tls import TlsStream
@@ -96,7 +97,7 @@ async def in_memory(
         # The clock is virtual, so nothing may be written from a thread.
         runtime = replace(runtime_with(network), run_sync=inline)
         config = Federation.model_validate(values)
-        async with open_client(config, runtime, OURS, KEY) as client:
+        async with open_client(config, runtime, OURS, KEY, Metrics(OURS)) as client:
             yield client, network
         nursery.cancel_scope.cancel()
 
@@ -118,7 +119,7 @@ async def test_idle_connections_are_closed_after_their_time(
         assert len(network.connections) == 2
         await trio.sleep(60)
         assert network.connections == []
-        assert client.statistics().open == 0
+        assert client.connections.open == 0
 
 
 async def test_used_connection_is_not_idle(
@@ -134,7 +135,7 @@ async def test_used_connection_is_not_idle(
         await peer.connect()
         await trio.sleep(1000)
         assert len(network.connections) == 1
-    assert client.statistics().opened == 1
+    assert client.metrics.handshakes.value == 1
 
 
 async def test_longest_idle_connection_makes_room(
@@ -146,7 +147,7 @@ async def test_longest_idle_connection_makes_room(
                 await send(peer)
             await trio.sleep(1)
             assert len(network.connections) <= 3
-        assert client.statistics().opened == 4
+        assert client.metrics.handshakes.value == 4
         async with client.peer("b0.example", there(0), AnybodyMay()) as peer:
             assert (await send(peer)).reused
         async with client.peer("b1.example", there(1), AnybodyMay()) as peer:
@@ -174,7 +175,7 @@ async def test_when_all_are_busy_the_next_waits_for_a_place(
             with trio.move_on_after(5):
                 # One that gives up waiting takes nobody's place.
                 await hold(9, 0)
-        assert client.statistics().open <= 2
+        assert client.connections.open <= 2
     assert sorted(order) == ["b0 at 0", "b1 at 0", "b2 at 10", "b3 at 10"]
 
 
@@ -187,7 +188,7 @@ async def test_failed_and_cancelled_openings_leave_no_place_taken(
             with trio.move_on_after(5):
                 async with client.peer("b.example", there(1), AnybodyMay()) as peer:
                     await peer.connect()
-            assert client.statistics().open == 0
+            assert client.connections.open == 0
         async with client.peer("b.example", there(1), AnybodyMay()) as peer:
             assert (await send_slowly(peer)).status == 200
 
@@ -245,7 +246,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
 
         live.idle_since -= 10
         assert client.connections.take(NAME, live.opened_by) is None
-        assert client.statistics().open == 0
+        assert client.connections.open == 0
 
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             assert not (await send(peer)).reused
@@ -254,8 +255,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
         assert isinstance(stream, TlsStream)
         await trio.lowlevel.wait_readable(stream.socket)
         client.connections._give_up_deserted()
-        assert client.statistics().idle == 0
-    assert client.statistics().repeated == 0
+        assert client.connections.idle == 0
 
 
 async def test_every_new_connection_asks_leave(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Server discovery: the specification's steps, as a table and against whatever the DNS says."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from fedsender.federation.discovery import (
     Answer,
     AskDns,
     AskWellKnown,
+    Question,
     Resolution,
     Resolved,
     Srv,
@@ -44,18 +46,29 @@ def answer_from(dns: Dns, well_known: Mapping[str, str], question: object) -> An
     return Lookup(tuple(found), 0, text)
 
 
+def ask(name: str, answer: Callable[[Question], Answer], fixed: str | None = None) -> Resolved:
+    steps = Resolution(random.Random(1)).steps(name, fixed)
+    try:
+        question = next(steps)
+        while True:
+            question = steps.send(answer(question))
+    except StopIteration as end:
+        return cast("Resolved", end.value)
+
+
 def resolve(
     name: str,
     dns: Dns,
     well_known: Mapping[str, str] | None = None,
     fixed_address: str | None = None,
 ) -> tuple[Resolved, list[object]]:
-    resolution = Resolution(name, random.Random(1), fixed_address=fixed_address)
     asked: list[object] = []
-    while (question := resolution.question) is not None:
+
+    def answer(question: Question) -> Answer:
         asked.append(question)
-        resolution.answer(answer_from(dns, well_known or {}, question))
-    return resolution.result(), asked
+        return answer_from(dns, well_known or {}, question)
+
+    return ask(name, answer, fixed_address), asked
 
 
 HOST: Dns = {("b.example", "A"): ["192.0.2.1"], ("b.example", "AAAA"): ["2001:db8::1"]}
@@ -212,14 +225,13 @@ def test_name_without_an_address_says_why(dns: Dns, text: str) -> None:
 def test_what_stands_in_the_way_of_several_look_ups_is_said_once(
     well_known: str, text: str
 ) -> None:
-    resolution = Resolution("b.example", random.Random(1))
-    while (question := resolution.question) is not None:
+    def answer(question: Question) -> Answer:
         if isinstance(question, AskWellKnown):
-            resolution.answer(Delegation(None, 0, 0, text=well_known))
-        else:
-            resolution.answer(Lookup((), 0, "b.example: no such name"))
+            return Delegation(None, 0, 0, text=well_known)
+        return Lookup((), 0, "b.example: no such name")
+
     with pytest.raises(Unreachable) as caught:
-        resolution.result()
+        ask("b.example", answer)
     assert caught.value.text == text
 
 
@@ -258,23 +270,20 @@ def test_whatever_the_dns_says_resolution_ends_soon_and_with_addresses(
     data: st.DataObject, port: int | None
 ) -> None:
     name = "b.example" if port is None else f"b.example:{port}"
-    resolution = Resolution(name, random.Random(1))
     questions = 0
-    while (question := resolution.question) is not None:
+
+    def answer(question: Question) -> Answer:
+        nonlocal questions
         questions += 1
         assert questions <= 16
         if isinstance(question, AskWellKnown):
-            server = data.draw(
-                st.sampled_from([None, "d.example", "d.example:8", "[::1]", "1.2.3.4"])
-            )
-            resolution.answer(Delegation(server, 0, 0))
-        else:
-            values = data.draw(
-                st.lists(srv_values if question.rdtype == "SRV" else names, max_size=20)
-            )
-            resolution.answer(Lookup(tuple(values), 0, "x", failed=data.draw(st.booleans())))
+            servers = [None, "d.example", "d.example:8", "[::1]", "1.2.3.4"]
+            return Delegation(data.draw(st.sampled_from(servers)), 0, 0)
+        values = data.draw(st.lists(srv_values if question.rdtype == "SRV" else names, max_size=20))
+        return Lookup(tuple(values), 0, "x", failed=data.draw(st.booleans()))
+
     try:
-        resolved = resolution.result()
+        resolved = ask(name, answer)
     except Unreachable:
         return
     assert 1 <= len(resolved.candidates) <= MAX_CANDIDATES
@@ -284,7 +293,7 @@ def test_whatever_the_dns_says_resolution_ends_soon_and_with_addresses(
 @pytest.mark.parametrize("name", ["", "a b", "b.example:0", "b.example:x", "[::1", "http://b"])
 def test_what_is_no_server_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        Resolution(name, random.Random(1))
+        resolve(name, {})
 
 
 @given(

@@ -197,7 +197,7 @@ async def test_many_who_ask_at_once_cost_one_question_each(
 
     assert len(results) == 50
     assert web.asked == ["b.example"]
-    assert len(dns.asked) == len(set(dns.asked)) == discovery.lookups
+    assert len(dns.asked) == len(set(dns.asked))
 
 
 async def test_when_the_one_who_asks_is_cancelled_another_asks(

@@ -127,9 +127,8 @@ async def test_everything_goes_through_the_proxy_and_a_connection_is_used_again(
                 assert (await send(peer)).reused is reused
         # What it answers to .well-known is none, and so port 8448 is next.
         assert tunnels.targets == [f"{PUBLIC}:443", f"{PUBLIC}:8448"]
-        assert client.statistics().well_knowns == 1
-        assert (client.statistics().open, client.statistics().idle) == (1, 1)
-        assert client.connections.opened == 1
+        assert (client.connections.open, client.connections.idle) == (1, 1)
+        assert client.metrics.handshakes.value == 1
         assert {port for _, port in network.dialled} != {443, 8448}
         assert {ip for ip, _ in network.dialled} == {"127.0.0.1"}
         assert server.connections == 2
@@ -149,7 +148,6 @@ async def test_a_connection_that_the_server_left_is_not_used_again(tmp_path: Pat
                 async with client.peer(NAME, policy, AnybodyMay()) as peer:
                     assert (await send(peer)).is_answer
                 await trio.sleep(1.1)
-            assert client.repeated == 0
     assert tunnels.targets == [f"{PUBLIC}:8448"] * 2
 
 
@@ -488,7 +486,7 @@ async def test_tls_with_the_proxy_and_with_the_server_inside_it(tmp_path: Path) 
                         body = b'{"pdus":[' + b" " * 300_000 + b"]}"
                         assert (await send(peer, body=body)).reused is reused
                     await trio.sleep(1.1)
-                assert (client.statistics().open, client.statistics().idle) == (1, 1)
+                assert (client.connections.open, client.connections.idle) == (1, 1)
                 [live] = [
                     *client.connections._idle.values(),
                     *client.connections._precious.values(),
@@ -514,7 +512,6 @@ async def test_an_idle_connection_inside_tls_is_seen_to_have_ended(tmp_path: Pat
                     async with client.peer(NAME, policy, AnybodyMay()) as peer:
                         assert not (await send(peer)).reused
                     await trio.sleep(1.1)
-                assert client.repeated == 0
 
 
 async def test_a_proxy_without_a_trusted_certificate_is_no_failure_of_a_server(
@@ -576,7 +573,7 @@ async def test_a_real_proxy_with_authorization(tmp_path: Path, tls: bool) -> Non
             for reused in (False, True, True):
                 async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
                     assert (await send(peer)).reused is reused
-            assert (client.statistics().open, client.connections.opened) == (1, 1)
+            assert (client.connections.open, client.metrics.handshakes.value) == (1, 1)
         assert server.connections == 1
 
         file.write_text("another\n")

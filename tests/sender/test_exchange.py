@@ -139,7 +139,7 @@ async def test_the_deadline_holds_while_a_stale_connection_is_replaced(
         _, verdict = await put(exchange, peer, seconds=5)
         assert trio.current_time() - began == pytest.approx(5)
         assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True)
-        assert client.statistics().open == 0
+        assert client.connections.open == 0
 
 
 async def test_a_deadline_in_the_moment_of_the_new_connection_holds(
@@ -187,7 +187,7 @@ async def test_the_deadline_closes_the_connection(tmp_path: Path, answers: int, 
         answer, verdict = await put(exchange, peer, seconds=0.3, size=size)
         assert answer is None
         assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True)
-        assert (client.statistics().open, client.statistics().repeated) == (0, 0)
+        assert client.connections.open == 0
         assert server.connections == 1
 
 
@@ -214,4 +214,4 @@ async def test_another_task_ends_it(tmp_path: Path, end: Callable[[Exchange], ob
             _, verdict = await put(exchange, peer)
             assert verdict == Verdict(Outcome.FAILING, "no answer until it was woken", sent=True)
         assert not exchange.give_up()
-        assert client.statistics().open == 0
+        assert client.connections.open == 0

@@ -33,6 +33,7 @@ from fedsender.federation.discovery_cache import Delegation, Lookup
 from fedsender.federation.proxy import ProxyBroken
 from fedsender.federation.transport import Connection, causes, words
 from fedsender.runtime import OutOfResources, Runtime
+from fedsender.telemetry import Metrics
 from fedsender.tls import TlsStream
 
 __all__ = ["PROBE_S", "Report", "Step", "StepName", "probe"]
@@ -137,9 +138,10 @@ async def probe(
     if refusal is not None:
         walk.fail(f"nothing is sent to it: {refusal}")
         return walk.report()
-    ours = "this sender" if config.handles(server) else f"another sender, {sender},"
-    walk.note(f"yes; {ours} sends to it")
-    async with open_client(config.federation, runtime, config.server_name, None) as client:
+    who = "this sender" if config.handles(server) else f"another sender, {sender},"
+    walk.note(f"yes; {who} sends to it")
+    ours, metrics = config.server_name, Metrics(config.server_name)
+    async with open_client(config.federation, runtime, ours, None, metrics) as client:
         await walk.go(client)
     return walk.report()
 

@@ -12,7 +12,6 @@ No request looks through the connections of other destinations.
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 from urllib.parse import quote, urlsplit
@@ -64,7 +63,6 @@ __all__ = [
     "SendFailed",
     "Stage",
     "Stale",
-    "Statistics",
     "Unreachable",
     "open_client",
     "parse_answer",
@@ -136,36 +134,13 @@ class Permit(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The counts of the client's actions, connections and cache entries.
-
-    Attributes:
-        open: connections, those being opened included.
-        idle: those of them that carry nothing.
-        opened: connections opened since the start.
-        repeated: requests repeated because a reused connection turned out to be closed.
-        lookups: questions to the DNS.
-        well_knowns: .well-known requests.
-        remembered: entries in the caches of server discovery.
-    """
-
-    open: int
-    idle: int
-    opened: int
-    repeated: int
-    lookups: int
-    well_knowns: int
-    remembered: int
-
-
 @asynccontextmanager
 async def open_client(
     config: Federation,
     runtime: Runtime,
     server_name: str,
     key: SigningKey | None,
-    metrics: Metrics | None = None,
+    metrics: Metrics,
 ) -> AsyncIterator["FederationClient"]:
     """A client that sends as `server_name`, signing with `key`.
 
@@ -201,7 +176,7 @@ class FederationClient:
         runtime: Runtime,
         server_name: str,
         key: SigningKey | None,
-        metrics: Metrics | None,
+        metrics: Metrics,
     ) -> None:
         self.server_name = server_name
         self.key = key
@@ -228,9 +203,7 @@ class FederationClient:
         self.connections = Connections(
             runtime.network, config.max_connections, config.idle_connection
         )
-        self.repeated = 0
-        if metrics is not None:
-            metrics.connections.set_function(lambda: self.connections.open)
+        metrics.connections.set_function(lambda: self.connections.open)
 
     def peer(
         self,
@@ -291,18 +264,6 @@ class FederationClient:
             self.discovery.forget(destination)
         except ValueError:
             return
-
-    def statistics(self) -> Statistics:
-        """The counts of the client's actions, connections and cache entries."""
-        return Statistics(
-            open=self.connections.open,
-            idle=self.connections.idle,
-            opened=self.connections.opened,
-            repeated=self.repeated,
-            lookups=self.discovery.lookups,
-            well_knowns=self.discovery.well_knowns,
-            remembered=len(self.discovery.cache),
-        )
 
 
 class Peer:
@@ -457,22 +418,19 @@ class Peer:
         assert live is not None
         connection, metrics = live.connection, client.metrics
         self._permit.asked()
-        if metrics is not None:
-            metrics.http_requests.labels(method).inc()
+        metrics.http_requests.labels(method).inc()
         try:
             response = await connection.exchange(
                 method, target, lines, body, bounds=bounds, memory=client.memory
             )
         except ExchangeFailed as failure:
             stale = live.reused and failure.kind == "closed" and not connection.heard
-            client.repeated += stale
             kind = Stale if stale else SendFailed
             raise kind(failure.kind, failure.text, sent=self.sent | connection.sent) from failure
         finally:
             self.sent |= connection.sent
             self.release()
-        if metrics is not None:
-            metrics.http_responses.labels(method, str(response.status)).inc()
+        metrics.http_responses.labels(method, str(response.status)).inc()
         return response
 
     async def _open(self) -> Live:
@@ -493,8 +451,7 @@ class Peer:
             client.discovery.invalidate(self.destination)
             note = f"; {resolved.note}" if resolved.note else ""
             raise Unreachable(failure.kind, failure.text + note) from failure
-        if client.metrics is not None:
-            client.metrics.handshakes.inc()
+        client.metrics.handshakes.inc()
         lines = header_lines(
             (
                 (b"host", resolved.host_header.encode("ascii")),
@@ -523,8 +480,7 @@ class Peer:
             result = "out_of_resources"
             raise
         finally:
-            if self._client.metrics is not None:
-                self._client.metrics.discoveries.labels(result).inc()
+            self._client.metrics.discoveries.labels(result).inc()
 
     async def _fetch_well_known(self, host: str) -> Response:
         """The answer to https://<host>/.well-known/matrix/server; raises ExchangeFailed."""

@@ -45,14 +45,9 @@ class Live:
 
 
 class Connections:
-    """All connections of a client.
-
-    Attributes:
-        opened: number opened so far.
-    """
+    """All connections of a client."""
 
     def __init__(self, network: Network, maximum: int, idle_s: float) -> None:
-        self.opened = 0
         self._network = network
         self._maximum = maximum
         self._idle_s = idle_s
@@ -141,7 +136,6 @@ class Connections:
         except BaseException:
             self._places.release()
             raise
-        self.opened += 1
 
     async def watch(self) -> None:
         """Close, for ever, connections that were idle for too long or that the peer has closed."""

@@ -1,7 +1,7 @@
 """From a server name to its addresses, and to the name it must prove in TLS.
 
 The rules are those of the server-server API, "Resolving server names". `Resolution` holds them and
-nothing else: it asks a question, is told the answer, and ends with a `Resolved` or an
+nothing else: it yields a question, is sent the answer, and ends with a `Resolved` or an
 `Unreachable`. `Discovery` carries the questions to the DNS and to .well-known, each of them once
 for all tasks that ask. It remembers the answers, failures too: a dead server must not cost a lookup
 per attempt.
@@ -107,48 +107,6 @@ def all_here(host: str) -> Names:
     return "here"
 
 
-class Resolution:
-    """One server name being resolved: ask `question`, `answer` it, until it is None.
-
-    Raises:
-        ValueError: not a server name (from the constructor).
-    """
-
-    question: Question | None
-    """The next question; None when `result` is known."""
-
-    def __init__(
-        self,
-        server_name: str,
-        rng: random.Random,
-        *,
-        fixed_address: str | None = None,
-        resolves: Resolves = all_here,
-    ) -> None:
-        self._steps = _Rules(rng, resolves).resolve(server_name, fixed_address)
-        self._result: Resolved | Unreachable | None = None
-        self._step(None)
-
-    def answer(self, answer: Answer) -> None:
-        """Take the answer to `question`."""
-        self._step(answer)
-
-    def result(self) -> Resolved:
-        """The place of the server; raises Unreachable (dns or well_known)."""
-        assert self._result is not None, "there is a question left"
-        if isinstance(self._result, Unreachable):
-            raise self._result
-        return self._result
-
-    def _step(self, answer: Answer | None) -> None:
-        try:
-            self.question = next(self._steps) if answer is None else self._steps.send(answer)
-        except StopIteration as end:
-            self.question, self._result = None, end.value
-        except Unreachable as failure:
-            self.question, self._result = None, failure
-
-
 @dataclass(frozen=True, slots=True)
 class Srv:
     """One SRV record (RFC 2782); the target is without its final dot, "" for "not here"."""
@@ -159,16 +117,25 @@ class Srv:
     target: str
 
 
-class _Rules:
-    """The steps of the specification; a generator yields each question and is sent its answer."""
+class Resolution:
+    """The steps from one server name to its place."""
 
-    def __init__(self, rng: random.Random, resolves: Resolves) -> None:
+    def __init__(self, rng: random.Random, resolves: Resolves = all_here) -> None:
         self._random = rng
         self._resolves = resolves
         self._notes: list[str] = []
         self._well_known_broken = False
 
-    def resolve(self, server_name: str, fixed_address: str | None) -> _Steps:
+    def steps(self, server_name: str, fixed_address: str | None = None) -> _Steps:
+        """Yield each question, and be sent its answer.
+
+        Args:
+            fixed_address: "host:port" to use in place of the answers.
+
+        Raises:
+            Unreachable: dns or well_known.
+            ValueError: a name is malformed.
+        """
         host, port = parse_server_name(server_name)
         if fixed_address is not None:
             there, its_port = parse_server_name(fixed_address)
@@ -369,8 +336,6 @@ class Discovery:
 
     Attributes:
         cache: answers of look-ups and .well-known files.
-        lookups: number of questions to the DNS.
-        well_knowns: number of .well-known requests.
     """
 
     def __init__(
@@ -386,8 +351,6 @@ class Discovery:
         resolves: Resolves = all_here,
     ) -> None:
         self.cache = cache
-        self.lookups = 0
-        self.well_knowns = 0
         self._network = network
         self._random = rng
         self._now_ms = now_ms
@@ -400,7 +363,7 @@ class Discovery:
     async def resolve(
         self,
         server_name: str,
-        fetch: FetchWellKnown,
+        fetch: FetchWellKnown | None,
         *,
         fixed_address: str | None = None,
         told: Callable[[Question | Answer | Resolved], None] = unheard,
@@ -408,24 +371,22 @@ class Discovery:
         """The place of `server_name`.
 
         Args:
-            fetch: makes the .well-known request, if one is needed.
-            fixed_address: "host:port" to use in place of the answers.
+            fetch: makes the .well-known request; None: the name has a port, and needs none.
             told: is called with each question, then with its answer, and with the place at the
                 end; raises nothing.
 
-        Raises:
-            Unreachable: dns or well_known.
-            ValueError: a name is malformed.
+        `fixed_address`, and the errors: as in `Resolution.steps`.
         """
-        resolution = Resolution(
-            server_name, self._random, fixed_address=fixed_address, resolves=self._resolves
-        )
-        while (question := resolution.question) is not None:
-            told(question)
-            answer = await self._find_out(question, fetch)
-            told(answer)
-            resolution.answer(answer)
-        place = resolution.result()
+        steps = Resolution(self._random, self._resolves).steps(server_name, fixed_address)
+        try:
+            question = next(steps)
+            while True:
+                told(question)
+                answer = await self._find_out(question, fetch)
+                told(answer)
+                question = steps.send(answer)
+        except StopIteration as end:
+            place: Resolved = end.value
         told(place)
         return place
 
@@ -435,12 +396,8 @@ class Discovery:
         Raises Unreachable, or ValueError.
         """
         # A name with a port is one whose resolution asks for addresses and nothing else.
-        resolution = Resolution(
-            f"[{host}]:1" if ":" in host else f"{host}:1", self._random, resolves=self._resolves
-        )
-        while isinstance(question := resolution.question, AskDns):
-            resolution.answer(await self._find_out(question, None))
-        return [ip for ip, _ in resolution.result().candidates]
+        place = await self.resolve(f"[{host}]:1" if ":" in host else f"{host}:1", None)
+        return [ip for ip, _ in place.candidates]
 
     def invalidate(self, server_name: str) -> None:
         """Ask again next time: no connection to the place of `server_name` could be made."""
@@ -491,7 +448,6 @@ class Discovery:
         try:
             with trio.fail_after(self._lookup_s):
                 async with self._places.hold(name):
-                    self.lookups += 1
                     records = await self._network.resolve(name, rdtype, self._nameservers)
         except NameNotFound as error:
             life = min(max(error.ttl_s, _DNS_MIN_S), _DNS_NOT_FOUND_MAX_S)
@@ -506,7 +462,6 @@ class Discovery:
         return Lookup(kept_records(records.values), trio.current_time() + life)
 
     async def _fetch(self, host: str, fetch: FetchWellKnown) -> WellKnown:
-        self.well_knowns += 1
         try:
             response = await fetch(host)
         except ExchangeFailed as failure:
