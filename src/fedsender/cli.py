@@ -266,7 +266,7 @@ def probe(server: Server, config: ConfigFile, as_json: AsJson = False) -> int:
     """Try the way to a server, step by step, up to where a transaction would go."""
     import trio
 
-    from fedsender.admin import display, reach
+    from fedsender.admin import reach
     from fedsender.config import load
     from fedsender.matrix import is_server_name
     from fedsender.runtime import real_runtime
@@ -279,7 +279,7 @@ def probe(server: Server, config: ConfigFile, as_json: AsJson = False) -> int:
 
     def seen(step: reach.Step) -> None:
         if not as_json:
-            for line in display.step(step):
+            for line in step.printed():
                 (say if step.ok else say_alarm)(line)
 
     report = trio.run(reach.probe, loaded, runtime, server, seen)

@@ -67,6 +67,12 @@ def say_json(value: object) -> None:
     say(json_line(value))
 
 
+def say_answer(answer: object, as_json: bool, *lines: str) -> None:
+    """Print an answer as one line of JSON, or these lines about it."""
+    for line in (json_line(answer),) if as_json else lines:
+        say(line)
+
+
 class Lines(Protocol):
     """A table that lays itself out: one line of safe text a row."""
 

@@ -7,9 +7,10 @@ from fastapi.security import HTTPBearer
 
 from fedsender import version
 from fedsender.admin import bodies, endpoints, probes, shown, synapse_endpoints
+from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
 
-OPENAPI_PATH = f"{endpoints.PREFIX}/openapi.json"
+OPENAPI_PATH = f"{PREFIX}/openapi.json"
 
 # For the description only: `access` has checked the token before any of this runs.
 DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admin.token_file."))]

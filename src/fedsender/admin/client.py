@@ -81,12 +81,12 @@ class AdminClient:
             return [str(reason) for reason in error.answer["reasons"]]
         return []
 
-    def pages(self, path: str, entries: str, **query: object) -> Iterator[dict[str, Any]]:
-        """The entries of all pages; raises AdminError."""
+    def pages(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
+        """All pages of a list, each asked for when it is wanted; raises AdminError."""
         start: object = None
         while True:
             page = self.get(path, from_=start, **query)
-            yield from page[entries]
+            yield page
             start = page["next_from"]
             if start is None:
                 return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fedsender.console import json_line, safe, say, say_json, say_live, show
+from fedsender.console import json_line, safe, say, say_answer, say_json, say_live, show
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -134,21 +134,18 @@ def destinations(
         return DONE
     page: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
-    start: object = None
-    while limit is None or len(entries) < limit:
-        page = client.get(
-            "destinations",
-            behind="true" if behind else "false",
-            pattern=pattern,
-            state=state,
-            sort=sort,
-            limit=1000 if limit is None else min(1000, limit - len(entries)),
-            from_=start,
-        )
+    for page in client.pages(
+        "destinations",
+        behind="true" if behind else "false",
+        pattern=pattern,
+        state=state,
+        sort=sort,
+        limit=min(1000, limit or 1000),
+    ):
         entries += page["destinations"]
-        start = page["next_from"]
-        if start is None:
+        if limit is not None and len(entries) >= limit:
             break
+    entries = entries[:limit]
     if as_json:
         for entry in entries:
             say_json(entry)
@@ -327,7 +324,8 @@ def quarantine_list(
     """List the items in quarantine."""
     from fedsender.admin import display
 
-    entries = _client(config).pages("quarantine", "items", destination=server, limit=1000)
+    pages = _client(config).pages("quarantine", destination=server, limit=1000)
+    entries = (item for page in pages for item in page["items"])
     if not as_json:
         show(display.quarantine(entries))
         return DONE
@@ -340,24 +338,17 @@ def quarantine_list(
 def quarantine_release(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> int:
     """Send quarantined PDUs after all."""
     answer = _client(config).post("quarantine", "release", body={"ids": ids})
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"released: {_listed(answer['released'])}")
-        _print_refused(answer)
-        if answer["kept"]:
-            say(f"still in quarantine: {_listed(answer['kept'])}")
-    return WRONG if answer["kept"] else DONE
+    kept = [f"still in quarantine: {_listed(answer['kept'])}"] if answer["kept"] else []
+    said = [f"released: {_listed(answer['released'])}", *_refused(answer), *kept]
+    say_answer(answer, as_json, *said)
+    return WRONG if kept else DONE
 
 
 @quarantine_app.command("drop")
 def quarantine_drop(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> int:
     """Give quarantined items up for good."""
     answer = _client(config).post("quarantine", "drop", body={"ids": ids})
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"dropped: {_listed(answer['dropped'])}")
+    say_answer(answer, as_json, f"dropped: {_listed(answer['dropped'])}")
     return DONE
 
 
@@ -369,10 +360,8 @@ def skip(
 ) -> int:
     """Pass over the event that the fan-out stands at; it goes to quarantine."""
     answer = _client(config).post("skip", body={"token": token})
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"skipped: {answer['event_id']} of {answer['room_id']}; {answer['stood_at']}")
+    said = f"skipped: {answer['event_id']} of {answer['room_id']}; {answer['stood_at']}"
+    say_answer(answer, as_json, said)
     return DONE
 
 
@@ -398,12 +387,8 @@ def wake(
         raise Mistake("--all stands alone")
     body = _chosen(servers, "*" if everyone else pattern)
     answer = _client(config).post("notify_remote_server_up", body=body)
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"woken: {_listed(answer['woken'])}")
-        for server, reason in answer["left_alone"].items():
-            say(f"left alone: {server}: {reason}")
+    left = (f"left alone: {server}: {reason}" for server, reason in answer["left_alone"].items())
+    say_answer(answer, as_json, f"woken: {_listed(answer['woken'])}", *left)
     return WRONG if servers and answer["left_alone"] else DONE
 
 
@@ -485,10 +470,7 @@ def _hold(
     body = _chosen(servers, pattern) | ({} if reason is None else {"reason": reason})
     body |= more or {}
     answer = _client(config).post(verb, body=body)
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"{verb}: {_listed(answer['servers'])}")
+    say_answer(answer, as_json, f"{verb}: {_listed(answer['servers'])}")
     return DONE
 
 
@@ -512,10 +494,7 @@ def purge(
             say("fedsender: with --force it is purged all the same", error=True)
             return WRONG
         raise
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"purged: {answer['purged']}")
+    say_answer(answer, as_json, f"purged: {answer['purged']}")
     return DONE
 
 
@@ -543,12 +522,7 @@ def redeliver(
     assert events is not None
     pairs = [[server, event_id] for event_id in events]
     answer = _client(config).post("redeliver", body={"pairs": pairs})
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"accepted: {answer['accepted']}")
-        _print_refused(answer)
-    return WRONG if answer["refused"] else DONE
+    return _say_redelivered(answer, as_json)
 
 
 def _redeliver_since(
@@ -592,12 +566,7 @@ def owe(
         answer = client.post("owe", body={"pairs": pairs})
         accepted += answer["accepted"]
         refused += answer["refused"]
-    if as_json:
-        say_json({"accepted": accepted, "refused": refused})
-    else:
-        say(f"accepted: {accepted}")
-        _print_refused({"refused": refused})
-    return WRONG if refused else DONE
+    return _say_redelivered({"accepted": accepted, "refused": refused}, as_json)
 
 
 def _owed_pairs(file: Path) -> Iterator[list[list[str]]]:
@@ -626,7 +595,11 @@ def _listed(names: Sequence[object]) -> str:
     return ", ".join(str(name) for name in names) or "none"
 
 
-def _print_refused(answer: Mapping[str, Any]) -> None:
+def _say_redelivered(answer: Mapping[str, Any], as_json: bool) -> int:
+    say_answer(answer, as_json, f"accepted: {answer['accepted']}", *_refused(answer))
+    return WRONG if answer["refused"] else DONE
+
+
+def _refused(answer: Mapping[str, Any]) -> Iterator[str]:
     for each in answer["refused"]:
-        where = f"{each['destination']} {each['event_id']}"
-        say(f"refused: {where}: {each['reason']}")
+        yield f"refused: {each['destination']} {each['event_id']}: {each['reason']}"

@@ -4,13 +4,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 from rich.text import Text
 
 from fedsender.console import safe
+
+if TYPE_CHECKING:
+    from fedsender.config import PolicyLine
 
 
 def duration(seconds: float) -> str:
@@ -34,6 +37,12 @@ def many(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """At most so many of these names, and the number of the others."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def mib(size: int | None) -> str:
     """Bytes in MiB, without the unit; less than 10 MiB with one decimal."""
     if size is None:
@@ -47,30 +56,6 @@ AGES: Final = (("<1m", 60), ("<1h", 3_600), ("<1d", 86_400), ("<7d", 604_800), (
 """The classes of ages, each with its end in seconds."""
 ROOMS_SHOWN: Final = 5
 """Rooms in which a server is owed events, as `why` prints them."""
-
-
-class Measured(Protocol):
-    """One step of a probe."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ok(self) -> bool: ...
-    @property
-    def took_ms(self) -> float: ...
-    @property
-    def lines(self) -> Sequence[str]: ...
-
-
-class Line(Protocol):
-    """One setting of a server's policy."""
-
-    @property
-    def field(self) -> str: ...
-    @property
-    def value(self) -> object: ...
-    @property
-    def source(self) -> str: ...
 
 
 def plain(value: object) -> Text:
@@ -499,17 +484,9 @@ def quarantine(entries: Iterable[Answer]) -> Sheet:
     return sheet
 
 
-def policy(lines: Iterable[Line]) -> Sheet:
+def policy(lines: "Iterable[PolicyLine]") -> Sheet:
     """The settings for one server, each with the line of the configuration that sets it."""
     sheet = Sheet(Column("SETTING"), Column("VALUE"), Column("SET BY"))
     for line in lines:
         sheet.add(line.field, line.value, line.source)
     return sheet
-
-
-def step(done: Measured) -> Iterable[str]:
-    """The lines of one step of a probe; the first has its name and its time."""
-    start = f"{done.name:<12}{took(done.took_ms):>8}  "
-    for number, line in enumerate(done.lines):
-        failed = "" if done.ok or number else "failed: "
-        yield f"{start if number == 0 else ' ' * len(start)}{failed}{line}"

@@ -25,6 +25,7 @@ from fedsender.admin.bodies import (
     Skip,
     not_found,
 )
+from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import (
     UNKNOWN,
@@ -48,7 +49,6 @@ from fedsender.store.sender import Quarantined
 
 log = structlog.get_logger()
 
-PREFIX = "/_fedsender/admin/v1"
 MAX_PAGE = 1_000
 SHARED_ROOMS_SHOWN = 100
 

@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from fedsender.admin.context import AdminContext
-from fedsender.admin.display import duration, many
+from fedsender.admin.display import duration, listed, many
 from fedsender.admin.probes import problems
 from fedsender.federation.client import Unreachable
 from fedsender.federation.transport import ExchangeFailed, reason
@@ -141,7 +141,7 @@ class Watch:
         text = (
             f"{many(len(found), 'server')} {verb} not answered for"
             f" {duration(self._settings.failing_for)} or longer:"
-            f" {_listed([name for _, name in found])}. `fedsender why SERVER` says more."
+            f" {listed([name for _, name in found], NAMED)}. `fedsender why SERVER` says more."
         )
         note = partial(self._told_failing.update, [name for _, name in found])
         return Message("failing", text, {"number": len(found), "servers": servers}, note)
@@ -152,14 +152,9 @@ class Watch:
         if not names:
             return None
         verb = "answers" if len(names) == 1 else "answer"
-        text = f"{many(len(names), 'server')} {verb} again: {_listed(names)}."
+        text = f"{many(len(names), 'server')} {verb} again: {listed(names, NAMED)}."
         note = partial(self._told_failing.difference_update, names)
         return Message("back", text, {"number": len(names), "servers": names[:NAMED]}, note)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 async def notify(context: AdminContext) -> None:

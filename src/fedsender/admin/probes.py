@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from fedsender.admin.bodies import Reach, json_answer
 from fedsender.admin.context import AdminContext, Follows
-from fedsender.admin.display import many
+from fedsender.admin.display import listed, many
 from fedsender.sender.sender import Sender
 from fedsender.streams import FeedStatus
 from fedsender.telemetry import EXPOSITION_TYPE, STATES, Metrics
@@ -120,8 +120,7 @@ def _warnings(sender: Sender) -> Iterator[str]:
     """The problems that need an operator though the daemon goes on, one sentence each."""
     full = sorted(sender.full_quarantines)
     if full:
-        named = ", ".join(full[:NAMED]) + (" and others" if len(full) > NAMED else "")
-        yield f"quarantine is full for {many(len(full), 'server')}: {named}"
+        yield f"quarantine is full for {many(len(full), 'server')}: {listed(full, NAMED)}"
     if blocked := sender.fan_out.blocked:
         rooms, first = many(len(blocked), "room"), min(blocked.values())
         yield f"{rooms} held back behind events in quarantine, the oldest at token {first}"

@@ -6,7 +6,7 @@ words. No transaction is sent, and no file is written.
 """
 
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
@@ -15,7 +15,7 @@ import trio
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 
-from fedsender.admin.display import many, moment
+from fedsender.admin.display import listed, many, moment, took
 from fedsender.config import Config
 from fedsender.config.values import IPRanges
 from fedsender.federation.answer import answer_of, json_object
@@ -79,6 +79,13 @@ class Step:
     took_ms: float = 0.0
     lines: list[str] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
+
+    def printed(self) -> Iterator[str]:
+        """`lines` for a screen; the first begins with the name and the time."""
+        start = f"{self.name:<12}{took(self.took_ms):>8}  "
+        for number, line in enumerate(self.lines):
+            failed = "" if self.ok or number else "failed: "
+            yield f"{start if number == 0 else ' ' * len(start)}{failed}{line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +352,7 @@ class _Walk:
         left_ms = life_ms[1] - self._runtime.now_ms()
         days = int(left_ms / _DAY_MS)
         soon = 0 <= left_ms < min(_SOON_MS, (life_ms[1] - life_ms[0]) / 3)
-        self.note(f"{stream.version}; certificate for {_listed(names) or 'no name'}")
+        self.note(f"{stream.version}; certificate for {listed(names, _SHOWN) or 'no name'}")
         left = f"{many(days, 'day')} left" if left_ms >= 0 else "it has ended"
         warning = ": it ends soon" if soon else ""
         self.note(f"issued by {issuer}; good until {moment(life_ms[1])}, {left}{warning}")
@@ -421,7 +428,7 @@ class _Walk:
         if type(until) is not int or not 0 <= until <= _LAST_MOMENT_MS:
             raise _Unfit("the field valid_until_ts is not a time in milliseconds")
         ids = [words(each) for each in sorted(keys)]
-        self.note(f"{name}: {_listed(ids)}; valid until {moment(until)}")
+        self.note(f"{name}: {listed(ids, _SHOWN)}; valid until {moment(until)}")
         self.facts.update(server_name=name, key_ids=ids[:_SHOWN], valid_until_ts=until)
         if until < self._runtime.now_ms():
             raise _Unfit(f"the keys were valid until {moment(until)} only")
@@ -431,11 +438,6 @@ def _step_of(question: AskDns | AskWellKnown) -> StepName:
     if isinstance(question, AskWellKnown):
         return ".well-known"
     return "SRV" if question.rdtype == "SRV" else "addresses"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _names(certificate: x509.Certificate) -> list[str]:

@@ -67,16 +67,6 @@ def _with_token(answer: dict[str, Any], start: int, limit: int, total: int) -> R
     return json_answer(answer)
 
 
-def _as_json(row: DestinationRow) -> dict[str, Any]:
-    return {
-        "destination": row.destination,
-        "retry_last_ts": row.retry_last_ts,
-        "retry_interval": row.retry_interval,
-        "failure_ts": row.failure_ts,
-        "last_successful_stream_ordering": row.last_successful_stream_ordering,
-    }
-
-
 @router.get("", summary="The rows of the destinations table, in pages")
 async def list_destinations(
     context: Reach,
@@ -95,8 +85,7 @@ async def list_destinations(
     page = await context.homeserver.destinations_page(
         skip, most, order_by, _direction(direction), destination
     )
-    rows = [_as_json(row) for row in page.rows]
-    return _with_token({"destinations": rows, "total": page.total}, skip, most, page.total)
+    return _with_token({"destinations": page.rows, "total": page.total}, skip, most, page.total)
 
 
 async def _row(context: AdminContext, destination: str) -> DestinationRow:
@@ -111,7 +100,7 @@ async def _row(context: AdminContext, destination: str) -> DestinationRow:
 
 @router.get("/{destination}", summary="One row")
 async def one_destination(destination: str, context: Reach) -> Response:
-    return json_answer(_as_json(await _row(context, destination)))
+    return json_answer(await _row(context, destination))
 
 
 @router.get("/{destination}/rooms", summary="Its rooms, each with the newest event it is owed")

@@ -17,7 +17,7 @@ import trio
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import state_in_words
 from fedsender.ledger import EVERY_SERVER
-from fedsender.segments import segments
+from fedsender.segments import open_segment, segments
 from fedsender.sender.failure import ServerState
 from fedsender.sender.routing import Routed
 from fedsender.store.records import EventRow, Lagging
@@ -158,16 +158,14 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _texts(path: Path) -> Iterator[bytes]:
-    """The whole lines of a segment. One that was closed since it was listed has another name."""
-    for name in (path, path.with_suffix(".jsonl")):
-        try:
-            with name.open("rb") as segment:
-                yield from (text for text in segment if text.endswith(b"\n"))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            log.warning("ledger segment cannot be read", path=str(name), error=str(error))
+    """The whole lines of a segment; none of one that has gone by age."""
+    try:
+        with open_segment(path.with_suffix("")) as segment:
+            yield from (text for text in segment if text.endswith(b"\n"))
+    except FileNotFoundError:
         return
+    except OSError as error:
+        log.warning("ledger segment cannot be read", path=str(path), error=str(error))
 
 
 async def _read_ledger(context: AdminContext, event: EventRow, found: Found) -> bool:

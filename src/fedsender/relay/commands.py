@@ -8,7 +8,7 @@ import typer
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
 from fedsender.admin.display import Column, Sheet, duration, lasting
-from fedsender.console import say, say_json, say_text, show
+from fedsender.console import say, say_answer, say_json, say_text, show
 
 Answer = Mapping[str, Any]
 
@@ -101,10 +101,7 @@ def status(config: ConfigFile, as_json: AsJson = False) -> int:
 def forget(name: str, config: ConfigFile, as_json: AsJson = False) -> int:
     """Forget a consumer that is not connected; the log kept for it may go."""
     answer = _client(config).post("relay", "forget", body={"name": name})
-    if as_json:
-        say_json(answer)
-    else:
-        say(f"forgotten: {answer['forgotten']}")
+    say_answer(answer, as_json, f"forgotten: {answer['forgotten']}")
     return DONE
 
 

@@ -282,7 +282,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class DestinationRow:
-    """One row of `destinations`, for the admin endpoints."""
+    """One row of `destinations`; its fields are those of Synapse's endpoints for destinations."""
 
     destination: str
     retry_last_ts: int
