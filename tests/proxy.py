@@ -34,12 +34,10 @@ class Way:
     Attributes:
         delay: seconds that each piece of at most 16 KiB waits before it is passed on.
         bytes_per_second: the rate it is passed on at; None is as fast as it comes.
-        carried: bytes that were passed on.
     """
 
     delay: float = 0.0
     bytes_per_second: float | None = None
-    carried: int = 0
     _open: trio.Event = field(default_factory=trio.Event)
 
     def __post_init__(self) -> None:
@@ -64,7 +62,6 @@ class Way:
             if pause:
                 await trio.sleep(pause)
             await sink.send_all(data)
-            self.carried += len(data)
         await sink.send_eof()
 
 

@@ -74,7 +74,7 @@ class Servers:
 
     def note(self, transaction: ReceivedTransaction) -> None:
         """An attempt arrived whole."""
-        if not transaction.processed or transaction.status != 200:
+        if not transaction.processed:
             return
         self.answered += 1
         if not transaction.repeat:

@@ -191,7 +191,6 @@ def test_what_catch_up_sent_whole_is_a_small_gap() -> None:
 def an_answer(at: float) -> ReceivedTransaction:
     return ReceivedTransaction(
         server=SERVER,
-        origin="hs.example",
         transaction_id="t1",
         pdus=(),
         edu_types=(),
@@ -201,7 +200,6 @@ def an_answer(at: float) -> ReceivedTransaction:
         status=200,
         repeat=False,
         processed=True,
-        behaviour="healthy",
     )
 
 

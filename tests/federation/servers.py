@@ -249,8 +249,9 @@ async def nameserver(zone: Zone) -> AsyncIterator[tuple[str, int]]:
 class AnybodyMay:
     """Leave that is always given, and counted."""
 
-    def __init__(self, *, hurried: bool = False) -> None:
-        self.hurried = hurried
+    hurried = False
+
+    def __init__(self) -> None:
         self.handshakes = 0
         self.turns = 0
 

@@ -47,7 +47,6 @@ class Totals:
         servers: how many got any transaction, answered or not.
         verified: transactions that were held against every rule.
         largest: PDUs in the fullest transaction.
-        connections: accepted, those of the floor too.
     """
 
     transactions: int = 0
@@ -55,7 +54,6 @@ class Totals:
     servers: int = 0
     verified: int = 0
     largest: int = 0
-    connections: int = 0
 
 
 class Remote:
@@ -175,7 +173,6 @@ class Receivers:
         if found is None:
             await stream.aclose()
             return
-        self.totals.connections += 1
         remote, context = found
         await Conversation(TlsStream(stream, context), remote).run()
 

@@ -164,7 +164,6 @@ class LedgerChecks:
                 self._observed.counts["PDUs of small gaps"] += 1
             if lane == "live":
                 self._check_order(view, token)
-        view.refused.update(line["refused"])
         self._observed.counts["refused PDUs"] += len(line["refused"])
 
     def _check_order(self, view: ServerView, token: int) -> None:

@@ -49,7 +49,6 @@ class ServerView:
         recorded: events that a line of the ledger says it has, or would if the disk took it.
         proven: those of them with a line that is there.
         superseded: room -> [from, to] ranges that a line says something newer stands for.
-        refused: events that it refused in a proper answer.
         mark: the last successful stream ordering, as last committed.
         flight: the attempt under way.
         last: the newest attempt that is over.
@@ -79,7 +78,6 @@ class ServerView:
     recorded: set[str] = field(default_factory=set)
     proven: set[str] = field(default_factory=set)
     superseded: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
     mark: int = 0
     flight: Attempt | None = None
     last: Attempt | None = None

@@ -109,7 +109,6 @@ class World:
     internet: Internet
     replication: Front
     observed: Observations
-    ledger: LedgerChecks
     commits: CommitChecks
     wire: WireChecks
     memory: MemoryChecks
@@ -201,7 +200,6 @@ def people(
         internet=internet,
         replication=replication,
         observed=observed,
-        ledger=ledger,
         commits=CommitChecks(observed, ledger),
         wire=wire,
         memory=MemoryChecks(observed),

@@ -121,7 +121,6 @@ class ReceivedTransaction:
     """
 
     server: str
-    origin: str
     transaction_id: str
     pdus: tuple[ReceivedPdu, ...]
     edu_types: tuple[str, ...]
@@ -131,7 +130,6 @@ class ReceivedTransaction:
     status: int | None
     repeat: bool
     processed: bool
-    behaviour: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +292,7 @@ class ReceivingServer:
             now = trio.current_time()
             with_origin.failure = _Failure(transaction_id, digest, status, now, times)
         if arrival.contents is not None:
-            self._record(request, arrival.origin, arrival.contents, status, repeat=repeat)
+            self._record(request, arrival.contents, status, repeat=repeat)
 
     def reply_to(self, request: Request) -> Reply:
         """The reply of this server to a request that is there in whole."""
@@ -357,7 +355,6 @@ class ReceivingServer:
     def _record(
         self,
         request: Request,
-        origin: str,
         contents: Contents,
         status: int | None,
         *,
@@ -372,7 +369,6 @@ class ReceivingServer:
             self._take_in(contents.pdus)
         transaction = ReceivedTransaction(
             server=self.name,
-            origin=origin,
             transaction_id=request.target.removeprefix(SEND),
             pdus=contents.pdus,
             edu_types=contents.edu_types,
@@ -382,7 +378,6 @@ class ReceivingServer:
             status=status,
             repeat=repeat,
             processed=processed,
-            behaviour=self.behaviour.name,
         )
         self.transactions.append(transaction)
         heard, self._heard = self._heard, trio.Event()
