@@ -110,7 +110,7 @@ class Rows:
         store_hosts(connection, self._hosts)
         store_to_device(connection, self._to_device, self._now_ms)
         for token, row in self._device_lists:
-            store_device_list(connection, token, row, resync=False)
+            store_device_list(connection, token, row)
 
 
 def event_values(row: PduRow, token: int, now_ms: int) -> dict[str, Any]:
@@ -286,40 +286,24 @@ def store_to_device(
 
 
 def store_device_list(
-    connection: Connection, token: int, row: DeviceListRow | SigningKeyRow, *, resync: bool
+    connection: Connection, token: int, row: DeviceListRow | SigningKeyRow
 ) -> None:
     """Queue a user's device, or keys, for a server."""
     if isinstance(row, SigningKeyRow):
         poke = DevicePoke(token, row.user_id, row.public_key)
-        _store_signing_keys(connection, row.destination, poke, row.keys)
     else:
         poke = DevicePoke(token, row.user_id, row.device_id)
-        _store_device_update(connection, row.destination, poke, row.content, resync=resync)
-
-
-def _store_device_update(
-    connection: Connection,
-    destination: str,
-    poke: DevicePoke,
-    content: Mapping[str, object] | None,
-    *,
-    resync: bool,
-) -> None:
-    """Queue a device for a server.
-
-    Without content, or with `resync`, the server asks for all of the user's devices.
-    """
-    connection.execute(
-        tables.device_lists_outbound_pokes.insert().values(
-            destination=destination, **poke._asdict()
-        )
-    )
-    _store_device(connection, poke, content)
-    if resync or content is None:
+    values = {"destination": row.destination, **poke._asdict()}
+    connection.execute(tables.device_lists_outbound_pokes.insert().values(values))
+    if isinstance(row, SigningKeyRow):
+        _store_signing_keys(connection, poke, row.keys)
+        return
+    _store_device(connection, poke, row.content)
+    if row.content is None:
         # Without the update before it, the next one makes the server ask for all.
         last = tables.device_lists_outbound_last_success
         connection.execute(
-            delete(last).where(last.c.destination == destination, last.c.user_id == poke.user_id)
+            delete(last).where(last.c.destination == row.destination, last.c.user_id == row.user_id)
         )
 
 
@@ -352,21 +336,13 @@ def _store_device(
 
 
 def _store_signing_keys(
-    connection: Connection,
-    destination: str,
-    poke: DevicePoke,
-    keys: Mapping[str, Mapping[str, object]],
+    connection: Connection, poke: DevicePoke, keys: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """Queue a user's cross-signing keys, by kind, for a server; other kinds stay as they are.
+    """Store a user's cross-signing keys, by kind; other kinds stay as they are.
 
     `poke` has the public half of one of the keys as its device. It may wait for long, so a replaced
     key stays known as a key.
     """
-    connection.execute(
-        tables.device_lists_outbound_pokes.insert().values(
-            destination=destination, **poke._asdict()
-        )
-    )
     table = tables.e2e_cross_signing_keys
     for kind, key in keys.items():
         its = (table.c.user_id == poke.user_id) & (table.c.keytype == kind)

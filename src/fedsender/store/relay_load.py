@@ -393,7 +393,7 @@ class _Loading:
             if isinstance(row, ToDeviceRow):
                 messages.append((row.destination, token, row.message_id, row.content))
             else:
-                embedded.store_device_list(connection, token, row, resync=False)
+                embedded.store_device_list(connection, token, row)
         embedded.store_to_device(connection, messages, self._now_ms)
 
 
