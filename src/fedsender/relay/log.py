@@ -48,6 +48,7 @@ class RelayLog:
         epoch: the epoch of the newest tokens; 16 hex digits.
         first: the oldest token in the log; head + 1 if there is none.
         bytes: the size of the log's lines.
+        refusing: the reason why appends are refused; None: they are taken.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RelayLog:
         self.writer.epoch, self.writer.head = self.epoch, bounds.head
         self.writer.first = self.first = bounds.first
         self.writer.closed = None
-        self._refusing: str | None = None
+        self.refusing: str | None = None
 
     @property
     def head(self) -> int:
@@ -82,14 +83,9 @@ class RelayLog:
 
     # --- appending --------------------------------------------------------------------------------
 
-    @property
-    def refusing(self) -> str | None:
-        """The reason why appends are refused; None: they are taken."""
-        return self._refusing
-
-    @refusing.setter
-    def refusing(self, why: str | None) -> None:
-        self._refusing = why
+    def refuse(self, why: str | None) -> None:
+        """Refuse appends, with this reason; None: take them."""
+        self.refusing = why
         self.writer.closed = None if why is None else Full(why)
 
     def committing_s(self) -> float:

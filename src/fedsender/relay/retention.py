@@ -176,7 +176,7 @@ class Retention:
         if why is not None and self._log.refusing is None:
             log.critical("relay_refuses_appends", reason=why)
         if why != self._log.refusing:
-            self._log.refusing = why
+            self._log.refuse(why)
 
     async def _short_by(self) -> int:
         """The bytes that must go, to be below the cap and to leave the reserve."""

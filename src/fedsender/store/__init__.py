@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import trio
-from sqlalchemy import URL, Connection, inspect, text
+from sqlalchemy import Connection, inspect, text
 
 from fedsender.config import Config, database_url
 from fedsender.runtime import Runtime
@@ -28,7 +27,7 @@ from fedsender.store.engine import (
     open_database,
 )
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
-from fedsender.store.lock import AdvisoryLock, FileLock, InstanceLock, Lock, LockHeld
+from fedsender.store.lock import AdvisoryLock, InstanceLock, Lock, LockHeld, lock_of
 from fedsender.store.migrations import Line, SchemaDiffers, bring_up_to_date, claim_store
 from fedsender.store.sender import ReceiptRecords, SenderStore
 
@@ -161,9 +160,9 @@ async def open_store(
             state = await open_one(config.state_url, "state", ours=False)
         own = await open_one(config.sender_url, "sender", ours=True)
         await own.read(_refuse_a_synapses)
-        await bring_up_to_date(own, "sender", _lock(own.url, runtime))
+        await bring_up_to_date(own, "sender", lock_of(own.url, runtime))
         if embedded:
-            await bring_up_to_date(main, "homeserver", _lock(main.url, runtime))
+            await bring_up_to_date(main, "homeserver", lock_of(main.url, runtime))
             if config.server_name is not None:
                 name = config.server_name
                 await main.write(partial(claim_store, server_name=name, relay=False))
@@ -202,7 +201,7 @@ async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:
         async with open_database(url, runtime, name=line) as database:
             if line == "sender":
                 await database.read(_refuse_a_synapses)
-            await bring_up_to_date(database, line, _lock(database.url, runtime))
+            await bring_up_to_date(database, line, lock_of(database.url, runtime))
 
 
 def _refuse_a_synapses(connection: Connection) -> None:
@@ -212,22 +211,15 @@ def _refuse_a_synapses(connection: Connection) -> None:
         )
 
 
-def _lock(url: URL, runtime: Runtime) -> Lock:
-    if url.get_backend_name() == "postgresql":
-        return AdvisoryLock(url, runtime)
-    return FileLock(Path(url.database or ""))
-
-
 async def _locks(own: Database, main: Database, runtime: Runtime, *, embedded: bool) -> list[Lock]:
     """A lock in each database that several senders could share, the homeserver's included.
 
     A Synapse's SQLite gets no lock file beside it: that would be a surprise. An SQLite of ours
     belongs to one sender.
     """
-    ours = _lock(own.url, runtime)
+    ours = lock_of(own.url, runtime)
     if main.dialect != "postgresql":
-        path = Path(main.url.database or "")
-        return [ours, FileLock(path, of_one=True)] if embedded else [ours]
+        return [ours, lock_of(main.url, runtime, of_one=True)] if embedded else [ours]
     if own.dialect == "postgresql" and await own.read(_place) == await main.read(_place):
         return [ours]  # In another schema of the same database: the lock is seen by all.
     return [ours, AdvisoryLock(main.url, runtime)]

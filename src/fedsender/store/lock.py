@@ -7,9 +7,9 @@ the tables' lock as shared. A migration holds the tables' lock exclusively.
 import fcntl
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 import trio
@@ -39,9 +39,13 @@ class SendersDiffer(StoreError):
     """Another federation sender runs with another list of senders: two would serve one server."""
 
 
-class Lock(Protocol):
-    """Locks in one database. Each call may be repeated."""
+class Lock(ABC):
+    """Locks in one database. Each call may be repeated.
 
+    Where nobody else can have the database open, there is nobody to `agree` with or to `say` to.
+    """
+
+    @abstractmethod
     async def take(self, instance: str) -> None:
         """Take the instance's lock, and a share in the tables.
 
@@ -49,35 +53,44 @@ class Lock(Protocol):
         migrated. Taken again, it also repeats the agreed list, and raises SendersDiffer as `agree`
         does.
         """
-        ...
 
+    @abstractmethod
     async def take_tables(self) -> None:
         """Take all of the tables, against all daemons and migrations; raises as `take` does."""
-        ...
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
         """Say our list of senders for as long as we hold the instance's lock.
 
         Raises SendersDiffer if another daemon says another list, and LockUnknown.
         """
-        ...
+        await trio.lowlevel.checkpoint()
 
     async def say(self, words: str) -> None:
         """Say this to daemons that ask, while we hold the instance's lock; raises LockUnknown."""
-        ...
+        await trio.lowlevel.checkpoint()
 
     async def is_said(self, words: str) -> bool:
         """Whether any daemon says this now; raises LockUnknown."""
-        ...
+        await trio.lowlevel.checkpoint()
+        return False
 
+    @abstractmethod
     async def held(self) -> bool:
         """Whether all taken locks are still ours."""
-        ...
 
-    async def release(self) -> None: ...
+    @abstractmethod
+    async def release(self) -> None:
+        """Give up all taken locks."""
 
 
-class FileLock:
+def lock_of(url: URL, runtime: Runtime, *, of_one: bool = False) -> Lock:
+    """The lock in this database. `of_one`: an SQLite is one daemon's, whatever its instance."""
+    if url.get_backend_name() == "postgresql":
+        return AdvisoryLock(url, runtime)
+    return FileLock(Path(url.database or ""), of_one=of_one)
+
+
+class FileLock(Lock):
     """Locks on files beside an SQLite database: for daemons of one machine.
 
     Args:
@@ -111,19 +124,6 @@ class FileLock:
         if not self._lock("schema", fcntl.LOCK_EX):
             raise LockHeld(f"a daemon runs on {self._database}, or somebody migrates it")
 
-    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Do nothing: a file belongs to one daemon, and there is no other to agree with."""
-        await trio.lowlevel.checkpoint()
-
-    async def say(self, words: str) -> None:
-        """Do nothing: no other daemon can ask."""
-        await trio.lowlevel.checkpoint()
-
-    async def is_said(self, words: str) -> bool:
-        """False: no other daemon can say it."""
-        await trio.lowlevel.checkpoint()
-        return False
-
     async def held(self) -> bool:
         await trio.lowlevel.checkpoint()
         return bool(self._files)
@@ -147,7 +147,7 @@ class FileLock:
         return True
 
 
-class AdvisoryLock:
+class AdvisoryLock(Lock):
     """PostgreSQL advisory locks, held by a connection of their own: for all users of the database.
 
     They end with the connection. Taking an instance's lock again takes its share in the tables

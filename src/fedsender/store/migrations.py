@@ -51,10 +51,15 @@ def scripts() -> Path:
 
 
 @cache
+def _known(line: Line) -> list[str]:
+    """The versions of the line, oldest first: files are NUMBER_words, versions LINE_NUMBER."""
+    names = sorted(path.name for path in (scripts() / line / "versions").glob("[0-9]*_*.py"))
+    return [f"{line}_{name.split('_')[0]}" for name in names]
+
+
 def head(line: Line) -> str:
-    """The newest version of the line: files are called NUMBER_words, versions LINE_NUMBER."""
-    newest = max(path.name for path in (scripts() / line / "versions").glob("[0-9]*_*.py"))
-    return f"{line}_{newest.split('_')[0]}"
+    """The newest version of the line."""
+    return _known(line)[-1]
 
 
 def is_newest(connection: Connection, line: Line) -> bool:
@@ -145,9 +150,7 @@ def upgrade(connection: Connection, line: Line) -> None:
     """
     from alembic import command
 
-    files = (path.name for path in (scripts() / line / "versions").glob("[0-9]*_*.py"))
-    known = {f"{line}_{name.split('_')[0]}" for name in files}
-    if unknown := _versions(connection, line) - known:
+    if unknown := _versions(connection, line).difference(_known(line)):
         raise SchemaDiffers(
             f"the {line} tables are of version {', '.join(sorted(unknown))}: they are newer than"
             " this fedsender, or older than its first release"

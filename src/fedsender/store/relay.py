@@ -68,8 +68,9 @@ from fedsender.store.engine import (
     Faults,
     StoreError,
     open_database,
+    reading,
 )
-from fedsender.store.lock import AdvisoryLock, FileLock, Lock, LockHeld
+from fedsender.store.lock import Lock, LockHeld, lock_of
 from fedsender.store.migrations import bring_up_to_date, claim_store
 from fedsender.store.statements import (
     MAX_PARAMETERS,
@@ -200,24 +201,6 @@ class Consumer:
         if self.handed is not None:
             pins.append(self.handed.token)
         return min(pins, default=None)
-
-
-def _load_consumers(connection: Connection) -> list[Consumer]:
-    return [
-        Consumer(
-            name=row.name,
-            first_seen_ms=row.first_seen_ms,
-            last_seen_ms=row.last_seen_ms,
-            acked=row.acked,
-            handed=None if row.snapshot is None else Handed(row.snapshot, row.snapshot_token),
-            lost=row.lost,
-            error=row.error,
-            full_syncs=dict(row.full_syncs),
-            away_ms=row.away_ms,
-            shard=row.shard,
-        )
-        for row in connection.execute(select(_consumers).order_by(_consumers.c.name))
-    ]
 
 
 def _save_consumers(
@@ -594,23 +577,6 @@ def _stand(connection: Connection, token: int) -> tuple[int, int]:
     query = select(_log.c.ms, _log.c.end).where(_log.c.token == token)
     row = connection.execute(query).first()
     return (0, 0) if row is None else (row.ms, row.end)
-
-
-def _last_before(connection: Connection, ms: int) -> int:
-    bounds = read_bounds(connection)
-    tokens = range(bounds.first, bounds.head + 1)
-    older = bisect_right(tokens, ms, key=lambda token: _stand(connection, token)[0])
-    return bounds.first + older - 1
-
-
-def _last_within(connection: Connection, size: int) -> int:
-    bounds = read_bounds(connection)
-    tokens = range(bounds.first, bounds.head + 1)
-    if not tokens:
-        return bounds.head
-    end = _begin(connection, bounds.first) + size
-    less = bisect_left(tokens, end, key=lambda token: _stand(connection, token)[1])
-    return min(bounds.head, bounds.first + less)
 
 
 _NAMED = exists().where(_heads.c.token == _log.c.token) | exists().where(
@@ -992,13 +958,24 @@ class RelayStore:
         """When a record came (ms), and the log's bytes up to its end; (0, 0): it is not there."""
         return await self._database.read(partial(_stand, token=token))
 
-    async def last_before(self, ms: int) -> int:
+    @reading
+    def last_before(self, connection: Connection, ms: int) -> int:
         """The token of the newest record that came at `ms` or before; first - 1: there is none."""
-        return await self._database.read(partial(_last_before, ms=ms))
+        bounds = read_bounds(connection)
+        tokens = range(bounds.first, bounds.head + 1)
+        older = bisect_right(tokens, ms, key=lambda token: _stand(connection, token)[0])
+        return bounds.first + older - 1
 
-    async def last_within(self, size: int) -> int:
+    @reading
+    def last_within(self, connection: Connection, size: int) -> int:
         """The smallest token up to which the log has at least `size` bytes; at most head."""
-        return await self._database.read(partial(_last_within, size=size))
+        bounds = read_bounds(connection)
+        tokens = range(bounds.first, bounds.head + 1)
+        if not tokens:
+            return bounds.head
+        end = _begin(connection, bounds.first) + size
+        less = bisect_left(tokens, end, key=lambda token: _stand(connection, token)[1])
+        return min(bounds.head, bounds.first + less)
 
     async def drop_through(self, token: int) -> None:
         """Let the log begin after this token; the newest record stays.
@@ -1082,9 +1059,24 @@ class RelayStore:
 
     # --- consumers and snapshots ------------------------------------------------------------------
 
-    async def consumers(self) -> list[Consumer]:
+    @reading
+    def consumers(self, connection: Connection) -> list[Consumer]:
         """The stored consumers, by name."""
-        return await self._database.read(_load_consumers)
+        return [
+            Consumer(
+                name=row.name,
+                first_seen_ms=row.first_seen_ms,
+                last_seen_ms=row.last_seen_ms,
+                acked=row.acked,
+                handed=None if row.snapshot is None else Handed(row.snapshot, row.snapshot_token),
+                lost=row.lost,
+                error=row.error,
+                full_syncs=dict(row.full_syncs),
+                away_ms=row.away_ms,
+                shard=row.shard,
+            )
+            for row in connection.execute(select(_consumers).order_by(_consumers.c.name))
+        ]
 
     async def save_consumers(
         self,
@@ -1143,11 +1135,7 @@ async def open_relay_store(
     async with open_database(
         url, runtime, name="relay", options=options, faults=faults
     ) as database:
-        lock: Lock
-        if database.dialect == "postgresql":
-            lock = AdvisoryLock(database.url, runtime)
-        else:
-            lock = FileLock(Path(database.url.database or ""), of_one=True)
+        lock = lock_of(database.url, runtime, of_one=True)
         await bring_up_to_date(database, "homeserver", lock)
         try:
             if database.dialect != "postgresql":
