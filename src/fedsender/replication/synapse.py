@@ -61,34 +61,13 @@ class InstanceTaken(Exception):
 
 
 class SynapseStore(Protocol):
-    """The questions that the feed asks Synapse's database."""
+    """The questions that the feed asks Synapse's database; see `HomeserverStore`."""
 
-    async def event_writer_positions(self) -> Mapping[str, int]:
-        """By configured writer of events, a position at which it is known to be done."""
-        ...
-
-    async def stream_positions(self, stream: str) -> Mapping[str, int]:
-        """By writer the stream id up to which it has stored rows of a stream.
-
-        `stream`: its name in `stream_positions`.
-        """
-        ...
-
-    async def changed_backoffs(self, writer: str, after: int, upto: int) -> Sequence[str]:
-        """The servers with a backoff that `writer` changed.
-
-        Found in `cache_invalidation_stream_by_instance` rows of `get_destination_retry_timings`
-        with after < stream_id <= upto.
-        """
-        ...
-
-    async def changed_to_device(self, after: int, upto: int) -> Sequence[str]:
-        """The destinations of `device_federation_outbox` rows with after < stream_id <= upto."""
-        ...
-
-    async def last_cache_write(self, *, of_all: bool = False) -> int | None:
-        """The newest id that our instance (or any) wrote to the cache invalidation stream."""
-        ...
+    async def event_writer_positions(self) -> Mapping[str, int]: ...
+    async def stream_positions(self, stream: str) -> Mapping[str, int]: ...
+    async def changed_backoffs(self, writer: str, after: int, upto: int) -> Sequence[str]: ...
+    async def changed_to_device(self, after: int, upto: int) -> Sequence[str]: ...
+    async def last_cache_write(self, *, of_all: bool = False) -> int | None: ...
 
 
 class _Echoes:

@@ -436,15 +436,10 @@ class HomeserverStore:
             return {}
         if self._embedded:
             return room_servers.embedded_servers_before(connection, events)
-        states = room_servers.load_states(connection, events)
-
-        def memberships(event_ids: Iterable[str]) -> Mapping[str, str]:
-            return room_servers.memberships_of(connection, event_ids)
-
         if self._state_database is None:
-            return self._groups.servers_before(connection, events, states, memberships)
+            return self._groups.servers_before(connection, connection, events)
         with self._state_database.reading() as state:
-            return self._groups.servers_before(state, events, states, memberships)
+            return self._groups.servers_before(connection, state, events)
 
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
         """By room the servers in it now; of a partial-state room all that may be in it."""

@@ -8,7 +8,7 @@ is resolved.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, func, or_, select
@@ -226,8 +226,6 @@ def servers_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, fr
 
 # --- Synapse: the state database ------------------------------------------------------------------
 
-Memberships = Callable[[Iterable[str]], Mapping[str, str]]
-
 
 class StateGroups:
     """Servers joined at a state group, remembered for the groups used last.
@@ -239,17 +237,10 @@ class StateGroups:
         self._servers: LRUCache[int, frozenset[str]] = LRUCache(cache_bytes, getsizeof=_size)
 
     def servers_before(
-        self,
-        connection: Connection,
-        events: Sequence[EventRow],
-        states: EventStates,
-        memberships: Memberships,
+        self, main: Connection, state: Connection, events: Sequence[EventRow]
     ) -> dict[str, Hosts]:
-        """By event id the servers before it.
-
-        `connection` is to the state database, `memberships` reads from the main one.
-        """
-        look = _Look(connection, memberships, self._servers)
+        """By event id the servers before it. `state`: to the database of the state groups."""
+        states, look = load_states(main, events), _Look(main, state, self._servers)
         return {event.event_id: look.before(event, states) for event in events}
 
 
@@ -262,13 +253,10 @@ class _Look:
     """One look into the state tables."""
 
     def __init__(
-        self,
-        connection: Connection,
-        memberships: Memberships,
-        cache: LRUCache[int, frozenset[str]],
+        self, main: Connection, state: Connection, cache: LRUCache[int, frozenset[str]]
     ) -> None:
-        self._connection = connection
-        self._memberships = memberships
+        self._main = main
+        self._state = state
         self._cache = cache
 
     def before(self, event: EventRow, states: EventStates) -> Hosts:
@@ -340,7 +328,7 @@ class _Look:
         walk = walk.union(
             select(edges.c.prev_state_group).where(edges.c.state_group == walk.c.state_group)
         )
-        found = self._connection.execute(select(walk.c.state_group).limit(MAX_CHAIN)).scalars()
+        found = self._state.execute(select(walk.c.state_group).limit(MAX_CHAIN)).scalars()
         return sorted(found, reverse=True)
 
     def _joined_users(self, chain: Sequence[int], servers: frozenset[str]) -> frozenset[str]:
@@ -348,7 +336,7 @@ class _Look:
         return self._joined(self._members(chain, servers))
 
     def _joined(self, users: Mapping[str, str]) -> frozenset[str]:
-        memberships = self._memberships(users.values())
+        memberships = memberships_of(self._main, users.values())
         return frozenset(
             user for user, event_id in users.items() if memberships.get(event_id) == "join"
         )
@@ -364,7 +352,7 @@ class _Look:
         if servers is not None:
             ends = [state.state_key.endswith(":" + name, autoescape=True) for name in servers]
             query = query.where(or_(*ends))
-        rows = select_rows(self._connection, query, state.state_group, chain)
+        rows = select_rows(self._state, query, state.state_group, chain)
         members: dict[str, str] = {row[0]: row[1] for row in rows}
         if servers is None:
             return members
