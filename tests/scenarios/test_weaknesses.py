@@ -11,7 +11,7 @@ from tests.sender.harness import World
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
-from fedsender.sender.queues import EphemeralQueue
+from fedsender.sender.queues import EphemeralQueue, Ready, alone
 from fedsender.sender.transaction import Draft
 from fedsender.store import tables
 
@@ -88,12 +88,12 @@ async def test_catch_up_passes_over_what_can_no_longer_be_loaded(
 
 def test_edus_that_wait_go_out_oldest_first() -> None:
     """W34: a value that is replaced keeps its turn, so that no key starves."""
-    queue = EphemeralQueue(1000, lambda _reason, _count: None)
+    queue = EphemeralQueue[Ready](1000, lambda _reason, _count: None)
     for number in range(150):
-        queue.put((str(number),), "m.typing", b"%d" % number, expires_at=100.0)
-    queue.put(("0",), "m.typing", b"newer", expires_at=100.0)
+        queue.put((str(number),), ("m.typing", b"%d" % number), expires_at=100.0)
+    queue.put(("0",), ("m.typing", b"newer"), expires_at=100.0)
     draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
-    queue.fill(draft)
+    queue.fill(draft, alone)
 
     assert [edu.wire for edu in draft.edus] == [b"newer", *(b"%d" % n for n in range(1, 100))]
 

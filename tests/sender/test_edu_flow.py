@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
@@ -9,11 +10,15 @@ from trio.testing import MockClock
 B = "b.example"
 
 
+@pytest.mark.parametrize("typing", [True, False])
 async def test_they_are_sent_as_they_are_and_a_newer_one_replaces_an_older_one(
-    tmp_path: Path, autojump_clock: MockClock
+    tmp_path: Path, autojump_clock: MockClock, typing: bool
 ) -> None:
-    """And what is no canonical JSON stops nothing: the feed's calls cannot fail."""
-    world = SynapseWorld(tmp_path)
+    """And what is no canonical JSON stops nothing: the feed's calls cannot fail.
+
+    A policy without typing keeps back nothing else.
+    """
+    world = SynapseWorld(tmp_path, destinations={"defaults": {"edus": {"typing": typing}}})
     async with world.run() as sender:
         await world.members("!r:hs.example", f"@b:{B}")
         sender.edus.edu(B, "m.test", {"n": 1}, None)

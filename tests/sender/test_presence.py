@@ -1,6 +1,7 @@
 """Presence: which changes are told, to whom, and in what form."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from tests.sender.harness import EPOCH_MS, HS
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld
 from trio.testing import MockClock
 
-from fedsender.sender.edus.presence import PresenceQueue, entry, notable
+from fedsender.sender.edus.presence import STATES_PER_EDU, edu_of, entry, key_of, notable
+from fedsender.sender.queues import EphemeralQueue
 from fedsender.sender.transaction import Draft
 from fedsender.store import tables
 from fedsender.store.records import PresenceState
@@ -76,13 +78,14 @@ def test_an_entry_says_no_more_than_is_known() -> None:
 @given(st.integers(0, 300), st.integers(0, 5))
 def test_states_go_out_fifty_at_a_time_and_stay_until_answered(users: int, max_edus: int) -> None:
     """Synapse's S7."""
-    queue = PresenceQueue(1000, lambda reason, count: None)
+    queue = EphemeralQueue[PresenceState](1000, lambda reason, count: None)
     for number in range(users):
-        queue.put(PresenceState(f"@{number}:{HS}"), expires_at=10)
+        state = PresenceState(f"@{number}:{HS}")
+        queue.put(key_of(state), state, expires_at=10)
     seen = 0
     while len(queue.waiting) and max_edus:
         draft = Draft(max_pdus=50, max_edus=max_edus, max_bytes=2**20)
-        queue.fill(draft, 0)
+        queue.fill(draft, partial(edu_of, now_ms=0), at_once=STATES_PER_EDU)
         assert all(len(edu.keys) <= 50 for edu in draft.edus)
         keys = [key for edu in draft.edus for key in edu.keys]
         seen += len(keys)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsender.matrix import Pdu
-from fedsender.sender.queues import EphemeralQueue, PduPool, PduQueue
+from fedsender.sender.queues import EphemeralQueue, PduPool, PduQueue, Ready, alone
 from fedsender.sender.transaction import Draft
 
 
@@ -74,14 +74,14 @@ def test_a_pdu_redacted_while_it_waits_goes_out_pruned() -> None:
 
 def test_an_ephemeral_edu_stays_until_answered_and_the_newest_value_wins() -> None:
     """W4: what was in a failed transaction must not be lost; I4."""
-    queue = EphemeralQueue(10, lambda reason, count: None)
-    queue.put(("typing", "@a"), "m.typing", b"1", expires_at=10)
+    queue = EphemeralQueue[Ready](10, lambda reason, count: None)
+    queue.put(("typing", "@a"), ("m.typing", b"1"), expires_at=10)
     first = draft()
-    queue.fill(first)
-    queue.put(("typing", "@a"), "m.typing", b"2", expires_at=10)
+    queue.fill(first, alone)
+    queue.put(("typing", "@a"), ("m.typing", b"2"), expires_at=10)
     queue.answered(key for edu in first.edus for key in edu.keys)
     second = draft()
-    queue.fill(second)
+    queue.fill(second, alone)
 
     assert [edu.wire for edu in first.edus] == [b"1"]
     assert [edu.wire for edu in second.edus] == [b"2"]
@@ -89,12 +89,12 @@ def test_an_ephemeral_edu_stays_until_answered_and_the_newest_value_wins() -> No
 
 def test_ephemeral_edus_are_bounded_and_grow_old_with_a_count() -> None:
     left: Counter[str] = Counter()
-    queue = EphemeralQueue(2, lambda reason, count: left.update({reason: count}))
+    queue = EphemeralQueue[Ready](2, lambda reason, count: left.update({reason: count}))
     for key in "abc":
-        queue.put((key,), "m.typing", key.encode(), expires_at=10)
+        queue.put((key,), ("m.typing", key.encode()), expires_at=10)
     queue.expire(9.9)
     filled = draft()
-    queue.fill(filled)
+    queue.fill(filled, alone)
     queue.expire(10)
 
     assert [edu.wire for edu in filled.edus] == [b"b", b"c"]

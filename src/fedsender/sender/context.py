@@ -13,7 +13,7 @@ from fedsender.sender.attempt_log import AttemptLog
 from fedsender.sender.debts import Debts
 from fedsender.sender.failure import ServerState
 from fedsender.sender.queues import PduPool
-from fedsender.sender.routing import Router
+from fedsender.sender.routing import Bad, Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
@@ -68,6 +68,19 @@ class Context:
     alarms: Alarms = field(default_factory=Alarms)
     full: set[str] = field(default_factory=set)
     troubles: dict[str, float] = field(default_factory=dict)
+
+    async def quarantine(self, bad: Bad, destination: str | None = None) -> None:
+        """Put an event that cannot be sent into the quarantine of one server, or of all (None)."""
+        self.metrics.quarantined.inc()
+        await self.store.quarantine_item(
+            destination=destination,
+            kind="pdu",
+            event_id=bad.event_id,
+            room_id=bad.room_id,
+            stream_ordering=bad.stream_ordering,
+            reason=bad.reason,
+            content=bad.content,
+        )
 
     def note(self, state: ServerState) -> None:
         """Note a server's new state: whether its quarantine is full."""

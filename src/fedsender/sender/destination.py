@@ -28,7 +28,7 @@ from fedsender.runtime import OutOfResources, Runtime
 from fedsender.sender import failure
 from fedsender.sender.admission import nobody_told, not_now
 from fedsender.sender.context import Announcer, Context, Phase
-from fedsender.sender.edus.presence import LIFETIME_S as PRESENCE_LIFETIME_S
+from fedsender.sender.edus import presence
 from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
 from fedsender.sender.edus.typing import TYPING, Typing
 from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, Verdict
@@ -428,8 +428,8 @@ class Destination:
     def put_presence(self, state: PresenceState) -> None:
         """Queue the presence of one of our users."""
         if self.policy.edus.presence:
-            expires_at = trio.current_time() + PRESENCE_LIFETIME_S
-            self.outbox.presence.put(state, expires_at=expires_at)
+            expires_at = trio.current_time() + presence.LIFETIME_S
+            self.outbox.presence.put(presence.key_of(state), state, expires_at=expires_at)
             self._edu_came()
 
     def put_edu(self, key: Key, edu_type: str, content: Mapping[str, Any]) -> None:
@@ -438,7 +438,7 @@ class Destination:
         Raises:
             ValueError: its content has no canonical form.
         """
-        self.outbox.put_edu(key, edu_type, content, lifetime_s=PRESENCE_LIFETIME_S)
+        self.outbox.put_edu(key, edu_type, content, lifetime_s=presence.LIFETIME_S)
         self._edu_came()
 
     def _edu_came(self) -> None:

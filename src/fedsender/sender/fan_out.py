@@ -81,7 +81,7 @@ class FanOut:
         router: Router,
         downstream: Downstream,
         *,
-        quarantine: Callable[[Sequence[Bad]], Any],
+        quarantine: Callable[[Bad], Awaitable[None]],
         blocked_rooms: Callable[[], Awaitable[dict[str, int]]],
         chunk: int,
         pool: PduPool,
@@ -89,7 +89,7 @@ class FanOut:
     ) -> None:
         """
         Args:
-            quarantine: makes bad events durable.
+            quarantine: makes a bad event durable.
             blocked_rooms: room -> the stream ordering of its first event in quarantine.
             already_owed: events that are not sent again after the position has gone back.
         """
@@ -243,7 +243,8 @@ class FanOut:
             else:
                 good.append(item)
         if bad:
-            await self._quarantine(bad)
+            for each in bad:
+                await self._quarantine(each)
             log.error("events quarantined", first=bad[0].event_id, reason=bad[0].reason, n=len(bad))
         return good
 

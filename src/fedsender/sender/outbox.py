@@ -24,15 +24,15 @@ from fedsender.ledger import TransactionRecord
 from fedsender.matrix import BadEvent, Pdu, canonical_json
 from fedsender.sender.catch_up import CatchUp
 from fedsender.sender.context import Context
-from fedsender.sender.edus import device_lists
-from fedsender.sender.edus.presence import PresenceQueue
+from fedsender.sender.edus import device_lists, presence
 from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
+from fedsender.sender.edus.typing import TYPING
 from fedsender.sender.isolation import Search, Turn
-from fedsender.sender.queues import EphemeralQueue, PduQueue
+from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction, settle
 from fedsender.store.homeserver import Settlement
-from fedsender.store.records import Receipt
+from fedsender.store.records import PresenceState, Receipt
 from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
@@ -55,7 +55,7 @@ class Outbox:
         destination: the server's name.
         level: whether all the owed PDUs are in `queue` or will be offered.
         queue: live PDUs.
-        ephemeral: typing.
+        ephemeral: typing, and EDUs that the homeserver composed itself.
         presence: the states of users.
         receipts: those that wait in memory, and whether more wait in the database.
         lsso: the destination's low-water mark; None until it was needed.
@@ -74,8 +74,8 @@ class Outbox:
         # cycles, hundreds at a time.
         self._count_dropped = partial(_count_dropped, context.metrics)
         self.queue = PduQueue(context.sending.queue_pdus, context.pdu_pool)
-        self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS, self._count_dropped)
-        self.presence = PresenceQueue(PRESENCE_USERS, self._count_dropped)
+        self.ephemeral = EphemeralQueue[Ready](EPHEMERAL_KEYS, self._count_dropped)
+        self.presence = EphemeralQueue[PresenceState](PRESENCE_USERS, self._count_dropped)
         self.receipts = ReceiptQueue(RECEIPTS)
         self._owes_to_device = self._owes_device_lists = not level
         self._owes_redeliveries = not level
@@ -142,7 +142,7 @@ class Outbox:
         """Send this EDU, unless a newer one of the same key replaces it or it grows too old."""
         wire = canonical_json({"content": content, "edu_type": edu_type})
         expires_at = trio.current_time() + lifetime_s
-        self.ephemeral.put(key, edu_type, wire, expires_at=expires_at)
+        self.ephemeral.put(key, (edu_type, wire), expires_at=expires_at)
 
     def take_back(self, transaction: Transaction) -> None:
         """Let the items of this transaction wait again: it will not be repeated."""
@@ -249,8 +249,9 @@ class Outbox:
             self._drop_unwanted(policy.edus)
             self.expire()
             self.receipts.fill(draft)
-            self.ephemeral.fill(draft)
-            self.presence.fill(draft, self._context.runtime.now_ms())
+            self.ephemeral.fill(draft, alone)
+            told = partial(presence.edu_of, now_ms=self._context.runtime.now_ms())
+            self.presence.fill(draft, told, at_once=presence.STATES_PER_EDU)
 
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
         """Put in the PDU of this search's turn, if there is one; the search has a suspect.
@@ -287,9 +288,9 @@ class Outbox:
         if not kinds.receipts:
             self.receipts.clear()
         if not kinds.typing:
-            self.ephemeral.clear()
+            self.ephemeral.drop(TYPING)
         if not kinds.presence:
-            self.presence.clear()
+            self.presence.drop(presence.PRESENCE)
 
     async def _fill_to_device(self, draft: Draft, policy: Policy) -> None:
         # Cleared before the read, so that a message that arrives during it asks for another look.
@@ -582,17 +583,9 @@ class Outbox:
             event_id=bad.event_id,
             reason=bad.reason,
         )
-        self._context.metrics.quarantined.inc()
         if self._catch_up is not None:
             self._catch_up.refused.add(bad.event_id)
-        await self._context.store.quarantine_item(
-            destination=self.destination,
-            kind="pdu",
-            event_id=bad.event_id,
-            room_id=bad.room_id,
-            stream_ordering=bad.stream_ordering,
-            reason=bad.reason,
-        )
+        await self._context.quarantine(bad, self.destination)
 
     async def _quarantine_row(self, row_id: int, content: str, reason: str) -> None:
         await self._context.store.quarantine_item(

@@ -6,9 +6,10 @@ Ephemeral EDUs are kept by key, and the newest value replaces the one before. Th
 answered, or by age; those that leave unsent are counted.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 from fedsender.matrix import Pdu
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
@@ -149,55 +150,71 @@ class PduQueue:
         return count
 
 
+T = TypeVar("T")
+Ready = tuple[str, bytes]
+"""An EDU's type, and `{"content": ..., "edu_type": ...}` in canonical JSON."""
+
+
 @dataclass(slots=True)
-class _Waiting:
-    edu: Edu
+class Waiting(Generic[T]):
+    """A value that waits; `expires_at` on trio's clock."""
+
+    value: T
     version: int
     expires_at: float
 
 
-class EphemeralQueue:
-    """Typing for one server: newest value per key, at most `limit` keys.
+class EphemeralQueue(Generic[T]):
+    """EDUs in memory only, for one server: newest value per key, at most `limit` keys.
 
     Attributes:
         waiting: by key, in the order in which the keys came.
     """
 
     def __init__(self, limit: int, count: Callable[[str, int], None]) -> None:
-        """`count` gets a reason ("expired", "replaced", "crowded out") and number of EDUs lost."""
+        """`count` gets a reason ("expired", "replaced", "crowded out") and the number lost."""
         self._limit = limit
         self._count = count
-        self.waiting: dict[Key, _Waiting] = {}
+        self.waiting: dict[Key, Waiting[T]] = {}
         self._version = 0
 
-    def put(self, key: Key, edu_type: str, wire: bytes, *, expires_at: float) -> None:
-        """Queue this EDU, in place of any other of the same key."""
+    def put(self, key: Key, value: T, *, expires_at: float) -> None:
+        """Queue this value, in place of any other of the same key."""
         self._version += 1
         if key in self.waiting:
             self._count("replaced", 1)
         elif len(self.waiting) >= self._limit:
             del self.waiting[next(iter(self.waiting))]
             self._count("crowded out", 1)
-        edu = Edu(edu_type, wire, keys=((key, self._version),))
         # A value replaced in place keeps its turn: the oldest key goes out first.
-        self.waiting[key] = _Waiting(edu, self._version, expires_at)
+        self.waiting[key] = Waiting(value, self._version, expires_at)
 
     def expire(self, now: float) -> None:
-        """Drop the EDUs that have expired."""
+        """Drop the values that have expired."""
         stale = [key for key, item in self.waiting.items() if item.expires_at <= now]
         for key in stale:
             del self.waiting[key]
         if stale:
             self._count("expired", len(stale))
 
-    def clear(self) -> None:
-        """Forget all."""
-        self.waiting.clear()
+    def drop(self, kind: str) -> None:
+        """Forget the values with keys that begin with this word."""
+        for key in [key for key in self.waiting if key[0] == kind]:
+            del self.waiting[key]
 
-    def fill(self, draft: Draft) -> None:
-        """Put as many EDUs as fit into the draft; they stay until they are answered."""
-        for item in self.waiting.values():
-            if not draft.add_edu(item.edu):
+    def fill(
+        self, draft: Draft, edu_of: Callable[[Sequence[T]], Ready], *, at_once: int = 1
+    ) -> None:
+        """Put as many EDUs as fit into the draft; their values stay until they are answered.
+
+        `edu_of`: makes an EDU of at most `at_once` values.
+        """
+        items = list(self.waiting.items())
+        for start in range(0, len(items), at_once):
+            some = items[start : start + at_once]
+            edu_type, wire = edu_of([item.value for _, item in some])
+            keys = tuple((key, item.version) for key, item in some)
+            if not draft.add_edu(Edu(edu_type, wire, keys=keys)):
                 return
 
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
@@ -206,3 +223,8 @@ class EphemeralQueue:
             item = self.waiting.get(key)
             if item is not None and item.version == version:
                 del self.waiting[key]
+
+
+def alone(values: Sequence[Ready]) -> Ready:
+    """An EDU that was made when it was queued."""
+    return values[0]

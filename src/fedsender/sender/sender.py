@@ -30,7 +30,7 @@ from fedsender.sender.operations import Operations
 from fedsender.sender.queues import PduPool
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
-from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.routing import Routed, Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
 from fedsender.store.records import Lagging
@@ -73,7 +73,7 @@ class Sender:
             context.homeserver,
             context.router,
             self,
-            quarantine=self._quarantine,
+            quarantine=context.quarantine,
             blocked_rooms=context.store.quarantined_rooms,
             chunk=context.sending.fan_out_chunk,
             pool=context.pdu_pool,
@@ -166,19 +166,6 @@ class Sender:
         self.context.metrics.fanned_out(
             position, events, [(len(item.servers), item.received_ts) for item in routed], now_ms
         )
-
-    async def _quarantine(self, items: Sequence[Bad]) -> None:
-        for item in items:
-            self.context.metrics.quarantined.inc()
-            await self.context.store.quarantine_item(
-                destination=None,
-                kind="pdu",
-                event_id=item.event_id,
-                room_id=item.room_id,
-                stream_ordering=item.stream_ordering,
-                reason=item.reason,
-                content=item.content,
-            )
 
     async def follow_events(self) -> None:
         """Run the fan-out until it raises: it may have stopped between a commit and its offers.

@@ -5,14 +5,14 @@ of each user waits for a server. The time since the user was active is computed 
 (Matrix server-server API, "Presence").
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from cachetools import LRUCache
 
 from fedsender.matrix import canonical_json
-from fedsender.sender.transaction import Draft, Edu, Key
+from fedsender.sender.queues import Ready
+from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState
 
 PRESENCE = "m.presence"
@@ -70,67 +70,7 @@ def entry(state: PresenceState, now_ms: int) -> dict[str, Any]:
     return told
 
 
-@dataclass(slots=True)
-class _Waiting:
-    state: PresenceState
-    version: int
-    expires_at: float
-
-
-class PresenceQueue:
-    """The states that wait for one server: one for each user, at most `limit`.
-
-    `count` gets a reason ("expired", "replaced", "crowded out") and number of states lost.
-
-    Attributes:
-        waiting: by user, in the order in which the users came.
-    """
-
-    def __init__(self, limit: int, count: Callable[[str, int], None]) -> None:
-        self._limit = limit
-        self._count = count
-        self.waiting: dict[Key, _Waiting] = {}
-        self._version = 0
-
-    def put(self, state: PresenceState, *, expires_at: float) -> None:
-        """Queue this state, in the place of any other of its user."""
-        self._version += 1
-        key = key_of(state)
-        if key in self.waiting:
-            self._count("replaced", 1)
-        elif len(self.waiting) >= self._limit:
-            del self.waiting[next(iter(self.waiting))]
-            self._count("crowded out", 1)
-        self.waiting[key] = _Waiting(state, self._version, expires_at)
-
-    def expire(self, now: float) -> None:
-        """Drop the states that have expired."""
-        stale = [key for key, item in self.waiting.items() if item.expires_at <= now]
-        for key in stale:
-            del self.waiting[key]
-        if stale:
-            self._count("expired", len(stale))
-
-    def clear(self) -> None:
-        """Forget all."""
-        self.waiting.clear()
-
-    def fill(self, draft: Draft, now_ms: int) -> None:
-        """Put as many states as fit into the draft; they stay until they are answered."""
-        items = list(self.waiting.items())
-        for start in range(0, len(items), STATES_PER_EDU):
-            if not draft.add_edu(_edu(items[start : start + STATES_PER_EDU], now_ms)):
-                return
-
-    def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
-        """Remove these versions, which arrived; a newer state of the same user stays."""
-        for key, version in taken:
-            item = self.waiting.get(key)
-            if item is not None and item.version == version:
-                del self.waiting[key]
-
-
-def _edu(items: Sequence[tuple[Key, _Waiting]], now_ms: int) -> Edu:
-    push = [entry(item.state, now_ms) for _, item in items]
-    wire = canonical_json({"content": {"push": push}, "edu_type": PRESENCE})
-    return Edu(PRESENCE, wire, keys=tuple((key, item.version) for key, item in items))
+def edu_of(states: Sequence[PresenceState], now_ms: int) -> Ready:
+    """The EDU of these states, at most `STATES_PER_EDU`."""
+    push = [entry(state, now_ms) for state in states]
+    return PRESENCE, canonical_json({"content": {"push": push}, "edu_type": PRESENCE})
