@@ -571,12 +571,12 @@ async def test_consumers_are_stored(new_url: NewUrl) -> None:
     two = Consumer("two", 6, 7)
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("a" * 16)
-        await store.save_consumers([two, one], {"one"})
+        await store.save_consumers([two, one])
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("b" * 16)
         assert await store.consumers() == [one, two]
         one.handed, one.full_syncs = None, {}
-        await store.save_consumers([one], (), ["two"])
+        await store.save_consumers([one], ["two"])
         assert await store.consumers() == [one]
 
 

@@ -227,7 +227,6 @@ def upgrade() -> None:
         sa.Column(
             "lost", sa.Boolean(), nullable=False, comment="the log behind acked is not kept for it"
         ),
-        sa.Column("connected", sa.Boolean(), nullable=False),
         sa.Column("first_seen_ms", sa.BigInteger(), nullable=False),
         sa.Column("last_seen_ms", sa.BigInteger(), nullable=False),
         sa.Column("away_ms", sa.BigInteger(), nullable=False, comment="while the relay ran"),

@@ -271,7 +271,7 @@ class Registry:
             changed = [self._consumers[name] for name in sorted(stale & self._consumers.keys())]
             gone = sorted(stale - self._consumers.keys())
             try:
-                await self._store.save_consumers(changed, +self._connections, gone)
+                await self._store.save_consumers(changed, gone)
             except StoreError as error:
                 self._stale |= stale
                 if self.failing is None:

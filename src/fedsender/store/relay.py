@@ -204,10 +204,7 @@ class Consumer:
 
 
 def _save_consumers(
-    connection: Connection,
-    changed: Sequence[Consumer],
-    connected: Collection[str],
-    removed: Collection[str],
+    connection: Connection, changed: Sequence[Consumer], removed: Collection[str]
 ) -> None:
     for chunk in in_chunks(sorted(removed)):
         connection.execute(delete(_consumers).where(_consumers.c.name.in_(chunk)))
@@ -218,7 +215,6 @@ def _save_consumers(
             "snapshot": None if one.handed is None else one.handed.snapshot,
             "snapshot_token": None if one.handed is None else one.handed.token,
             "lost": one.lost,
-            "connected": one.name in connected,
             "first_seen_ms": one.first_seen_ms,
             "last_seen_ms": one.last_seen_ms,
             "away_ms": one.away_ms,
@@ -1079,15 +1075,10 @@ class RelayStore:
         ]
 
     async def save_consumers(
-        self,
-        changed: Sequence[Consumer],
-        connected: Collection[str] = (),
-        removed: Collection[str] = (),
+        self, changed: Sequence[Consumer], removed: Collection[str] = ()
     ) -> None:
-        """Store the changed consumers, and whether each is connected; delete the removed ones."""
-        await self._write(
-            lambda connection: _save_consumers(connection, changed, connected, removed)
-        )
+        """Store the changed consumers, and delete the removed ones."""
+        await self._write(partial(_save_consumers, changed=changed, removed=removed))
 
     async def with_tables(self, write: Callable[[SnapshotTables], T]) -> T:
         """The result of `write`, run in a worker thread in one read transaction.

@@ -311,7 +311,6 @@ relay_consumers = Table(
     Column("snapshot", Text, comment="the one that it was handed"),
     Column("snapshot_token", BigInteger),
     Column("lost", Boolean, nullable=False, comment="the log behind acked is not kept for it"),
-    Column("connected", Boolean, nullable=False),
     Column("first_seen_ms", BigInteger, nullable=False),
     Column("last_seen_ms", BigInteger, nullable=False),
     Column("away_ms", BigInteger, nullable=False, comment="while the relay ran"),
