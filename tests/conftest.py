@@ -11,7 +11,9 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from tests.servers import Databases, Valkey, open_postgres, open_valkey
-from tests.spark import open_spark
+
+from fedsender.config import Spark
+from fedsender.pipeline.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,6 +25,18 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+_SPARK = {
+    "spark.sql.shuffle.partitions": "2",
+    "spark.default.parallelism": "2",
+    "spark.driver.memory": "1g",
+    # Small plans: planning costs more than running them, and compiling them more than both.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    # With one compiler the room for its code is 48 MiB, which planning alone fills again and again.
+    "spark.driver.extraJavaOptions": (
+        "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=192m"
+    ),
+}
 _SHARED = ("homeserver_a", "spark")
 """Fixtures whose servers take so long to start that one process has all the tests with them."""
 
@@ -105,6 +119,7 @@ def valkey(_valkey_server: Valkey) -> Valkey:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
-    """A Spark, here, with two threads."""
-    with open_spark(tmp_path_factory.mktemp("spark")) as session:
+    """A Spark, here, with two threads: starting one takes longer than most tests."""
+    logs = tmp_path_factory.mktemp("spark")
+    with spark_session(Spark(master="local[2]", settings=_SPARK), "tests", logs) as session:
         yield session

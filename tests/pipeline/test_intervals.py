@@ -12,9 +12,10 @@ import trio
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
+from tests.pipeline.test_ingest import config_of
 from tests.pipeline.worlds import US, embedded_world, set_position, synapse_world
 
-from fedsender.config import Config, from_values
+from fedsender.config import Config
 from fedsender.pipeline import ingest, intervals, rebuild, schemas
 from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
@@ -36,20 +37,6 @@ SOME_WORLDS = settings(
 )
 Expected = dict[str, frozenset[str] | str]
 """Event id -> who should get it, or why that cannot be told."""
-
-
-def config_of(directory: Path, kind: str) -> Config:
-    return from_values(
-        {
-            "server_name": US,
-            "signing_key": "key",
-            "instance_name": "master" if kind == "synapse" else "fedsender",
-            "homeserver": {"kind": kind, "database": "homeserver.db"},
-            "feed": {"kind": "redis" if kind == "synapse" else "tcp"},
-            "pipeline": {"lake": "lake"},
-        },
-        directory=directory,
-    )
 
 
 def why_of(item: Bad) -> str:
@@ -151,7 +138,7 @@ def compared(
         url = f"sqlite:///{directory}/homeserver.db"
         make = synapse_world if kind == "synapse" else embedded_world
         world = make(url, seed, rooms=12, steps=40)
-        config = config_of(directory, kind)
+        config = config_of(directory, kind, database="homeserver.db")
         ends = sorted({*(max(1, round(part * world.ordering)) for part in pieces), world.ordering})
         tables = []
         for lake_name, position in (

@@ -180,9 +180,9 @@ class Room:
             branch.group = self.world.group(self.room_id, branch.group, {})
             self._message(branch, kind="m.room.topic", state_key="")
 
-    def _user(self, *, server: str | None = None) -> str:
+    def _user(self) -> str:
         random = self.world.random
-        return f"@{random.choice('xyz')}:{server or random.choice(SERVERS)}"
+        return f"@{random.choice('xyz')}:{random.choice(SERVERS)}"
 
     def _message(
         self, branch: Branch, kind: str = "m.room.message", state_key: str | None = None
