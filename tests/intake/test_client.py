@@ -195,10 +195,10 @@ async def test_the_client_waits_for_the_relay(tmp_path: Path) -> None:
         nursery.start_soon(bring)
         await trio.sleep(0.1)
         async with serving(tmp_path, listen) as (intake, _):
-            log_of(intake).refusing = "no room"
+            log_of(intake).refuse("no room")
             await trio.sleep(0.2)
             assert tokens == []
-            log_of(intake).refusing = None
+            log_of(intake).refuse(None)
             with trio.fail_after(60):
                 await log_of(intake).moved.wait_past(0)
         async with serving(tmp_path, listen) as (intake, _):
@@ -309,7 +309,7 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         assert (await ask(address, "reserve", {"writer": "a b"}))[0] == 400
         assert (await ask(address, "reserve", {"writer": "a", "count": 101}))[0] == 400
         assert (await ask(address, "nothing", {}))[0] == 404
-        log_of(intake).refusing = "no room"
+        log_of(intake).refuse("no room")
         got, answer = await ask(address, "append", one(2))
         assert (got, answer["errcode"], answer["retry_after_ms"] > 0) == (
             503,
@@ -320,7 +320,7 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
             with pytest.raises(Refused) as refusal:
                 await relay.append([pdu(1)])
             assert refusal.value.status == 401
-        log_of(intake).refusing = None
+        log_of(intake).refuse(None)
         async with IntakeClient.at(address, f"{TOKEN}\n") as relay:
             assert await relay.append([pdu(7)], id="id7") == 1, "as it was read from its file"
         with pytest.raises(ValueError, match="token"):

@@ -208,13 +208,13 @@ async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.Mock
 
     async with opened() as intake:
         first, second = intake.reserve("a", 2)
-        log_of(intake).refusing = "the disk is full"
+        log_of(intake).refuse("the disk is full")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(bring, 2, second)
             await trio.sleep(1)
             nursery.start_soon(bring, 1, first)
         assert outcomes == ["the disk is full"] * 2
-        log_of(intake).refusing = None
+        log_of(intake).refuse(None)
         assert await intake.append([event(1)]) == [1]
 
 
