@@ -691,7 +691,7 @@ async def test_a_destinations_rooms_are_listed_by_id(open_synapse: OpenSynapse) 
         )
 
         page = await synapse.store.destination_rooms_page("one.example", 0, 1, "b")
-        assert (page.rows, page.total) == ((("!b:x", 12),), 2)
+        assert (page.rows, page.total) == ([("!b:x", 12)], 2)
 
 
 # --- schema ---------------------------------------------------------------------------------------

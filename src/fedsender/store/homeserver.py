@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
 
 import trio
 from cachetools import LRUCache
@@ -22,6 +22,7 @@ from sqlalchemy import (
     Executable,
     FromClause,
     LargeBinary,
+    Row,
     Select,
     Table,
     Text,
@@ -58,9 +59,7 @@ from fedsender.store.engine import Database, StoreError, reading, reading_togeth
 from fedsender.store.lock import Lock, LockHeld
 from fedsender.store.records import (
     Backoff,
-    DestinationRoomsPage,
     DestinationRow,
-    DestinationsPage,
     EventRow,
     Generation,
     History,
@@ -69,6 +68,7 @@ from fedsender.store.records import (
     HostsUnknown,
     Lagging,
     OwedRoom,
+    Page,
     Pending,
     Receipt,
     Settlement,
@@ -89,6 +89,7 @@ from fedsender.streams import HostsRow, RedactionRow
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 MARKS_LATE_S = 10.0
 """Seconds that marks are kept in memory; then each answer waits for its own write again."""
 MAX_UNWRITTEN = 200
@@ -872,36 +873,26 @@ class HomeserverStore:
         order_by: str = "destination",
         direction: Literal["f", "b"] = "f",
         substring: str | None = None,
-    ) -> DestinationsPage:
+    ) -> Page[DestinationRow]:
         """Rows `start`.. of `destinations`; `substring` of the name, in any case.
 
         Raises StoreError if `order_by` is not one of SORTABLE.
         """
         if order_by not in SORTABLE:
             raise StoreError(f"order_by must be one of {', '.join(SORTABLE)}")
-        matching: ColumnElement[bool] = and_(True)
+        column = destinations.c[order_by]
+        query = select(
+            destinations.c.destination,
+            func.coalesce(destinations.c.retry_last_ts, 0),
+            func.coalesce(destinations.c.retry_interval, 0),
+            destinations.c.failure_ts,
+            destinations.c.last_successful_stream_ordering,
+        ).order_by(column.desc() if direction == "b" else column, destinations.c.destination)
         if substring:
             name = func.lower(destinations.c.destination)
-            matching = name.contains(substring.lower(), autoescape=True)
-        column = destinations.c[order_by]
-        query = (
-            select(
-                destinations.c.destination,
-                func.coalesce(destinations.c.retry_last_ts, 0),
-                func.coalesce(destinations.c.retry_interval, 0),
-                destinations.c.failure_ts,
-                destinations.c.last_successful_stream_ordering,
-            )
-            .where(matching)
-            .order_by(column.desc() if direction == "b" else column, destinations.c.destination)
-            .offset(start)
-            .limit(limit)
-        )
-        count = select(func.count()).select_from(destinations).where(matching)
-        rows = connection.execute(query).all()
-        return DestinationsPage(
-            tuple(DestinationRow(*row) for row in rows), connection.execute(count).scalar_one()
-        )
+            query = query.where(name.contains(substring.lower(), autoescape=True))
+        rows, total = _page(connection, query, start, limit)
+        return Page([DestinationRow(*row) for row in rows], total)
 
     @reading
     def destination_rooms_page(
@@ -911,24 +902,17 @@ class HomeserverStore:
         start: int,
         limit: int,
         direction: Literal["f", "b"] = "f",
-    ) -> DestinationRoomsPage:
+    ) -> Page[tuple[str, int]]:
         """Rows `start`.. of the rooms in which the destination is owed, or was sent, an event; by
         room id."""
-        ours = destination_rooms.c.destination == destination
         column = destination_rooms.c.room_id
         query = (
             select(column, destination_rooms.c.stream_ordering)
-            .where(ours)
+            .where(destination_rooms.c.destination == destination)
             .order_by(column.desc() if direction == "b" else column)
-            .offset(start)
-            .limit(limit)
         )
-        count = select(func.count()).select_from(destination_rooms).where(ours)
-        rows = connection.execute(query).all()
-        return DestinationRoomsPage(
-            tuple((room_id, stream_ordering) for room_id, stream_ordering in rows),
-            connection.execute(count).scalar_one(),
-        )
+        rows, total = _page(connection, query, start, limit)
+        return Page([(room_id, stream_ordering) for room_id, stream_ordering in rows], total)
 
     # --- the feed (embedded only) -----------------------------------------------------------------
 
@@ -1284,6 +1268,18 @@ def _settle(connection: Connection, groups: Sequence[Sequence[Settlement]]) -> N
     if gone:
         rows = [{"destination": name, "stream_id": row} for name, row in gone]
         connection.execute(_DELETE_MESSAGES, rows)
+
+
+# --- what operators ask ---------------------------------------------------------------------------
+
+
+def _page(
+    connection: Connection, query: Select[*Ts], start: int, limit: int
+) -> tuple[Sequence[Row[*Ts]], int]:
+    """The rows of the query from `start` on, and the number of all its rows."""
+    count = select(func.count()).select_from(query.order_by(None).subquery())
+    rows = connection.execute(query.offset(start).limit(limit)).all()
+    return rows, connection.execute(count).scalar_one()
 
 
 # --- a Synapse's own tables -----------------------------------------------------------------------

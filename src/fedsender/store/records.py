@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from fedsender.ledger import DevicePoke
+
+X = TypeVar("X")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,19 +293,10 @@ class DestinationRow:
     last_successful_stream_ordering: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class DestinationsPage:
-    """A page, and the number of rows on all pages."""
+class Page(NamedTuple, Generic[X]):
+    """The rows of a page, and the number of rows on all pages."""
 
-    rows: tuple[DestinationRow, ...]
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class DestinationRoomsPage:
-    """A page of (room id, stream ordering), and the number of rows on all pages."""
-
-    rows: tuple[tuple[str, int], ...]
+    rows: Sequence[X]
     total: int
 
 
