@@ -1,9 +1,9 @@
 """The endpoint that a homeserver appends to, over HTTP."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import trio
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Security
@@ -37,8 +37,6 @@ from fedsender.intake.intake import (
 )
 from fedsender.intake.writer import Full
 from fedsender.runtime import Runtime
-
-T = TypeVar("T")
 
 PREFIX: Final = "/_fedsender/intake/v1"
 OPENAPI_PATH: Final = f"{PREFIX}/openapi.json"
@@ -155,9 +153,11 @@ async def append(request: Appends, intake: Reach) -> Response:
     appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
     epoch = intake.recorder.epoch
     if intake.signer is None:
-        tokens = await _taken(lambda: intake.append(appends))
+        with _refusals():
+            tokens = await intake.append(appends)
         return json_answer({"epoch": epoch, "tokens": tokens})
-    tokens, events = await _taken(lambda: intake.append_shown(appends))
+    with _refusals():
+        tokens, events = await intake.append_shown(appends)
     return json_answer({"epoch": epoch, "tokens": tokens, "events": events})
 
 
@@ -165,11 +165,8 @@ async def append(request: Appends, intake: Reach) -> Response:
 async def reserve(request: Reserve, intake: Reach) -> Response:
     """`{"reservations": [...], "lapse_ms": 60000}`. Each is to be completed by an append within
     that time, or is given up; whatever is appended meanwhile waits for it."""
-
-    async def take() -> list[str]:
-        return intake.reserve(request.writer, request.count)
-
-    places = await _taken(take)
+    with _refusals():
+        places = intake.reserve(request.writer, request.count)
     lapse_ms = round(intake.settings.lapse_s * 1000)
     return json_answer({"reservations": places, "lapse_ms": lapse_ms})
 
@@ -178,11 +175,8 @@ async def reserve(request: Reserve, intake: Reach) -> Response:
 async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
     """`{}`. Nothing of it is kept: a sender that is not connected never learns of it."""
     rows = [(stream, row) for stream in EPHEMERAL_STREAMS for row in getattr(request, stream)]
-
-    async def hand_on() -> None:
+    with _refusals():
         intake.ephemeral(rows)
-
-    await _taken(hand_on)
     return json_answer({})
 
 
@@ -232,7 +226,8 @@ async def outcomes(
         raise Refusal(404, "M_NOT_FOUND", "a relay sends nothing; ask its senders")
     try:
         cursor = Cursor.parse(after) if after else None
-        page = await _taken(lambda: feedback.outcomes(cursor, limit, wait_s), wait_s + ANSWER_S)
+        with _refusals(wait_s + ANSWER_S):
+            page = await feedback.outcomes(cursor, limit, wait_s)
     except BadCursor as bad:
         raise bad_param(f"after: {bad}") from bad
     except Gap as gap:
@@ -248,7 +243,8 @@ async def room(room_id: str, intake: Reach) -> Response:
     that get the room's next event, and the token of the last `hosts` or `servers` row about it.
     404: none came.
     """
-    found = await _taken(lambda: intake.recorder.room_servers(id_of(room_id, "room id")))
+    with _refusals():
+        found = await intake.recorder.room_servers(id_of(room_id, "room id"))
     if found is None:
         raise not_found("no row has said who is in this room")
     return json_answer({"epoch": intake.recorder.epoch, **found._asdict()})
@@ -259,13 +255,15 @@ def _elsewhere(closed: Elsewhere) -> Refusal:
     return Refusal(503, "FEDSENDER_ELSEWHERE", str(closed), more)
 
 
-async def _taken(take: Callable[[], Awaitable[T]], within_s: float = ANSWER_S) -> T:
-    """The result of `take`, its errors as refusals; a refusal, too, if it takes too long."""
+@contextmanager
+def _refusals(within_s: float = ANSWER_S) -> Iterator[None]:
+    """Raise the body's errors as refusals; a refusal, too, if it takes too long."""
     later = {"retry_after_ms": RETRY_AFTER_MS}
     try:
-        with trio.move_on_after(within_s):
-            return await take()
-        raise Full(f"the database has not answered for {within_s:.0f} s: send the same again")
+        with trio.move_on_after(within_s) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise Full(f"the database has not answered for {within_s:.0f} s: send the same again")
     except BadRow as bad:
         raise Refusal(400, "M_BAD_JSON", str(bad)) from bad
     except KeyReused as reused:

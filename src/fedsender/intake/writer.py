@@ -273,14 +273,11 @@ class _Queue:
                     call.settle(index, answer)
                 else:
                     call.fail(answer)
-        self._made_room(size)
+        self._bytes -= size
+        self._room.unpark_all()
 
     def fail(self, error: Exception) -> None:
         """Refuse all waiting records. All of them, because later ones must not come in before
         earlier ones that are sent again.
         """
         self.answer([error] * len(self._queue))
-
-    def _made_room(self, size: int) -> None:
-        self._bytes -= size
-        self._room.unpark_all()

@@ -35,6 +35,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from sqlalchemy import (
@@ -211,9 +212,6 @@ class _Loading:
         positions.set_feed_history(connection, self._snapshot.history)
         positions.end_load(connection)
 
-    def _read(self, table: str, part: int) -> Iterator[Row]:
-        yield from self._snapshot.read(table, part)
-
     # --- events -----------------------------------------------------------------------------------
 
     def _load_events(self, part: int) -> Steps[dict[str, int]]:
@@ -227,7 +225,7 @@ class _Loading:
         return first
 
     def _parsed_events(self, part: int) -> Iterator[tuple[int, PduRow]]:
-        for _, _, token, text in self._read("events", part):
+        for _, _, token, text in self._snapshot.read("events", part):
             if token + self._base <= self._position:
                 continue
             row = parse_relay_row(json.loads(text))
@@ -245,7 +243,11 @@ class _Loading:
             events.c.stream_ordering <= self._position,
         )
         here = set(connection.execute(known).scalars())
-        new = [(token, row) for token, row in sorted(rows, key=_token) if row.event_id not in here]
+        new = [
+            (token, row)
+            for token, row in sorted(rows, key=itemgetter(0))
+            if row.event_id not in here
+        ]
         embedded.store_rooms(connection, {row.room_id: row.room_version for _, row in new})
         values = [embedded.event_values(row, token, self._now_ms) for token, row in new]
         insert_rows(connection, events, values)
@@ -283,7 +285,9 @@ class _Loading:
 
     def _parsed_hosts(self, part: int) -> Iterator[tuple[str, _Hosts]]:
         base = self._base
-        for room_id, rows in groupby(self._read("hosts", part), key=lambda row: str(row[0])):
+        for room_id, rows in groupby(
+            self._snapshot.read("hosts", part), key=lambda row: str(row[0])
+        ):
             found = _Hosts()
             for _, host, joined, left, _, _ in rows:
                 if left is None:
@@ -356,7 +360,7 @@ class _Loading:
 
     def _load_redactions(self, part: int) -> Steps[None]:
         """Store the redactions: their targets are sent pruned, if they are not sent yet."""
-        for some in in_chunks(self._read("redactions", part), ROWS):
+        for some in in_chunks(self._snapshot.read("redactions", part), ROWS):
             rows = [embedded.redaction_values(*row) for row in some]
             self._redacted.update(target for target, _, _ in some)
             yield partial(insert_rows, table=tables.redactions, rows=rows)
@@ -373,7 +377,7 @@ class _Loading:
     def _parsed_edus(
         self, part: int
     ) -> Iterator[tuple[int, ToDeviceRow | DeviceListRow | SigningKeyRow]]:
-        for destination, token, _, _, _, text in self._read("edus", part):
+        for destination, token, _, _, _, text in self._snapshot.read("edus", part):
             if token + self._base <= self._position or not self._handles(destination):
                 continue
             row = parse_relay_row(json.loads(text))
@@ -395,10 +399,6 @@ class _Loading:
             else:
                 embedded.store_device_list(connection, token, row)
         embedded.store_to_device(connection, messages, self._now_ms)
-
-
-def _token(event: tuple[int, PduRow]) -> int:
-    return event[0]
 
 
 # --- what a load that was broken off has left -----------------------------------------------------
