@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,9 +27,8 @@ from fedsender.config import Log
 from fedsender.console import say, say_json
 from fedsender.demo import process
 from fedsender.demo.process import DaemonDied, own_and_rss_kb
-from fedsender.demo.report import Ledger, judge, read_ledger, still_owed, unrecorded
+from fedsender.demo.report import Ledger, judge, ledger_of, still_owed, unrecorded
 from fedsender.runtime import real_runtime
-from fedsender.segments import read_lines, segments
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, texts_of
 
@@ -245,14 +243,14 @@ async def _end(run: Run, admin: httpx.AsyncClient) -> list[str]:
     began = trio.current_time()
     while True:
         looked = trio.current_time()
-        lacking = await _not_level(run, admin) or _lacking(run, _read_ledger(run))
+        lacking = await _not_level(run, admin) or _lacking(run, ledger_of([run.daemon.directory]))
         if not lacking or looked - began > COMPLETE_S:
             break
         # Judging takes the longer the more there is: never more than a quarter of the time.
         await trio.sleep(max(1.0, 3 * (trio.current_time() - looked)))
     code = await run.daemon.stop()
     await run.relay.stop()
-    ledger = _read_ledger(run)
+    ledger = ledger_of([run.daemon.directory])
     verdict = judge(run.traffic.steps, run.receivers, ledger, gap_events=GAP_EVENTS)
     violations = run.receivers.violations
     return [
@@ -280,11 +278,6 @@ def _lacking(run: Run, ledger: Ledger) -> list[str]:
         if got != count:
             missing.append(f"{name} got {got} of {count} messages to devices")
     return missing
-
-
-def _read_ledger(run: Run) -> Ledger:
-    files = segments(run.daemon.directory / "ledger")
-    return read_ledger(chain.from_iterable(map(read_lines, files)))
 
 
 def _figures(run: Run, seen: Trend, broken: Sequence[str]) -> dict[str, Any]:

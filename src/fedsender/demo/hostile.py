@@ -10,7 +10,6 @@ import math
 import re
 import resource
 import statistics
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,11 +22,10 @@ import trio
 
 from fedsender.demo import process
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
-from fedsender.demo.report import Report, judge, read_ledger, still_owed
+from fedsender.demo.report import ATTACKS, Report, judge, ledger_of, still_owed
 from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
-from fedsender.segments import read_lines, segments
 from fedsender.testing.children import Child, open_child
 from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import ReceivedTransaction, Receivers
@@ -265,10 +263,9 @@ async def _longest_step_s(daemon: DaemonProcess) -> float:
 def _complaints(
     run: _Run, directory: Path, exit_code: int, longest_step_s: float
 ) -> dict[str, list[str]]:
-    lines = chain.from_iterable(map(read_lines, segments(directory / "ledger")))
     honest = run.receivers.servers
     verdict = judge(
-        run.homeserver.steps, run.receivers, read_ledger(lines), gap_events=CATCH_UP_GAP_EVENTS
+        run.homeserver.steps, run.receivers, ledger_of([directory]), gap_events=CATCH_UP_GAP_EVENTS
     )
     violations = run.receivers.violations
     p99, own_mib = run.percentile(99), run.own_kb / 1024
@@ -311,8 +308,11 @@ def _conclude(
         "longest_step_ms": _ms(longest_step_s),
         "children_cpu_s": round(used.ru_utime + used.ru_stime, 1),
     }
-    servers = {kind: len(names) for kind, names in run.hostile.items()}
-    run.report.conclude_hostile(servers, Counter(attacks), figures, complaints)
+    rows = [
+        {"attack": kind, "servers": len(names), "times": attacks.get(kind, 0)}
+        for kind, names in run.hostile.items()
+    ]
+    run.report.conclude(ATTACKS, rows, figures, complaints)
 
 
 def _ms(seconds: float) -> int | None:

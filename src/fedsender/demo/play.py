@@ -12,32 +12,29 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import trio
 
+from fedsender.admin.commands import Mistake
 from fedsender.config import Log
-from fedsender.console import say
 from fedsender.demo import process
 from fedsender.demo.hostile import run_hostile
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
 from fedsender.demo.relayed import Relayed, loaded_events, open_relayed, tell
 from fedsender.demo.report import (
-    Ledger,
+    PARTS,
     Report,
-    Summary,
     Verdict,
     by_part,
     judge,
-    read_ledger,
+    ledger_of,
     still_owed,
     unrecorded,
 )
 from fedsender.intake.client import IntakeClient
 from fedsender.runtime import Runtime, real_runtime
-from fedsender.segments import read_lines, segments
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import texts_of
 from fedsender.testing.federation import open_federation
@@ -124,10 +121,10 @@ def chaotic(servers: Sequence[str], events: int) -> Plot:
     """The plot of a chaotic run.
 
     Raises:
-        ValueError: too few servers or events for every part.
+        Mistake: too few servers or events for every part.
     """
     if len(servers) < MIN_SERVERS or events < MIN_EVENTS:
-        raise ValueError(f"chaos needs {MIN_SERVERS} servers and {MIN_EVENTS} events at least")
+        raise Mistake(f"chaos needs {MIN_SERVERS} servers and {MIN_EVENTS} events at least")
     roles = dict(zip(servers, ROLES, strict=False))
     cast = {role: name for name, role in roles.items()}
     kill_at = events // 2
@@ -194,19 +191,15 @@ class DemoOptions:
     seed: int = 1
 
 
-class Unusable(ValueError):
-    """The options cannot be used; the text gives the reason."""
-
-
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; return the exit code: 0 all is well, 1 something is wrong, 2 bad options."""
-    try:
-        _check(options)
-        with _directory(options.keep) as directory, Report(as_json=options.as_json) as report:
-            return _run_to_the_end(options, directory, report)
-    except Unusable as error:
-        say(error, error=True)
-        return 2
+    """Run the demo; return the exit code: 0 all is well, 1 something is wrong.
+
+    Raises:
+        Mistake: the options cannot be used.
+    """
+    _check(options)
+    with _directory(options.keep) as directory, Report(as_json=options.as_json) as report:
+        return _run_to_the_end(options, directory, report)
 
 
 def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> int:
@@ -225,16 +218,13 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
 
 def _check(options: DemoOptions) -> None:
     if not 1 <= options.servers <= MAX_SERVERS or options.rooms < 1 or options.events < 0:
-        raise Unusable(f"needs 1 to {MAX_SERVERS} servers, a room, and no negative events")
+        raise Mistake(f"needs 1 to {MAX_SERVERS} servers, a room, and no negative events")
     if options.hostile and (options.chaos or options.relay or options.seconds < 1):
-        raise Unusable("--hostile is a run of its own, without --chaos and --relay")
+        raise Mistake("--hostile is a run of its own, without --chaos and --relay")
     if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
-        raise Unusable(f"{options.keep} is not empty: --keep wants a directory of its own")
+        raise Mistake(f"{options.keep} is not empty: --keep wants a directory of its own")
     if options.chaos:
-        try:
-            chaotic([str(number) for number in range(options.servers)], options.events)
-        except ValueError as error:
-            raise Unusable(str(error)) from None
+        chaotic([str(number) for number in range(options.servers)], options.events)
 
 
 @contextmanager
@@ -284,7 +274,7 @@ class _Run:
         return judge(
             self.homeserver.steps,
             self.receivers,
-            self.ledger(),
+            ledger_of(self.directories()),
             gap_events=CATCH_UP_GAP_EVENTS,
             kills_ms=self.kills_ms,
             loaded=set().union(*map(loaded_events, self.directories())) if self.relayed else (),
@@ -293,15 +283,6 @@ class _Run:
     def directories(self) -> list[Path]:
         """The senders' directories."""
         return [daemon.directory for daemon in self.daemons.each.values()]
-
-    def ledger(self) -> Ledger:
-        """The senders' ledgers so far, as one."""
-        files = [
-            segment
-            for directory in self.directories()
-            for segment in segments(directory / "ledger")
-        ]
-        return read_ledger(chain.from_iterable(map(read_lines, files)))
 
 
 async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
@@ -318,9 +299,14 @@ async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
         exit_code = await run.daemons.stop()
         # Once more: what came during the drain counts too, above all what should not have come.
         final = run.verdict()
-        summary = _summarize(run, final, exit_code, trio.current_time() - began)
-        report.conclude(summary, by_part(run.plot.roles, run.receivers, final))
-    return 0 if summary.passed else 1
+        complaints = _complaints(run, final, exit_code)
+        figures = {
+            "ok": not any(complaints.values()),
+            **_figures(run, final, exit_code, trio.current_time() - began),
+        }
+        rows = by_part(run.plot.roles, run.receivers, final)
+        report.conclude(PARTS, rows, figures, complaints)
+    return 1 if any(complaints.values()) else 0
 
 
 @asynccontextmanager
@@ -522,26 +508,30 @@ async def _wait_until_complete(run: _Run) -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 
-def _summarize(run: _Run, final: Verdict, exit_code: int, seconds: float) -> Summary:
+def _figures(run: _Run, final: Verdict, exit_code: int, seconds: float) -> dict[str, object]:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Linux counts in KiB, macOS in bytes.
     unit = 2**20 if sys.platform == "darwin" else 2**10
-    return Summary(
-        events=len(run.homeserver.steps),
-        seconds=seconds,
-        tally=final.total(),
-        counts=run.receivers.totals(),
-        large_gaps=final.large_gaps,
-        small_gaps=final.small_gaps,
-        kicked_away=_kicked_away(run),
-        starts=run.daemons.starts,
-        full_syncs=0 if run.relayed is None else run.relayed.full_syncs,
-        ledger_lines=final.ledger_lines,
-        cpu_s=used.ru_utime + used.ru_stime,
-        max_rss_mb=used.ru_maxrss / unit,
-        exit_code=exit_code,
-        complaints=_complaints(run, final, exit_code),
-    )
+    counts = run.receivers.totals()
+    return {
+        "events": len(run.homeserver.steps),
+        "seconds": round(seconds, 3),
+        **asdict(final.total()),
+        "attempts": counts["attempts"],
+        "transactions": counts["answered"],
+        "repeated_transactions": counts["repeats"],
+        "repeated_pdus": counts["repeated_pdus"],
+        "connections": counts["connections"],
+        "large_gaps": final.large_gaps,
+        "small_gaps": final.small_gaps,
+        "kicked_away": _kicked_away(run),
+        "daemon_starts": run.daemons.starts,
+        "full_syncs": 0 if run.relayed is None else run.relayed.full_syncs,
+        "daemon_cpu_s": round(used.ru_utime + used.ru_stime, 3),
+        "daemon_max_rss_mb": round(used.ru_maxrss / unit, 1),
+        "daemon_exit_code": exit_code,
+        "ledger_lines": final.ledger_lines,
+    }
 
 
 def _kicked_away(run: _Run) -> int:
@@ -567,7 +557,7 @@ def _complaints(run: _Run, final: Verdict, exit_code: int) -> dict[str, list[str
         "missing": final.missing,
         "wrong": final.wrong,
         "rules broken": [f"{each.server}: {each.rule}: {each.detail}" for each in violations.first],
-        "not on record": unrecorded(run.receivers, run.ledger(), run.kills),
+        "not on record": unrecorded(run.receivers, ledger_of(run.directories()), run.kills),
         "too tame": tame,
         "still owed": [text for place in run.directories() for text in still_owed(place)],
         "daemon": [

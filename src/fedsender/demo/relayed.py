@@ -56,7 +56,9 @@ class Relayed:
         with trio.move_on_after(LEVEL_SECONDS):
             waiting = [daemon.directory for daemon in self.daemons.each.values()]
             while True:
-                waiting = [at for at in waiting if await _in_thread(_position, at) < upto]
+                waiting = [
+                    at for at in waiting if await trio.to_thread.run_sync(_position, at) < upto
+                ]
                 if not waiting:
                     return
                 await trio.sleep(POLL_SECONDS)
@@ -74,7 +76,7 @@ class Relayed:
         """
         assert self.cut_off is not None
         daemon, self.cut_off = self.daemons.each[self.cut_off], None
-        held = await _in_thread(_position, daemon.directory)
+        held = await trio.to_thread.run_sync(_position, daemon.directory)
         with trio.move_on_after(LEVEL_SECONDS):
             while ((await self.client.position()).first or 0) <= held + 1:
                 self.homeserver.say(room, size=LARGE_TEXT)
@@ -87,10 +89,6 @@ class Relayed:
     def full_syncs(self) -> int:
         """The number of snapshots that the senders have loaded."""
         return sum(daemon.count("relay_snapshot_loaded") for daemon in self.daemons.each.values())
-
-
-async def _in_thread(function: Any, directory: Path) -> Any:
-    return await trio.to_thread.run_sync(function, directory)
 
 
 def _position(directory: Path) -> int:

@@ -12,9 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rich import box
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from fedsender.console import safe, say_json
 from fedsender.ledger import NOTES
+from fedsender.segments import read_lines, segments
 from fedsender.testing.receiver import Receivers, ReceivingServer
 from fedsender.testing.rooms import Step
 
@@ -70,6 +72,12 @@ class Ledger:
     )
     answered: set[tuple[str, str]] = field(default_factory=set)
     witnesses: set[tuple[str, str]] = field(default_factory=set)
+
+
+def ledger_of(directories: Iterable[Path]) -> Ledger:
+    """The ledgers of the senders in these directories, as one."""
+    files = chain.from_iterable(segments(each / "ledger") for each in directories)
+    return read_ledger(chain.from_iterable(map(read_lines, files)))
 
 
 def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
@@ -295,94 +303,51 @@ SHOWN = 10
 """The most complaints of each kind that are shown; all are counted."""
 
 
-@dataclass(slots=True)
-class Summary:
-    """The figures of a run.
+class Breakdown(NamedTuple):
+    """A table of counts: the name of a row in JSON, the title, and the columns.
 
     Attributes:
-        events: tokens of the events stream.
-        cpu_s: user and system seconds of all the daemon's processes.
-        max_rss_mb: the largest resident memory of one of them, in MiB.
-        exit_code: of the daemon.
-        complaints: the faults found, by kind, in words.
+        columns: by heading the field of a row; the first one has words, the others have numbers.
     """
 
-    events: int
-    seconds: float
-    tally: Tally
-    counts: Counter[str]
-    large_gaps: int
-    small_gaps: int
-    kicked_away: int
-    starts: int
-    full_syncs: int
-    ledger_lines: int
-    cpu_s: float
-    max_rss_mb: float
-    exit_code: int
-    complaints: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        return not any(self.complaints.values())
-
-    def as_json(self) -> dict[str, Any]:
-        """The stable form of the figures."""
-        counts = self.counts
-        return {
-            "ok": self.passed,
-            "events": self.events,
-            "seconds": round(self.seconds, 3),
-            "due": self.tally.due,
-            "delivered": self.tally.delivered,
-            "superseded": self.tally.superseded,
-            "attempts": counts["attempts"],
-            "transactions": counts["answered"],
-            "repeated_transactions": counts["repeats"],
-            "repeated_pdus": counts["repeated_pdus"],
-            "connections": counts["connections"],
-            "large_gaps": self.large_gaps,
-            "small_gaps": self.small_gaps,
-            "kicked_away": self.kicked_away,
-            "daemon_starts": self.starts,
-            "full_syncs": self.full_syncs,
-            "daemon_cpu_s": round(self.cpu_s, 3),
-            "daemon_max_rss_mb": round(self.max_rss_mb, 1),
-            "daemon_exit_code": self.exit_code,
-            "ledger_lines": self.ledger_lines,
-            "complaints": {kind: len(found) for kind, found in self.complaints.items() if found},
-        }
+    row: str
+    title: str
+    columns: Mapping[str, str]
 
 
-@dataclass(slots=True)
-class PartTally:
-    """The figures of all servers with the same part."""
-
-    servers: int = 0
-    due: int = 0
-    delivered: int = 0
-    superseded: int = 0
-    attempts: int = 0
-    transactions: int = 0
-    repeated_pdus: int = 0
+# Narrow enough for 80 columns, the width where nobody can tell.
+PARTS = Breakdown(
+    "part",
+    "receiving servers",
+    {
+        "behaviour": "part",
+        "servers": "servers",
+        "due": "due",
+        "arrived": "delivered",
+        "superseded": "superseded",
+        "tries": "attempts",
+        "answered": "transactions",
+    },
+)
+ATTACKS = Breakdown(
+    "attack", "hostile servers", {"attack": "attack", "servers": "servers", "times": "times"}
+)
 
 
 def by_part(
     roles: Mapping[str, str], receivers: Receivers, verdict: Verdict
-) -> dict[str, PartTally]:
-    """The figures of each part, healthy servers first."""
-    parts: defaultdict[str, PartTally] = defaultdict(PartTally)
-    parts["healthy"] = PartTally()
+) -> list[dict[str, Any]]:
+    """The rows of `PARTS`, healthy servers first."""
+    parts: defaultdict[str, Counter[str]] = defaultdict(Counter, healthy=Counter())
     for name, server in receivers.servers.items():
-        part, tally = parts[roles.get(name, "healthy")], verdict.servers[name]
-        part.servers += 1
-        part.due += tally.due
-        part.delivered += tally.delivered
-        part.superseded += tally.superseded
-        part.attempts += server.counts["attempts"]
-        part.transactions += server.counts["answered"]
-        part.repeated_pdus += server.counts["repeated_pdus"]
-    return dict(parts)
+        parts[roles.get(name, "healthy")].update(
+            servers=1,
+            **asdict(verdict.servers[name]),
+            attempts=server.counts["attempts"],
+            transactions=server.counts["answered"],
+            repeated_pdus=server.counts["repeated_pdus"],
+        )
+    return [{"part": part, **counts} for part, counts in parts.items()]
 
 
 class Report:
@@ -430,79 +395,43 @@ class Report:
         self._progress.update(self._events, completed=events, total=of_events)
         self._progress.update(self._deliveries, completed=delivered, total=due)
 
-    def conclude(self, summary: Summary, parts: Mapping[str, PartTally]) -> None:
-        """Print the tables and the faults found."""
-        self._progress.stop()
-        if self._as_json:
-            for part, tally in parts.items():
-                self._line("part", {"part": part, **asdict(tally)})
-        else:
-            self._out.print(_parts_table(parts))
-            self._out.print(_figures_table(summary.as_json()))
-        self._complaints(summary.complaints)
-        if self._as_json:
-            self._line("summary", summary.as_json())
-
-    def conclude_hostile(
+    def conclude(
         self,
-        servers: Mapping[str, int],
-        attacks: Mapping[str, int],
+        breakdown: Breakdown,
+        rows: Sequence[Mapping[str, Any]],
         figures: Mapping[str, Any],
-        complaints: Mapping[str, list[str]],
+        complaints: Mapping[str, Sequence[str]],
     ) -> None:
-        """Print the tables of a run among hostile servers: `servers` and `attacks` by kind."""
+        """Print the tables and the faults found; `figures` has "ok", whether there are none."""
         self._progress.stop()
         if self._as_json:
-            for kind, count in servers.items():
-                self._line(
-                    "attack", {"attack": kind, "servers": count, "times": attacks.get(kind, 0)}
-                )
-        else:
-            table = Table(title="hostile servers", box=box.SIMPLE, pad_edge=False)
-            table.add_column("attack", no_wrap=True)
-            table.add_column("servers", justify="right")
-            table.add_column("times", justify="right")
-            for kind, count in servers.items():
-                table.add_row(kind, str(count), str(attacks.get(kind, 0)))
-            self._out.print(table)
-            self._out.print(_figures_table(figures))
-        self._complaints(complaints)
-        if self._as_json:
-            found = {kind: len(texts) for kind, texts in complaints.items() if texts}
-            self._line("summary", {**figures, "complaints": found})
-
-    def _complaints(self, complaints: Mapping[str, Sequence[str]]) -> None:
-        for kind, found in complaints.items():
-            if self._as_json:
+            for row in rows:
+                self._line(breakdown.row, row)
+            for kind, found in complaints.items():
                 for text in found:
                     self._line("complaint", {"about": kind, "text": text})
-            else:
-                self._complain(kind, found)
-
-    def _complain(self, kind: str, found: Sequence[str]) -> None:
-        if not found:
+            counts = {kind: len(found) for kind, found in complaints.items() if found}
+            self._line("summary", {**figures, "complaints": counts})
             return
-        self._out.print(f"{kind}: {len(found)}", style="bold red", highlight=False)
-        for text in found[:SHOWN]:
-            self._out.print(f"  {safe(text)}", highlight=False, markup=False)
+        self._out.print(_rows_table(breakdown, rows))
+        self._out.print(_figures_table(figures))
+        for kind, found in complaints.items():
+            if found:
+                self._out.print(f"{kind}: {len(found)}", style="bold red", highlight=False)
+            for text in found[:SHOWN]:
+                self._out.print(f"  {safe(text)}", highlight=False, markup=False)
 
     def _line(self, what: str, details: Mapping[str, Any]) -> None:
         say_json({"kind": what, **details})
         sys.stdout.flush()
 
 
-def _parts_table(parts: Mapping[str, PartTally]) -> Table:
-    # Narrow enough for 80 columns, the width where nobody can tell.
-    table = Table(title="receiving servers", box=box.SIMPLE, pad_edge=False)
-    table.add_column("behaviour", no_wrap=True)
-    for heading in ("servers", "due", "arrived", "superseded", "tries", "answered"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for part, tally in parts.items():
-        figures = (
-            *(tally.servers, tally.due, tally.delivered, tally.superseded),
-            *(tally.attempts, tally.transactions),
-        )
-        table.add_row(part, *map(str, figures))
+def _rows_table(breakdown: Breakdown, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=breakdown.title, box=box.SIMPLE, pad_edge=False)
+    for number, heading in enumerate(breakdown.columns):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in breakdown.columns.values()))
     return table
 
 
@@ -511,7 +440,7 @@ def _figures_table(figures: Mapping[str, Any]) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in figures.items():
-        if name not in ("ok", "complaints"):
+        if name != "ok":
             table.add_row(name.replace("_", " "), str(value))
     verdict = "[green]yes[/]" if figures["ok"] else "[red]no[/]"
     table.add_row("every event where it should be, and nowhere else", verdict)
