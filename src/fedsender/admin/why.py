@@ -11,7 +11,7 @@ from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
 from fedsender.sender.isolation import Kind
 from fedsender.sender.sender import Status
-from fedsender.store.records import Backoff, OwedRoom, Pending
+from fedsender.store.records import OwedRoom, Pending
 
 COUNTED = 1_000
 """Redeliveries and quarantined items are counted up to here."""
@@ -170,21 +170,6 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         redeliveries=redeliveries,
         quarantined=quarantined,
     )
-    rooms = pending.oldest_rooms
-    return _put_together(context, server, status, row, depth, oldest, rooms, in_flight, health)
-
-
-def _put_together(
-    context: AdminContext,
-    server: str,
-    status: Status | None,
-    row: Backoff | None,
-    depth: Depth,
-    oldest: Oldest | None,
-    rooms: tuple[OwedRoom, ...],
-    in_flight: InFlight | None,
-    health: ServerHealth | None,
-) -> Why:
     state = ServerState(server) if status is None else status.state
     owed = bool(
         depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries or in_flight
@@ -205,7 +190,7 @@ def _put_together(
         summary=" ".join((sentence, *_held(state))),
         depth=depth,
         oldest=oldest,
-        oldest_rooms=rooms,
+        oldest_rooms=pending.oldest_rooms,
         last_error=error,
         last_attempt_ts=state.last_attempt_ms,
         last_success_ts=state.last_success_ms,

@@ -17,7 +17,7 @@ import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Literal
@@ -305,21 +305,8 @@ class Report:
         for difference in differences:
             self.differences[difference.kind, difference.because] += 1
             self.unexplained += not difference.explained
-        self._write(
-            [
-                {
-                    "what": "difference",
-                    "kind": difference.kind,
-                    "server": difference.server,
-                    "room_id": difference.room_id,
-                    "event_id": difference.event_id,
-                    "stream_ordering": difference.stream_ordering,
-                    "because": difference.because,
-                }
-                for difference in differences
-            ],
-            now_ms,
-        )
+        lines = [{"what": "difference", **asdict(difference)} for difference in differences]
+        self._write(lines, now_ms)
 
     def _write(self, lines: Sequence[dict[str, Any]], now_ms: int) -> None:
         """Append whole lines. Raises OSError: a shadow that cannot report must end."""

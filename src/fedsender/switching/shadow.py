@@ -4,8 +4,8 @@ It reads with a database role that may only SELECT. It listens on Redis under a 
 sends nothing there but REPLICATE. It writes nothing but its report.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -233,11 +233,11 @@ async def run_shadow(
         raise ConfigError("a shadow follows a Synapse: homeserver.kind synapse, feed.kind redis")
     settings = store_config(config)
     own = config.model_copy(update={"instance_name": shadow_name(config)})
+    open_one = partial(open_database, runtime=runtime, options=DatabaseOptions(ours=False))
+    url = settings.state_url
     async with (
-        open_database(
-            settings.homeserver_url, runtime, name="homeserver", options=DatabaseOptions(ours=False)
-        ) as database,
-        _open_state(settings.state_url, runtime) as state,
+        open_one(settings.homeserver_url, name="homeserver") as database,
+        nullcontext() if url is None else open_one(url, name="state") as state,
     ):
         homeserver = HomeserverStore(database, runtime, settings.homeserver, state_database=state)
         await homeserver.check_schema()
@@ -281,17 +281,6 @@ async def _announce(feed: Feed, config: Config, notifier: Notifier) -> None:
     await feed.connected.wait()
     log.info("following", worker=config.instance_name, name=shadow_name(config))
     notifier.ready(f"following {config.instance_name} of {config.server_name}")
-
-
-@asynccontextmanager
-async def _open_state(url: str | None, runtime: Runtime) -> AsyncIterator[Database | None]:
-    """A Synapse's `state` database, if it is split."""
-    if url is None:
-        yield None
-        return
-    options = DatabaseOptions(ours=False)
-    async with open_database(url, runtime, name="state", options=options) as state:
-        yield state
 
 
 # Servers of one question, and rooms of one; more go into the next.
