@@ -182,6 +182,7 @@ class TableNetwork(RealNetwork):
     asked: list[tuple[str, RecordType]] = field(default_factory=list)
     dialled: list[tuple[str, int]] = field(default_factory=list)
     ttl_s: float = 300.0
+    delay_s: float = 0.0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class TableNetwork(RealNetwork):
         self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
     ) -> Records:
         self.asked.append((name, rdtype))
-        await trio.lowlevel.checkpoint()
+        await trio.sleep(self.delay_s)
         found = self.records.get((name, rdtype))
         if isinstance(found, Exception):
             raise found

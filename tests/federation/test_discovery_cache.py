@@ -4,7 +4,6 @@ import json
 import random
 import sqlite3
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
+from tests.federation.servers import TableNetwork
 
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import (
@@ -31,10 +31,6 @@ from fedsender.federation.discovery_cache import (
 )
 from fedsender.federation.transport import ExchangeFailed, Response
 from fedsender.runtime import (
-    NameNotFound,
-    RealNetwork,
-    Records,
-    RecordType,
     ResolveFailed,
     Runtime,
     real_runtime,
@@ -130,29 +126,6 @@ def test_repeated_errors_are_believed_for_longer_up_to_an_hour() -> None:
 # --- asking and remembering, on the virtual clock -------------------------------------------------
 
 
-class Dnslike(RealNetwork):
-    """A DNS that answers from a table after `delay_s`, and counts."""
-
-    def __init__(self, table: dict[tuple[str, str], Sequence[str] | Exception]) -> None:
-        super().__init__()
-        self.table = table
-        self.asked: list[tuple[str, str]] = []
-        self.delay_s = 0.0
-        self.ttl_s = 300.0
-
-    async def resolve(
-        self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
-    ) -> Records:
-        self.asked.append((name, rdtype))
-        await trio.sleep(self.delay_s)
-        found = self.table.get((name, rdtype))
-        if isinstance(found, Exception):
-            raise found
-        if found is None:
-            raise NameNotFound(f"{name}: none", ttl_s=self.ttl_s)
-        return Records(tuple(found), self.ttl_s)
-
-
 class WellKnownServer:
     """Answers .well-known requests, and counts."""
 
@@ -168,7 +141,7 @@ class WellKnownServer:
         return self.answer
 
 
-def discovery_with(dns: Dnslike, entries: int = 100) -> Discovery:
+def discovery_with(dns: TableNetwork, entries: int = 100) -> Discovery:
     return Discovery(
         dns,
         random.Random(1),
@@ -182,7 +155,7 @@ def discovery_with(dns: Dnslike, entries: int = 100) -> Discovery:
 async def test_many_who_ask_at_once_cost_one_question_each(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    dns = Dnslike({("d.example", "A"): ["192.0.2.7"]})
+    dns = TableNetwork({("d.example", "A"): ["192.0.2.7"]})
     dns.delay_s = 2
     web = WellKnownServer(well_known({"m.server": "d.example"}))
     discovery = discovery_with(dns)
@@ -203,7 +176,7 @@ async def test_many_who_ask_at_once_cost_one_question_each(
 async def test_when_the_one_who_asks_is_cancelled_another_asks(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    dns = Dnslike({("b.example", "A"): ["192.0.2.1"]})
+    dns = TableNetwork({("b.example", "A"): ["192.0.2.1"]})
     dns.delay_s = 2
     discovery = discovery_with(dns)
     got = []
@@ -225,7 +198,7 @@ async def test_when_the_one_who_asks_is_cancelled_another_asks(
 async def test_answers_and_their_absence_live_as_long_as_the_dns_says_within_bounds(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    dns = Dnslike({("b.example", "A"): ["192.0.2.1"]})
+    dns = TableNetwork({("b.example", "A"): ["192.0.2.1"]})
     discovery = discovery_with(dns)
 
     async def questions_after(wait_s: float) -> int:
@@ -250,7 +223,7 @@ async def test_answers_and_their_absence_live_as_long_as_the_dns_says_within_bou
 async def test_failed_lookup_is_not_repeated_for_half_a_minute(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    dns = Dnslike({("b.example", kind): ResolveFailed("SERVFAIL") for kind in ("A", "AAAA")})
+    dns = TableNetwork({("b.example", kind): ResolveFailed("SERVFAIL") for kind in ("A", "AAAA")})
     discovery = discovery_with(dns)
     for wait_s, questions in [(0, 2), (29, 2), (2, 4)]:
         await trio.sleep(wait_s)
@@ -260,7 +233,7 @@ async def test_failed_lookup_is_not_repeated_for_half_a_minute(
 
 
 async def test_dns_that_never_answers_is_given_up(autojump_clock: trio.testing.MockClock) -> None:
-    dns = Dnslike({})
+    dns = TableNetwork({})
     dns.delay_s = float("inf")
     started = trio.current_time()
     with pytest.raises(Unreachable, match="no answer within 10 s"):
@@ -271,7 +244,7 @@ async def test_dns_that_never_answers_is_given_up(autojump_clock: trio.testing.M
 async def test_dead_well_known_is_asked_ever_more_rarely(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    dns = Dnslike({("b.example", "A"): ["192.0.2.1"]})
+    dns = TableNetwork({("b.example", "A"): ["192.0.2.1"]})
     web = WellKnownServer(ExchangeFailed("closed", "refused"))
     discovery = discovery_with(dns)
     for _ in range(24 * 60):
@@ -284,12 +257,12 @@ async def test_dead_well_known_is_asked_ever_more_rarely(
 async def test_doubt_asks_again_but_keeps_a_delegation_that_nobody_contradicts(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    dns = Dnslike({("d.example", "A"): ["192.0.2.7"]})
+    dns = TableNetwork({("d.example", "A"): ["192.0.2.7"]})
     web = WellKnownServer(well_known({"m.server": "d.example:1"}))
     discovery = discovery_with(dns)
     await discovery.resolve("b.example", web.fetch)
 
-    dns.table["d.example", "A"] = ["192.0.2.8"]
+    dns.records["d.example", "A"] = ["192.0.2.8"]
     web.answer = ExchangeFailed("closed", "refused")
     discovery.invalidate("b.example")
 
@@ -304,7 +277,7 @@ async def test_doubt_asks_again_but_keeps_a_delegation_that_nobody_contradicts(
 
 
 async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
-    dns = Dnslike({})
+    dns = TableNetwork({})
     discovery = discovery_with(dns, entries=10)
     for number in range(50):
         with pytest.raises(Unreachable):
