@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 from fedsender.ledger import LINE_VERSION
 from fedsender.pipeline import schemas
 from fedsender.pipeline.lake import Commit, Lake
+from fedsender.testing.children import BenchFailed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,6 +38,8 @@ LARGE_ROOM_EVENTS: Final = 1_000_000
 SMALL_ROOM_EVENTS: Final = 9
 SMALL_ROOM_SERVERS: Final = 4
 CHANGE_EVERY: Final = 50
+ONE_IN: Final = 100
+"""Of so many servers one is failing, and one was caught up."""
 _DAY_MS: Final = 86_400_000
 _BEGAN_MS: Final = 1_700_000_000_000 // _DAY_MS * _DAY_MS
 _DAYS_BEFORE: Final = 20
@@ -51,8 +54,9 @@ class Shape:
     """
 
     def __init__(self, *, servers: int, events: int) -> None:
-        if servers < SMALL_ROOM_SERVERS or events < 4 * CHANGE_EVERY:
-            raise ValueError(f"{SMALL_ROOM_SERVERS} servers and {4 * CHANGE_EVERY} events at least")
+        # One of each hundred servers fails, and one of those is caught up in the hour.
+        if servers < ONE_IN or events < 4 * CHANGE_EVERY:
+            raise BenchFailed(f"{ONE_IN} servers and {4 * CHANGE_EVERY} events at least")
         self.servers = servers
         self.every = max(2, events // min(events // 2, LARGE_ROOM_EVENTS))
         self.large = events // self.every
@@ -97,7 +101,6 @@ AWAY: Final = 100
 PDUS_PER_LINE: Final = 10
 PDUS_PER_SEGMENT: Final = 400_000
 HOUR_EVENTS: Final = 1_000
-ONE_IN: Final = 100
 MISSING_ONE_IN: Final = 1_000
 _ROWS: Final = 500_000
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ async def open_stage(
                     "begin",
                     directory=str(directory / "tls"),
                     seed=seed,
-                    groups=[_as_order(each) for each in groups],
+                    groups=[asdict(each) for each in groups],
                     verify_every=VERIFY_EVERY,
                     now_ms=runtime.now_ms(),
                 )
@@ -190,10 +190,6 @@ async def open_stage(
                 )
             stage.values = _configuration(stage, serving["port"], settings or {})
             yield stage
-
-
-def _as_order(servers: Servers) -> Order:
-    return {"count": servers.count, "latency": servers.latency, "listens": servers.listens}
 
 
 def _configuration(
