@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, insert
@@ -73,17 +74,16 @@ def test_shards_are_synapses_in_the_order_of_its_list(
 # --- several daemons ------------------------------------------------------------------------------
 
 
-def config_of(
+def settings_of(
     directory: Path,
     name: str,
     senders: Sequence[str],
     homeserver: str,
     own: str,
     ca_file: Path | None = None,
-) -> Config:
-    """The configuration of one sender."""
-    federation = {"ip_allow": ["127.0.0.0/8"]}
-    values = {
+) -> dict[str, Any]:
+    """The settings of one sender, as its file has them."""
+    return {
         "server_name": HS,
         "instance_name": name,
         "signing_key": str(directory / "signing.key"),
@@ -95,10 +95,22 @@ def config_of(
         "sender_database": own,
         # Nobody is there: what is owed is sent without it.
         "feed": {"kind": "redis", "redis": {"host": "127.0.0.1", "port": 1}},
-        "federation": federation if ca_file is None else federation | {"ca_file": str(ca_file)},
+        "federation": {"ip_allow": ["127.0.0.0/8"]}
+        | ({} if ca_file is None else {"ca_file": str(ca_file)}),
         "destinations": {"defaults": {"backoff": {"first": "1s", "multiplier": 2}}},
         "ledger": {"directory": str(directory / f"ledger-{name}")},
     }
+
+
+def config_of(
+    directory: Path,
+    name: str,
+    senders: Sequence[str],
+    homeserver: str,
+    own: str,
+    ca_file: Path | None = None,
+) -> Config:
+    values = settings_of(directory, name, senders, homeserver, own, ca_file)
     return from_values(values, directory=directory)
 
 
