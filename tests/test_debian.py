@@ -129,6 +129,10 @@ def test_the_package_has_what_a_debian_user_looks_for(package: Path, tmp_path: P
     assert {path.name for path in (share / "doc/fedsender").iterdir()} == {
         *("changelog.gz", "config.example.yaml", "copyright")
     }
+    [installed] = tmp_path.glob("usr/lib/fedsender/lib/python3*/site-packages/fedsender")
+    source = ROOT / "src/fedsender"
+    ours = {path.relative_to(source) for path in source.rglob("*.*") if path.suffix != ".pyc"}
+    assert ours <= {path.relative_to(installed) for path in installed.rglob("*.*")}
     assert not list(tmp_path.rglob("pyarrow"))
 
 

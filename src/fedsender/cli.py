@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main", "run_command"]
 
 MIGRATION_SECONDS: Final = 600.0
-_OF_THE_PIPELINE: Final = ("pyarrow", "pyspark")
+_OF_THE_PIPELINE: Final = ("pyarrow", "pyspark", "jinja2")
 # Of the endpoint's refusals these are ours to put right: configuration and arguments.
 _USAGE_STATUSES: Final = (400, 401, 403, 413)
 _DASHBOARDS: Final = Path(__file__).parent / "dashboards"

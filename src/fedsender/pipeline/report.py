@@ -5,18 +5,20 @@ bounded in number. The page is complete in itself: no network, no script, inline
 """
 
 import datetime
-import html
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from heapq import nsmallest
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -234,97 +236,59 @@ def _audits(lake: Lake) -> list[dict[str, Any]]:
 
 # --- the page -------------------------------------------------------------------------------------
 
-_STYLE: Final = """
-:root { color-scheme: light dark; --ink: #1d2530; --dim: #5f6b79; --line: #d5dbe2; --page: #fff;
- --good: #2a7f62; --bad: #c0392b; --mid: #d98e04; --blue: #2f6db3; --none: #8d99a6; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --dim: #98a4b1; --line: #39424d;
- --page: #14181d; --good: #4fb892; --bad: #ef6f61; --mid: #eab04a; --blue: #6da7e8; } }
-body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page);
- max-width: 960px; margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.2rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
-h3 { font-size: .95rem; margin: .6rem 0 .2rem; }
-p, .dim { color: var(--dim); margin: .2rem 0; }
-.answer { font-size: 1.25rem; line-height: 1.35; color: var(--ink); margin: .8rem 0;
- padding: .6rem .9rem; border-left: 6px solid var(--good); }
-.answer.bad { border-color: var(--bad); color: var(--ink); } .answer b { color: var(--good); }
-.answer.bad b { color: var(--bad); }
-.bad { color: var(--bad); } .good { color: var(--good); }
-.cards, .beside { display: grid; gap: .6rem; grid-template-columns: repeat(4, 1fr); }
-.beside { grid-template-columns: 1fr 1fr; gap: 1.2rem; }
-.card { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
-.card b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
-.card small { color: var(--dim); display: block; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--dim); }
-td svg { width: 150px; height: 14px; }
-.bar { display: flex; height: 22px; gap: 1px; border-radius: 4px; overflow: hidden; }
-.bar i { min-width: 3px; }
-.thin { height: 12px; }
-.key { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; list-style: none; padding: 0;
- margin: .5rem 0; }
-.key i { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .4em; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--line);
- vertical-align: top; }
-th { white-space: nowrap; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-@media (max-width: 640px) { .cards { grid-template-columns: 1fr 1fr; }
- .beside { grid-template-columns: 1fr; }
- thead { display: none; }
- tr { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: .35rem 0;
- border-bottom: 1px solid var(--line); }
- td { border: 0; padding: 0; } td:first-child { flex: 0 0 100%; }
- td + td::before { content: attr(data-name) " "; color: var(--dim); } }
-"""
-# The fates of one kind have one colour, each a shade of it.
-_KINDS: Final = (
-    ("--good", ("delivered", "delivered_again", "superseded")),
-    ("--mid", ("pending", "parked", "stand_in_refused", "refused", "quarantined", "unknown")),
-    ("--none", ("given_up", "accepted", "not_ours", "before_ledger")),
-    ("--bad", ("missing",)),
-)
-Part = tuple[str, int, str]
-"""A part of a bar: its name, its length, and its colour as CSS."""
-
 
 def page(figures: Figures) -> str:
-    """The page as HTML."""
-    title = f"Deliveries of {_text(figures.server_name)}"
-    parts = (
-        f"<h1>{title}</h1>",
-        _answer(figures),
-        _cards(figures),
-        _section("Losses", _losses_table(figures)),
-        _section("What became of the deliveries", _fates(figures)),
-        _section("Over time", _over_time(figures)),
-        _section("Worse than usual", _worse(figures)),
-        _section("The servers that fail most", _worst_table(figures)),
-        _section("What is owed, by age", _owed_bars(figures)),
-        f"<p>Made {_when(figures.made_ms)}, with events up to {figures.upto:,} and"
-        f" attempts up to {_ended(figures)}.</p>",
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
+    """The page as HTML. Its sentences are in `report.html`, which escapes all that is filled in."""
+    newest_ms = figures.newest_ms
+    newest_day = newest_ms // DAY_MS * DAY_MS
+    audits, before_ms = reversed(figures.audits), figures.made_ms - DAY_MS
+    return _PAGES.get_template("report.html").render(
+        figures=figures,
+        now=figures.hours.get(NOW),
+        before=figures.hours.get(BEFORE),
+        worse=worse_than_yesterday(figures),
+        usual=[each for each in figures.worse if each.server == health.ALL],
+        audit_before=next((each for each in audits if each["at_ms"] <= before_ms), None),
+        changes=[next(same) for _, same in groupby(figures.audits, itemgetter("missing"))],
+        hours=_chart(figures.hours, newest_ms, HOUR_MS, 24, "%H:%M"),
+        days=_chart(figures.days, newest_day, DAY_MS, DAYS, "%d %b"),
+        dates=[_utc(newest_ms - day * DAY_MS).date() for day in reversed(range(DAYS))],
+        most_owed=max((sum(owed.values()) for owed in figures.owed.values()), default=0),
     )
 
 
 # --- words ----------------------------------------------------------------------------------------
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value))
+def worse_than_yesterday(figures: Figures) -> list[str]:
+    """What is worse in the last 24 hours than in the 24 before, in words."""
+    now, before = figures.hours.get(NOW), figures.hours.get(BEFORE)
+    found = []
+    if now and before and min(now["attempts"], before["attempts"]) >= LEAST:
+        shares = [each["failed"] / each["attempts"] for each in (now, before)]
+        if shares[0] > shares[1] + health.MORE_FAILED:
+            found.append(f"{' after '.join(map(_share, shares))} of attempts fail")
+    if now and before and min(now["messages"], before["messages"]) >= LEAST:
+        times = [each["p90"] for each in (now, before)]
+        if times[0] > health.LONGER * times[1]:
+            told = " after ".join(map(_duration, times))
+            found.append(f"a message takes {told} (the 90th percentile)")
+    return found
+
+
+def _state(server: Mapping[str, Any], newest_ms: int) -> str:
+    ill_ms, most = server["ill_ms"], max(FAILURES, key=lambda name: server[name])
+    long_ms = None if ill_ms is None else max(newest_ms + HOUR_MS - ill_ms, 0)
+    state = "well" if long_ms is None else f"ill for {_duration(long_ms)}"
+    return f"{state}; mostly {most.replace('_', ' ')}"
+
+
+def _utc(ms: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC)
 
 
 def _when(ms: int) -> str:
-    return f"{datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _ended(figures: Figures) -> str:
-    return _when(figures.newest_ms + HOUR_MS) if figures.newest_ms else "none"
+    return f"{_utc(ms):%Y-%m-%d %H:%M} UTC"
 
 
 def _duration(ms: float | None) -> str:
@@ -337,331 +301,14 @@ def _duration(ms: float | None) -> str:
     return f"{ms:.0f} ms"
 
 
-def _share(n: float, of: float) -> str:
+def _share(n: float, of: float = 1) -> str:
     if not of:
         return ""
     return "< 0.1 %" if 0 < n / of < 0.0005 else f"{100 * n / of:.1f} %"
 
 
-def _count(n: int, one: str, more: str = "") -> str:
+def _counted(n: int, one: str, more: str = "") -> str:
     return f"{n:,} {one if n == 1 else more or one + 's'}"
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int = 99) -> str:
-    """A table. On a narrow screen a row is its first cell, and below it the others with names.
-
-    Args:
-        numbers: columns from this on are numbers.
-    """
-
-    def cells(tag: str, row: Sequence[object]) -> Iterator[str]:
-        for index, cell in enumerate(row):
-            kind = ' class="n"' if numbers <= index else ""
-            name = f' data-name="{_text(head[index])}"' if tag == "td" else ""
-            text = f"{cell:,}" if isinstance(cell, int) else cell
-            told = text if isinstance(text, Drawn) else _text(text)
-            yield f"<{tag}{kind}{name}>{told}</{tag}>"
-
-    lines = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{''.join(cells('th', head))}</tr></thead>{lines}</table>"
-
-
-class Drawn(str):
-    """HTML that a table takes as it is."""
-
-
-# --- the answer -----------------------------------------------------------------------------------
-
-
-def _missing(figures: Figures) -> int:
-    return figures.fates.get("missing", 0)
-
-
-def _owed_in_all(fates: Mapping[str, int]) -> int:
-    return fates.get("pending", 0) + fates.get("parked", 0)
-
-
-def worse_than_yesterday(figures: Figures) -> list[str]:
-    """What is worse in the last 24 hours than in the 24 before, in words."""
-    now, before = figures.hours.get(NOW), figures.hours.get(BEFORE)
-    found = []
-    if now and before and min(now["attempts"], before["attempts"]) >= LEAST:
-        shares = [each["failed"] / each["attempts"] for each in (now, before)]
-        if shares[0] > shares[1] + health.MORE_FAILED:
-            told = " after ".join(_share(share, 1) for share in shares)
-            found.append(f"{told} of attempts fail")
-    if now and before and min(now["messages"], before["messages"]) >= LEAST:
-        times = [each["p90"] for each in (now, before)]
-        if times[0] > health.LONGER * times[1]:
-            told = " after ".join(map(_duration, times))
-            found.append(f"a message takes {told} (the 90th percentile)")
-    return found
-
-
-def _answer(figures: Figures) -> str:
-    """The sentence at the top: red if something is lost, or worse than yesterday or usual."""
-    missing, worse = _missing(figures), worse_than_yesterday(figures)
-    usual = [each for each in figures.worse if each.server == health.ALL]
-    if not figures.fates:
-        lost = "Not known what is lost: no audit yet."
-    elif missing:
-        lost = f"{_count(missing, 'delivery is', 'deliveries are')} missing."
-    else:
-        lost = "Nothing is lost."
-    ill = f"Ill: {figures.ill:,} of {_count(figures.servers, 'server')}."
-    if worse:
-        change = f"Worse than the day before: {'; '.join(worse)}."
-    elif BEFORE in figures.hours:
-        change = "No worse than the day before."
-    else:
-        change = "Nothing is known of the day before."
-    if usual:
-        change += f" Worse than usual: {'; '.join(map(str, usual))}."
-    kind = " bad" if missing or worse or usual or not figures.fates else ""
-    return f'<p class="answer{kind}"><b>{lost}</b> {ill} {_text(change)}</p>'
-
-
-def _cards(figures: Figures) -> str:
-    level, now = figures.level, figures.hours.get(NOW)
-    earlier = [each for each in figures.audits if each["at_ms"] <= figures.made_ms - DAY_MS]
-
-    def then(of: Callable[[Mapping[str, int]], int]) -> str:
-        return f"{of(earlier[-1]):,} a day before" if earlier else ""
-
-    missing, owed = _missing(figures), _owed_in_all(figures.fates)
-    audited = bool(figures.fates)
-    cards = (
-        ("deliveries missing", f"{missing:,}" if audited else "?", missing > 0,
-         then(lambda fates: fates["missing"])),
-        ("servers ill", f"{figures.ill:,}", False, f"of {figures.servers:,} in {DAYS} days"),
-        ("events owed", f"{owed:,}" if audited else "?", False, then(_owed_in_all)),
-        (
-            f"of servers have a message within {_duration(level.within_ms)}",
-            "?" if level.share is None else _share(level.share, 1),
-            not level.reached,
-            f"this week; goal: {_share(level.goal, 1)}"
-            + (f"; median today {_duration(now['p50'])}" if now and now["p50"] is not None else ""),
-        ),
-    )  # fmt: skip
-    told = "".join(
-        f'<div class="card"><b{" class=bad" if bad else ""}>{value}</b>{name}'
-        f"<small>{more}</small></div>"
-        for name, value, bad, more in cards
-    )
-    rejected = (
-        f'<p class="bad">{_count(figures.rejects, "line")} of the ledger could not be read: see the'
-        " table <code>rejects</code>.</p>"
-        if figures.rejects
-        else ""
-    )
-    return f'<div class="cards">{told}</div>{rejected}'
-
-
-# --- losses and fates -----------------------------------------------------------------------------
-
-
-def _losses_table(figures: Figures) -> str:
-    if not figures.fates:
-        return "<p>No audit yet: <code>fedsender pipeline audit</code>.</p>"
-    if not figures.losses:
-        return '<p class="good">None: every delivery is accounted for.</p>'
-    told = []
-    for why in dict.fromkeys(each["why"] for each in figures.losses):
-        groups = [each for each in figures.losses if each["why"] == why]
-        rows = [
-            (f"{each['day']} in {each['room_id']}", each["pairs"], each["servers"],
-             f"{each['event_id']} to {each['server']}")
-            for each in groups
-        ]  # fmt: skip
-        told.append(
-            f"<h3>{_count(groups[0]['of_why'], 'delivery', 'deliveries')}: {_text(why)}</h3>"
-        )
-        told.append(_table(("day and room", "deliveries", "servers", "the first"), rows))
-    rest = _missing(figures) - sum(each["pairs"] for each in figures.losses)
-    more = f"<p>And {rest:,} more: see the table <code>missing</code>.</p>" if rest > 0 else ""
-    return "".join(told) + more
-
-
-def _bar(parts: Sequence[Part], *, thin: bool = False) -> str:
-    pieces = "".join(
-        f'<i style="flex:{n} 1 0;background:{colour}" title="{_text(name)}: {n:,}"></i>'
-        for name, n, colour in parts
-        if n
-    )
-    return f'<div class="bar{" thin" if thin else ""}">{pieces}</div>'
-
-
-def _key(parts: Iterable[tuple[str, str, str]]) -> str:
-    items = "".join(
-        f'<li><i style="background:{colour}"></i>{_text(name)} <span class="dim">{told}</span></li>'
-        for name, told, colour in parts
-    )
-    return f'<ul class="key">{items}</ul>'
-
-
-def _shade(colour: str, number: int, of: int) -> str:
-    """One of several shades of a colour, from full to faint."""
-    part = 100 - round(65 * number / max(of - 1, 1))
-    return f"color-mix(in srgb, var({colour}) {part}%, var(--page))"
-
-
-def _fates(figures: Figures) -> str:
-    if not figures.fates:
-        return "<p>No audit yet.</p>"
-    parts = [
-        (fate.replace("_", " "), figures.fates[fate], _shade(colour, number, len(fates)))
-        for colour, fates in _KINDS
-        for number, fate in enumerate(fates)
-    ]
-    key = (
-        (name, f"{n:,} ({_share(n, figures.expected)})", colour) for name, n, colour in parts if n
-    )
-    told = f"<p>{_count(figures.expected, 'pair')} of event and server.</p>"
-    return told + _bar(parts) + _key(key) + _history(figures)
-
-
-def _history(figures: Figures) -> str:
-    """The audits that found another number missing than the one before, newest first."""
-    changed = [
-        each
-        for before, each in zip([None, *figures.audits], figures.audits, strict=False)
-        if before is None or before["missing"] != each["missing"]
-    ]
-    if len(changed) < 2:
-        return ""
-    rows = [
-        (_when(each["at_ms"]), each["missing"], _owed_in_all(each), each["expected"])
-        for each in reversed(changed)
-    ]
-    head = ("audit", "missing", "owed", "deliveries")
-    return "<h3>When the number of missing deliveries changed</h3>" + _table(head, rows, numbers=1)
-
-
-# --- over time ------------------------------------------------------------------------------------
-
-WIDE: Final = 460
-_LEFT: Final = 52
-_BARS: Final = (
-    ("pdus", "events delivered", "--blue", 18, 84),
-    ("failed", "failed attempts", "--bad", 126, 40),
-)
-"""Figure, name, colour, top and height of each strip with bars."""
-_LATENCY: Final = (190, 110)
-"""Top and height of the strip of latencies."""
-_TICKS_MS: Final = (1, 10, 100, 1_000, 10_000, 60_000, 600_000, HOUR_MS, 10 * HOUR_MS, DAY_MS,
-                    10 * DAY_MS, 100 * DAY_MS)  # fmt: skip
-_LINES: Final = (("p50", "median", "--good"), ("p90", "90 %", "--mid"), ("p99", "99 %", "--bad"))
-
-
-def _over_time(figures: Figures) -> str:
-    if not figures.newest_ms:
-        return "<p>The ledger has no attempts.</p>"
-    hours = _panel(figures.hours, figures.newest_ms, HOUR_MS, 24, "%H:%M")
-    newest_day = figures.newest_ms // DAY_MS * DAY_MS
-    days = _panel(figures.days, newest_day, DAY_MS, DAYS, "%d %b")
-    return (
-        f'<div class="beside"><div><h3>24 hours</h3>{hours}</div>'
-        f"<div><h3>{DAYS} days</h3>{days}</div></div>"
-    )
-
-
-def _panel(
-    known: Mapping[int, Mapping[str, Any]], last_ms: int, step_ms: int, number: int, form: str
-) -> str:
-    """Three strips over the same time: events delivered, failed attempts, time to the answer."""
-    first_ms = last_ms - (number - 1) * step_ms
-    points = [known.get(first_ms + step * step_ms) for step in range(number)]
-    wide = (WIDE - _LEFT) / number
-
-    def at(index: float) -> float:
-        return _LEFT + wide * index
-
-    def when(index: int) -> str:
-        moment = datetime.datetime.fromtimestamp((first_ms + index * step_ms) / 1000, datetime.UTC)
-        return moment.strftime(form)
-
-    drawn = [
-        _label(at(index), 318, when(index), "middle" if index else "start")
-        for index in range(0, number, 6)
-    ]
-    for name, called, colour, top, high in _BARS:
-        values = [point[name] if point else 0 for point in points]
-        most = max(values)
-        drawn += [_label(_LEFT, top - 5, called), _rule(top + high)]
-        drawn.append(_label(_LEFT - 6, top + 10, _short(most), "end"))
-        drawn += [
-            f'<rect x="{at(index) + 1:.1f}" y="{top + high - tall:.1f}" width="{wide - 2:.1f}"'
-            f' height="{tall:.1f}" fill="var({colour})">'
-            f"<title>{when(index)}: {value:,}</title></rect>"
-            for index, value in enumerate(values)
-            if value
-            for tall in [max(high * value / most, 1.5)]
-        ]
-    return _svg(WIDE, 324, drawn + _latency(points, at, when), "deliveries, failures and latency")
-
-
-def _latency(
-    points: Sequence[Mapping[str, Any] | None],
-    at: Callable[[float], float],
-    when: Callable[[int], str],
-) -> list[str]:
-    """Lines on a logarithmic scale, broken where nothing was answered."""
-    top, high = _LATENCY
-    answered = [point if point and point["messages"] else None for point in points]
-    times = [max(point[name], 1) for point in answered if point for name, _, _ in _LINES]
-    drawn = [_label(_LEFT, top - 5, "time to the answer")]
-    if not times:
-        return [*drawn, _label(_LEFT, top + 40, "no message was answered")]
-    low = max(ms for ms in _TICKS_MS if ms <= min(times))
-    above = min((ms for ms in _TICKS_MS if ms >= max(times)), default=max(times))
-    above = max(above, low * 10)
-
-    def y(ms: float) -> float:
-        return top + high * (1 - math.log(max(ms, 1) / low) / math.log(above / low))
-
-    for ms in _TICKS_MS:
-        if low <= ms <= above:
-            drawn += [_rule(y(ms)), _label(_LEFT - 6, y(ms) + 4, _duration(ms), "end")]
-    for number, (name, called, colour) in enumerate(_LINES):
-        values = [point[name] if point else None for point in answered]
-        for run in _runs(values):
-            places = " ".join(f"{at(n + 0.5):.1f},{y(value):.1f}" for n, value in run)
-            line = f'<polyline points="{places}" fill="none" stroke="var({colour})"'
-            drawn.append(f'{line} stroke-width="1.6"/>')
-        drawn += [
-            f'<circle cx="{at(n + 0.5):.1f}" cy="{y(value):.1f}" r="2.2" fill="var({colour})">'
-            f"<title>{when(n)}: {called} {_duration(value)}</title></circle>"
-            for n, value in enumerate(values)
-            if value is not None
-        ]
-        drawn.append(_label(WIDE - 150 + 55 * number, top - 5, called, colour=colour))
-    return drawn
-
-
-def _runs(values: Iterable[int | None]) -> Iterator[list[tuple[int, int]]]:
-    """Consecutive values that are not None, with their indexes, one list for each run of them."""
-    run: list[tuple[int, int]] = []
-    for index, value in enumerate([*values, None]):
-        if value is not None:
-            run.append((index, value))
-        elif run:
-            yield run
-            run = []
-
-
-def _rule(y: float) -> str:
-    return f'<line x1="{_LEFT}" x2="{WIDE}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
-
-
-def _label(x: float, y: float, text: str, anchor: str = "start", colour: str = "--dim") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:var({colour})">'
-        f"{text}</text>"
-    )
 
 
 def _short(n: int) -> str:
@@ -672,86 +319,115 @@ def _short(n: int) -> str:
     return f"{n:,}"
 
 
-def _svg(wide: int, high: int, drawn: Iterable[str], label: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {wide} {high}" role="img" aria-label="{_text(label)}">'
-        + "".join(drawn)
-        + "</svg>"
-    )
+# --- bars and charts ------------------------------------------------------------------------------
+
+Part = tuple[str, int, str]
+"""A part of a bar: its name, its length, and its colour as CSS."""
+# The fates of one kind have one colour, each a shade of it.
+_KINDS: Final = {
+    "good": ("delivered", "delivered_again", "superseded"),
+    "mid": ("pending", "parked", "stand_in_refused", "refused", "quarantined", "unknown"),
+    "none": ("given_up", "accepted", "not_ours", "before_ledger"),
+    "bad": ("missing",),
+}
 
 
-# --- servers --------------------------------------------------------------------------------------
+def _by_fate(fates: Mapping[str, int]) -> list[Part]:
+    kinds = {colour: {fate: fates[fate] for fate in kind} for colour, kind in _KINDS.items()}
+    return [part for colour, kind in kinds.items() for part in _shades(colour, kind)]
 
 
-def _worse(figures: Figures) -> str:
-    told = f"<p>The last 24 hours, beside the {health.USUAL_DAYS} days before.</p>"
-    if not figures.worse:
-        return told + "<p>Nothing.</p>"
-    return told + "<ul>" + "".join(f"<li>{_text(each)}</li>" for each in figures.worse) + "</ul>"
+def _by_age(owed: Mapping[str, int]) -> list[Part]:
+    """The older, the fuller the colour."""
+    ages = [OLDER, *(name for name, _ in reversed(AGES))]
+    return _shades("mid", {age: owed.get(age, 0) for age in ages})[::-1]
 
 
-def _worst_table(figures: Figures) -> str:
-    if not figures.worst:
-        return "<p>No attempt has failed.</p>"
-    rows = [
-        (
-            each["server"],
-            Drawn(_strip(each["strip"], figures.newest_ms)),
-            _share(each.get("failed_now", 0), each.get("attempts_now", 0)) or "-",
-            _share(each["failed"], each["attempts"]),
-            each["attempts"],
-            _duration(each["p90"]) or "-",
-            _state(each, figures.newest_ms),
-        )
-        for each in figures.worst
-    ]
-    head = (
-        "server", f"{DAYS} days", "failed in 24 h", f"in {DAYS} days", "attempts",
-        "90 % answered in", "state",
-    )  # fmt: skip
-    told = "<p>By the lower bound of the share that fails: few attempts prove little.</p>"
-    return told + _table(head, rows)
+def _shades(colour: str, lengths: Mapping[str, int]) -> list[Part]:
+    """Parts of a bar in shades of a colour, from full to faint."""
+    step = 65 / max(len(lengths) - 1, 1)
+    shades = [f"color-mix(in srgb, var(--{colour}) {100 - round(step * index)}%, var(--page))"
+              for index in range(len(lengths))]  # fmt: skip
+    names = [name.replace("_", " ") for name in lengths]
+    return [*zip(names, lengths.values(), shades, strict=True)]
 
 
-def _state(server: Mapping[str, Any], newest_ms: int) -> str:
-    most = max(FAILURES, key=lambda name: server[name])
-    if server["ill_ms"] is None:
-        return f"well; mostly {most.replace('_', ' ')}"
-    ill = max(newest_ms + HOUR_MS - server["ill_ms"], 0)
-    return f"ill for {_duration(ill)}; mostly {most.replace('_', ' ')}"
+_LEFT, _WIDE = 52, 460
+"""A chart's time is from here to there."""
+_TALL: Final = 110
+"""The height of a chart's latencies."""
+_TICKS_MS: Final = (1, 10, 100, 1_000, 10_000, 60_000, 600_000, HOUR_MS, 10 * HOUR_MS, DAY_MS,
+                    10 * DAY_MS, 100 * DAY_MS)  # fmt: skip
+_NOTHING: Final = dict.fromkeys(_POINT, 0)
 
 
-def _strip(days: Mapping[datetime.date, float], newest_ms: int) -> str:
-    """A cell per day: the redder, the more attempts failed; a line where there was none."""
-    last = datetime.datetime.fromtimestamp(newest_ms / 1000, datetime.UTC).date()
-    drawn = []
-    for index in range(DAYS):
-        day = last - datetime.timedelta(DAYS - 1 - index)
-        share = days.get(day)
-        if share is None:
-            drawn.append(f'<rect x="{index * 5}" y="6" width="4" height="2" fill="var(--line)"/>')
-        else:
-            colour = f"color-mix(in srgb, var(--bad) {100 * share:.0f}%, var(--good))"
-            drawn.append(
-                f'<rect x="{index * 5}" y="0" width="4" height="14" style="fill:{colour}">'
-                f"<title>{day}: {share:.0%} failed</title></rect>"
-            )
-    return _svg(5 * DAYS, 14, drawn, "share of attempts that failed, by day")
+class Step(NamedTuple):
+    """An hour or a day of a chart: its left edge and its middle, its name, and its `_POINT`."""
+
+    x: float
+    middle: float
+    name: str
+    point: Mapping[str, Any]
 
 
-def _owed_bars(figures: Figures) -> str:
-    """A bar per server, as long as what it is owed."""
-    if not figures.owed:
-        return "<p>Nothing, by the last audit.</p>" if figures.fates else "<p>No audit yet.</p>"
-    ages = [name for name, _ in AGES] + [OLDER]
-    colours = {age: _shade("--mid", len(ages) - 1 - n, len(ages)) for n, age in enumerate(ages)}
-    most = max(sum(owed.values()) for owed in figures.owed.values())
-    rows = []
-    for server, owed in figures.owed.items():
-        total = sum(owed.values())
-        parts = [(age, owed.get(age, 0), colours[age]) for age in ages]
-        bar = f'<div style="width:{max(100 * total / most, 2):.0f}%">{_bar(parts, thin=True)}</div>'
-        rows.append((server, total, Drawn(bar)))
-    told = "<p>Events by the day they were made; the servers that are owed most.</p>"
-    key = _key((age, "", colours[age]) for age in ages)
-    return told + key + _table(("server", "events", "by age"), rows)
+class Chart(NamedTuple):
+    """Figures over time.
+
+    Attributes:
+        wide: the width of a step.
+        runs: steps that follow each other, all of them with answered messages.
+        ticks: the latencies that the scale names, in ms.
+        y: the place of a latency, from the top; the scale is logarithmic.
+    """
+
+    steps: list[Step]
+    wide: float
+    runs: list[list[Step]]
+    ticks: list[int]
+    y: Callable[[float], float]
+
+
+def _chart(
+    known: Mapping[int, Mapping[str, Any]], last_ms: int, step_ms: int, number: int, form: str
+) -> Chart:
+    wide = (_WIDE - _LEFT) / number
+    steps = []
+    for index in range(number):
+        at_ms, x = last_ms - (number - 1 - index) * step_ms, _LEFT + index * wide
+        name = _utc(at_ms).strftime(form)
+        steps.append(Step(x, x + wide / 2, name, known.get(at_ms, _NOTHING)))
+    by_answers = groupby(steps, lambda step: step.point["messages"] > 0)
+    runs = [list(run) for answered, run in by_answers if answered]
+    times = [max(step.point[each], 1) for run in runs for step in run for each in ("p50", "p99")]
+    low, most = max(ms for ms in _TICKS_MS if ms <= min(times, default=1)), max(times, default=1)
+    high = max(min((ms for ms in _TICKS_MS if ms >= most), default=most), 10 * low)
+
+    def y(ms: float) -> float:
+        return _TALL * (1 - math.log(max(ms, 1) / low) / math.log(high / low))
+
+    return Chart(steps, wide, runs, [ms for ms in _TICKS_MS if low <= ms <= high], y)
+
+
+_PAGES: Final = Environment(
+    loader=PackageLoader("fedsender.pipeline", ""),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    # A float is a place in a chart.
+    finalize=lambda value: round(value, 1) if isinstance(value, float) else value,
+)
+_PAGES.filters |= {
+    "number": "{:,}".format,
+    "counted": _counted,
+    "short": _short,
+    "share": _share,
+    "duration": _duration,
+    "when": _when,
+    "state": _state,
+    "by_fate": _by_fate,
+    "by_age": _by_age,
+}
+_PAGES.globals |= {
+    "DAYS": DAYS, "USUAL_DAYS": health.USUAL_DAYS, "HOUR_MS": HOUR_MS, "LEFT": _LEFT, "WIDE": _WIDE
+}  # fmt: skip
