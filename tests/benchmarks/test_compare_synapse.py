@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedsender.bench import Bench, main, run_bench
+from fedsender.bench import Options, main, run_bench
 
 
 @pytest.mark.slow
@@ -31,6 +31,6 @@ def test_outside_the_sources_the_command_says_what_it_needs(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A wheel has no tests in it."""
-    assert run_bench("compare-synapse", Bench("tests.benchmarks.not_there", 1, 1, 1)) == 1
+    assert run_bench("compare-synapse", "tests.benchmarks.not_there", Options(1, 1, 1)) == 1
     out, err = capfd.readouterr()
     assert (out, "run it in the sources" in err) == ("", True)

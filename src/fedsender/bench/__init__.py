@@ -29,7 +29,7 @@ from fedsender.runtime import real_runtime
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, texts_of
 
-__all__ = ["Bench", "Options", "main", "run_bench"]
+__all__ = ["Options", "main", "run_bench"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +70,17 @@ BENCHES: Final[Mapping[str, Bench]] = {
 }
 
 
-def run_bench(
-    name: str,
-    bench: Bench,
-    *,
-    servers: int | None = None,
-    events: int | None = None,
-    rounds: int | None = None,
-    database: str | None = None,
-    profile: Path | None = None,
-) -> int:
+def run_bench(name: str, module: str, options: Options, profile: Path | None = None) -> int:
     """Run one benchmark and print its figures; its exit code.
 
     1 means that deliveries were missing or wrong; a figure that misses its goal is still a figure.
 
     Args:
-        servers, events, rounds: its size, in place of the one its figure is quoted at.
-        database: URL of an empty PostgreSQL database, where the benchmark can use one.
         profile: the file for cProfile's record of the event loop's thread. Figures of such a run
             are only good for comparing its parts.
     """
-    options = Options(
-        bench.servers if servers is None else servers,
-        bench.events if events is None else events,
-        bench.rounds if rounds is None else rounds,
-        database,
-    )
     try:
-        measure = getattr(_module(bench.module), name.replace("-", "_"))
+        measure = getattr(_module(module), name.replace("-", "_"))
     except ModuleNotFoundError as error:
         text = f"{error.name} is missing: run it in the sources, with their test extra"
         say(f"fedsender: bench {name}: {text}", error=True)
@@ -145,18 +128,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--database", metavar="URL", help="append*: an empty PostgreSQL database")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a cProfile there")
     try:
-        options = parser.parse_args(arguments)
+        given = parser.parse_args(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
-    return run_bench(
-        options.name,
-        BENCHES[options.name],
-        servers=options.servers,
-        events=options.events,
-        rounds=options.rounds,
-        database=options.database,
-        profile=options.profile,
+    bench = BENCHES[given.name]
+    options = Options(
+        given.servers or bench.servers,
+        given.events or bench.events,
+        given.rounds or bench.rounds,
+        given.database,
     )
+    return run_bench(given.name, bench.module, options, given.profile)
 
 
 def _positive(text: str) -> int:
