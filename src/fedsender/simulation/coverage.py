@@ -32,7 +32,8 @@ OUTCOMES = {
     Outcome.LYING: Mode.GARBAGE,
     Outcome.DELIVERED: Mode.WELL,
 }
-Step = Callable[[], Awaitable[None]]
+Step = Callable[[], object]
+"""May be awaited or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,9 @@ class Coverage:
                         break
                     self._world.observed.trace.note("insists", name)
                     self._operator.resume()
-                    await step()
+                    done = step()
+                    if isinstance(done, Awaitable):
+                        await done
                     await trio.sleep(MINUTE)
 
     def _steps(self) -> dict[str, Step]:
@@ -90,13 +93,13 @@ class Coverage:
                 "PDUs of small gaps": self._fall_behind,
                 "re-joins": self._leave_and_come_back,
                 "redactions": self._redact,
-                "forks": self._fork,
+                "forks": lambda: self._homeserver.fork(self._stage()),
                 "full disks": self._fill_disk,
                 "database outages": partial(self._troubles.fail_database, 20.0),
                 "homeserver restarts": partial(self._troubles.fail_homeserver, 20.0),
-                "orderly restarts": self._restart,
-                "redeliveries": self._redeliver,
-                "wakes": self._wake,
+                "orderly restarts": self._troubles.restart,
+                "redeliveries": self._operator.redeliver,
+                "wakes": self._operator.wake,
                 "to-device messages": self._operator.send_to_device,
             }
         )
@@ -170,19 +173,7 @@ class Coverage:
         await trio.sleep(1)
         self._homeserver.redact(self._stage())
 
-    async def _fork(self) -> None:
-        self._homeserver.fork(self._stage())
-
     async def _fill_disk(self) -> None:
         life = self._troubles.life()
         if life is not None:
             await fill_ledger_disk(self._world.observed, life, 20.0)
-
-    async def _restart(self) -> None:
-        self._troubles.restart()
-
-    async def _redeliver(self) -> None:
-        self._operator.redeliver()
-
-    async def _wake(self) -> None:
-        self._operator.wake()
