@@ -64,7 +64,7 @@ class Gap:
         self.homeserver = found(Size(1, 1, 1.0), [A], dense=True).homeserver
         self.room: Room = self.homeserver.create_room([A])
         self.disk = SaidDisk(directory, self.homeserver)
-        self.observed = Observations(self.homeserver, ServerViews([A]), Trace(), disk=self.disk)
+        self.observed = Observations(self.homeserver, ServerViews([A]), Trace(), self.disk)
         self.checks = CommitChecks(self.observed, LedgerChecks(self.observed))
         self.disk.here = {each.event_id for each in self.homeserver.steps}
         self.commit()

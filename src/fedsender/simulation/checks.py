@@ -30,7 +30,6 @@ class StartCheck:
     """Follows one start. Made when it is over, and the sender runs."""
 
     def __init__(self, observed: Observations) -> None:
-        assert observed.disk is not None
         self._observed = observed
         self._started = trio.current_time()
         self._pending = observed.disk.due(now_ms())
@@ -39,7 +38,6 @@ class StartCheck:
     def look(self, daemon: Daemon) -> None:
         """Servers that are owed must be known to the sender, and tried in the end."""
         observed, sender = self._observed, daemon.sender
-        assert observed.disk is not None
         after_s = trio.current_time() - self._started
         self._pending &= observed.disk.due(now_ms())
         for server in sorted(self._pending):
@@ -106,8 +104,6 @@ class LedgerChecks:
     def catch_up(self) -> None:
         """Read the new lines."""
         observed = self._observed
-        if observed.disk is None:
-            return
         for text in observed.tail.new_lines(observed.disk.directory / "ledger"):
             observed.check_secrets("the ledger", text)
             try:
@@ -223,7 +219,7 @@ class CommitChecks:
         """The daemon's database of that name has just committed."""
         observed = self._observed
         disk = observed.disk
-        if disk is None or not disk.ready():
+        if not disk.ready():
             return
         disk.committed(database)
         if database == "homeserver":
@@ -401,7 +397,6 @@ def is_stood_in_for(observed: Observations, view: ServerView, happening: Step) -
     operator may have given up an event that cannot be sent.
     """
     disk = observed.disk
-    assert disk is not None
     for each in stand_ins_of(observed, view.name, happening):
         name = each.event_id
         if name in view.quarantined or disk.quarantined(None, name):
@@ -426,9 +421,7 @@ class FinalChecks:
 
     def missing(self) -> Iterator[tuple[ServerView, Step]]:
         """The events that should have reached a server, or be accounted for, and are not."""
-        observed = self._observed
-        disk = observed.disk
-        assert disk is not None
+        observed, disk = self._observed, self._observed.disk
         observed.views.take_in(observed.homeserver.steps)
         for view in observed.views.of.values():
             for happening in view.owed:
@@ -447,7 +440,6 @@ class FinalChecks:
 
     def _is_owed(self, view: ServerView, happening: Step) -> bool:
         disk, server = self._observed.disk, view.name
-        assert disk is not None
         if happening.token > view.mark or happening.event_id in disk.redeliveries(server):
             return True
         floor, newest = disk.catch_up_floor(server), disk.owed_room(server, happening.room_id)
@@ -455,9 +447,7 @@ class FinalChecks:
 
     def messages_waiting(self) -> list[str]:
         """The servers for which there are to-device messages."""
-        disk = self._observed.disk
-        assert disk is not None
-        return sorted({server for server, _ in disk.outbox()})
+        return sorted({server for server, _ in self._observed.disk.outbox()})
 
     def judge(self) -> None:
         """Everything was delivered, is superseded by the ledger's word, in quarantine, or held."""
@@ -473,17 +463,13 @@ class FinalChecks:
         self._check_modes()
 
     def _check_quarantine(self) -> None:
-        disk = self._observed.disk
-        assert disk is not None
-        for item in disk.quarantine():
+        for item in self._observed.disk.quarantine():
             if not item.reason:
                 self._observed.fail("I9", f"quarantine item {item.id} has no reason")
 
     def _check_modes(self) -> None:
         """Files that hold content are for our user alone (I10)."""
-        disk = self._observed.disk
-        assert disk is not None
-        for path in sorted(disk.directory.rglob("*")):
+        for path in sorted(self._observed.disk.directory.rglob("*")):
             content = ".sqlite3" in path.name or path.parent.name == "ledger"
             if path.is_file() and content and path.stat().st_mode & 0o077:
                 self._observed.fail("I10", f"{path.name} has mode {path.stat().st_mode & 0o777:o}")
@@ -537,7 +523,6 @@ class WireChecks:
         attempt.life = observed.life
         if not observed.alive:
             return
-        assert observed.disk is not None
         attempt.searching, attempt.on_trial = observed.disk.searching(attempt.server)
         attempt.second_try = self._is_second_try(view, attempt)
         if not attempt.second_try:
@@ -603,7 +588,6 @@ class WireChecks:
         observed, unanswered = self._observed, view.unanswered
         if unanswered is None:
             return
-        assert observed.disk is not None
         wanted = unanswered.attempt.transaction_id
         record = observed.disk.frozen(view.name)
         if record is not None and record[0] == wanted:
@@ -617,7 +601,6 @@ class WireChecks:
     def drained(self) -> None:
         """A life has ended in order: unanswered transactions must be on record."""
         observed = self._observed
-        assert observed.disk is not None
         for view in observed.views.of.values():
             if view.unanswered is None:
                 continue
@@ -690,7 +673,6 @@ class WireChecks:
 
     def _isolated(self, view: ServerView) -> bool:
         disk, before = self._observed.disk, view.unanswered
-        assert disk is not None
         assert before is not None
         if any(disk.searching(view.name)):
             return True
@@ -702,7 +684,6 @@ class WireChecks:
 
     def _check_pdu(self, view: ServerView, attempt: Attempt, pdu: Step, *, repeated: bool) -> None:
         observed = self._observed
-        assert observed.disk is not None
         assert attempt.contents is not None
         if view.name not in pdu.servers:
             observed.fail("I6", f"{view.name} must not see {pdu.event_id} (token {pdu.token})")

@@ -243,8 +243,7 @@ class Life:
         copy_files(self.directory, self.image)
         self._network.die()
         observed.tail.forget()
-        if observed.disk is not None:
-            observed.disk.close()
+        observed.disk.close()
         observed.disk = Disk(self.image, observed.orderings)
         self._wire.crashed()
         self._scope.cancel()

@@ -169,7 +169,7 @@ class Operator:
     def release(self) -> None:
         """Try everything in quarantine again, and give up malformed items."""
         observed = self._observed
-        if observed.disk is None or not observed.disk.ready():
+        if not observed.disk.ready():
             return
         items = observed.disk.quarantine()
         hopeless = [
@@ -292,33 +292,29 @@ class Backup:
 
     async def take(self) -> None:
         """Wait for a catch-up to be under way, and copy both databases, one after the other."""
-        disk = self._observed.disk
-        while (
-            disk is None or not self._observed.alive or not disk.ready() or not disk.catching_up()
+        observed = self._observed
+        while not (  # noqa: ASYNC110
+            observed.alive and observed.disk.ready() and observed.disk.catching_up()
         ):
             await trio.sleep(LOOK_EVERY_S)
-            disk = self._observed.disk
         self._directory.mkdir(exist_ok=True)
-        disk.back_up(self._directory, HOMESERVER)
+        observed.disk.back_up(self._directory, HOMESERVER)
         if self._rng.random() < 0.5:
             await trio.sleep(self._rng.uniform(0, APART_S))
-        disk = self._observed.disk
-        assert disk is not None
-        disk.back_up(self._directory, SENDER)
+        observed.disk.back_up(self._directory, SENDER)
         self._paused = list(self._operator.paused)
-        self._observed.counts["backups"] += 1
-        self._observed.trace.note("backup")
+        observed.counts["backups"] += 1
+        observed.trace.note("backup")
 
     def put_back(self, directory: Path) -> None:
         """No daemon runs: the databases become as they were, and later observations are void."""
         self.wanted = False
         observed = self._observed
-        had = -1 if observed.disk is None else observed.disk.feed_position()
+        had = observed.disk.feed_position()
         for name in (HOMESERVER, SENDER):
             for path in directory.glob(f"{name}*"):
                 path.unlink()
-        if observed.disk is not None:
-            observed.disk.close()
+        observed.disk.close()
         copies = Disk(self._directory)
         copies.back_up(directory, HOMESERVER, SENDER)
         copies.close()

@@ -187,7 +187,7 @@ class Observations:
     Attributes:
         life: counts the daemon's lives.
         alive: one is being lived.
-        disk: its files; None before the first.
+        disk: its files; before the first there are none.
         orderings: the meaning of the daemon's stream orderings.
         position: the events position as last committed.
         skipped: the (after, upto] of which a relay gave the daemon no more than a snapshot.
@@ -206,10 +206,10 @@ class Observations:
     homeserver: Homeserver
     views: ServerViews
     trace: Trace
+    disk: Disk
     tail: LedgerTail = field(default_factory=LedgerTail)
     life: int = 0
     alive: bool = False
-    disk: Disk | None = None
     orderings: Orderings = field(default_factory=Orderings)
     position: int = -1
     skipped: list[tuple[int, int]] = field(default_factory=list)

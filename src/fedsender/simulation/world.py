@@ -15,6 +15,7 @@ from fedsender.simulation.behaviours import HONEST, dealt
 from fedsender.simulation.checks import CommitChecks, LedgerChecks, MemoryChecks, WireChecks
 from fedsender.simulation.daemon_life import CrashPlan
 from fedsender.simulation.disasters import SECRET_CONTENT, Replication
+from fedsender.simulation.disk import Disk
 from fedsender.simulation.observations import Observations, ServerViews
 from fedsender.simulation.receiver import Inspector, RemoteServer, Site, make_site, publish
 from fedsender.testing.clock import Trace, derived, now_ms, run_virtually, virtual_runtime
@@ -177,9 +178,8 @@ def people(
 ) -> World:
     """The servers at these sites, by their numbers, and a sender that is to send to them."""
     homeserver = origins.homeserver
-    observed = Observations(
-        homeserver, ServerViews([site.name for site in sites.values()]), Trace()
-    )
+    views = ServerViews([site.name for site in sites.values()])
+    observed = Observations(homeserver, views, Trace(), Disk(directory))
     observed.secrets = origins.secrets
     ledger = LedgerChecks(observed)
     wire = WireChecks(observed, ledger)
