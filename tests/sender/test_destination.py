@@ -154,8 +154,9 @@ async def test_the_frozen_body_of_a_failing_server_does_not_stay_in_memory(
         for _ in range(200):
             await trio.sleep(1)
             destination = sender.active.get(A)
-            if destination is not None and destination.frozen is not None:
-                sizes.append(len(destination.frozen.body))
+            if destination is not None and destination.has_frozen:
+                frozen = destination.frozen
+                sizes.append(0 if frozen is None else len(frozen.body))
         server.reply = ok
         await trio.sleep(300)
 

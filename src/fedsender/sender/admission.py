@@ -43,7 +43,7 @@ _MADE_UP_S: Final = 0.2
 
 
 class Pace:
-    """A limit of starts per second, evenly spread; waiting callers go in turn.
+    """A limit of starts per second, evenly spread, for one task.
 
     The time by which a busy loop let a start be late is made up, up to `_MADE_UP_S`.
     """
@@ -51,13 +51,11 @@ class Pace:
     def __init__(self, per_second: float) -> None:
         self._gap = 1 / per_second
         self._next = -math.inf
-        self._turn = trio.Lock()
 
     async def wait(self) -> None:
         """Return when the next start is due."""
-        async with self._turn:
-            await trio.sleep_until(self._next)
-            self._next = max(self._next, trio.current_time() - _MADE_UP_S) + self._gap
+        await trio.sleep_until(self._next)
+        self._next = max(self._next, trio.current_time() - _MADE_UP_S) + self._gap
 
 
 LACK_S = 5.0

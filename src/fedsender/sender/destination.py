@@ -27,7 +27,7 @@ from fedsender.matrix import Pdu
 from fedsender.runtime import OutOfResources, Runtime
 from fedsender.sender import failure
 from fedsender.sender.admission import nobody_told, not_now
-from fedsender.sender.context import Announcer, Context, Phase
+from fedsender.sender.context import Context, Phase
 from fedsender.sender.edus import presence
 from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
 from fedsender.sender.edus.typing import TYPING, Typing
@@ -77,9 +77,12 @@ class Exchange(Alarm):
 
     While a connection is made, a scope is cancelled to end it. Afterwards its connection is closed:
     a scope for each transaction would cost more.
+
+    Attributes:
+        woken: whether the last exchange was ended for another attempt.
     """
 
-    __slots__ = ("_ended", "_left_s", "_peer", "_scope")
+    __slots__ = ("_ended", "_left_s", "_peer", "_scope", "woken")
 
     def __init__(self, alarms: Alarms) -> None:
         super().__init__(alarms)
@@ -87,10 +90,11 @@ class Exchange(Alarm):
         self._scope: trio.CancelScope | None = None
         self._ended: _Ended | None = None
         self._left_s = 0.0
+        self.woken = False
 
-    def give_up(self) -> bool:
-        """End the exchange under way, for another attempt; False if there is none."""
-        return self._end(_Ended.WOKEN)
+    def give_up(self) -> None:
+        """End the exchange under way, if there is one, for another attempt."""
+        self.woken = self._end(_Ended.WOKEN)
 
     def give_way(self) -> bool:
         """End it for others; the next attempt is to wait in the lane of slow servers."""
@@ -122,7 +126,7 @@ class Exchange(Alarm):
             Unreachable: no connection could be made.
             GaveWay: it was ended for others.
         """
-        self._ended = None
+        self._ended, self.woken = None, False
         if await self._connect(peer):
             return True
         if self._ended is _Ended.WITHDRAWN:
@@ -140,7 +144,7 @@ class Exchange(Alarm):
             GaveWay: it was ended for others.
             OutOfResources: a new connection was needed, and we can open none.
         """
-        self._ended = None
+        self._ended, self.woken = None, False
         self.set(deadline)
         try:
             answer = await self._put(peer, transaction)
@@ -215,14 +219,12 @@ class Exchange(Alarm):
         return f"{what} in time" if self._ended is _Ended.LATE else f"{what} until it was woken"
 
 
-__all__ = ["Announcer", "Context", "Destination", "Phase"]
-
 LEAVE_AFTER_S = 300.0
 """For a longer wait than this a destination leaves memory; the registry's timer brings it back."""
 PUT_AWAY_AFTER_S = 5.0
-"""During a longer wait than this, no large body is kept in memory."""
+"""During a longer wait than this, a large transaction on record is not kept in memory."""
 PUT_AWAY_BYTES = 8192
-"""The size of the largest body that is kept in memory during such a wait."""
+"""The largest body of a transaction that is kept in memory during such a wait."""
 PATIENCE_S = 5.0
 """The time that a wake gives an attempt to end by itself."""
 HOUR_MS = 3_600_000
@@ -248,7 +250,7 @@ class AttemptTimer(Alarm):
         not_before: when the next attempt may start.
     """
 
-    __slots__ = ("_failed_at", "_news", "_runtime", "_signal", "_woken_in_attempt", "not_before")
+    __slots__ = ("_failed_at", "_news", "_runtime", "_signal", "not_before")
 
     def __init__(self, state: ServerState, runtime: Runtime, alarms: Alarms) -> None:
         super().__init__(alarms)
@@ -260,7 +262,6 @@ class AttemptTimer(Alarm):
         self.not_before = now + state.wait_s(runtime.now_ms())
         self._news = False
         self._signal = Signal()
-        self._woken_in_attempt = False
 
     def _from_wall(self, at_ms: int | None) -> float:
         """The time on Trio's clock for one on the wall clock; None: now."""
@@ -282,16 +283,6 @@ class AttemptTimer(Alarm):
     def hasten(self) -> None:
         """Wait no longer than the shortest gap after a failure."""
         self.not_before = self._failed_at + MIN_GAP_SECONDS
-
-    def wake_after_attempt(self) -> None:
-        """Note that a wake ended the attempt under way: its failure brings no backoff."""
-        self._woken_in_attempt = True
-
-    def take_wake(self) -> None:
-        """If a wake ended the last attempt, end the backoff of its failure."""
-        if self._woken_in_attempt:
-            self._woken_in_attempt = False
-            self.hasten()
 
     def look_again(self) -> None:
         """Have the task look again: an item may be due now."""
@@ -399,18 +390,18 @@ class Destination:
     def owe_to_device(self) -> None:
         """Note that the database has to-device messages for it."""
         if self.policy.edus.to_device:
-            self.outbox.owe_to_device()
+            self.outbox.owes_to_device = True
             self._edu_came()
 
     def owe_device_lists(self) -> None:
         """Note that the database has changed devices or keys for it."""
         if self.policy.edus.device_lists:
-            self.outbox.owe_device_lists()
+            self.outbox.owes_device_lists = True
             self._edu_came()
 
     def owe_redeliveries(self) -> None:
         """Note that there are events to send it again."""
-        self.outbox.owe_redeliveries()
+        self.outbox.owes_redeliveries = True
         self._timer.look_again()
 
     def put_receipt(self, receipt: Receipt) -> None:
@@ -469,9 +460,8 @@ class Destination:
         """Give up a long attempt at a failing server for a new one."""
         in_attempt = self.phase in (Phase.CONNECTING, Phase.SENDING, Phase.CATCHING_UP)
         waited = trio.current_time() - self.since
-        late = in_attempt and waited > PATIENCE_S and not self.state.healthy
-        if late and self._exchange.give_up():
-            self._timer.wake_after_attempt()
+        if in_attempt and waited > PATIENCE_S and not self.state.healthy:
+            self._exchange.give_up()
 
     def come_due(self, *, pause_ended: bool = False) -> None:
         """Try now: the registry's timer, on Trio's clock, says that it is due.
@@ -582,7 +572,7 @@ class Destination:
     @property
     def _due(self) -> float:
         """The time when an item may be sent, on trio's clock; infinity: there is none."""
-        if self.frozen is not None:
+        if self.frozen is not None or self._unread:
             return self._timer.not_before
         if self.state.pdu_search is None and self.state.edu_search is None:
             owes = self.outbox.owes_pdus or self.outbox.has_edus
@@ -607,7 +597,7 @@ class Destination:
 
     async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
-        if self.frozen is None and await self.outbox.caught_up():
+        if self.frozen is None and not self._unread and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
         permit, now_ms = self._permit, self._context.runtime.now_ms()
         permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
@@ -627,8 +617,8 @@ class Destination:
             return
         except GaveWay:
             return
-        if self.frozen is not None and self.frozen.put_away:
-            await self._take_out(self.frozen)
+        if self._unread:
+            await self._recall()
         transaction = await self._next_transaction()
         if transaction is not None:
             permit.carries(len(transaction.body))
@@ -859,7 +849,8 @@ class Destination:
         elif transaction is not None:
             await self._follow(peer, transaction, verdict)
         self._reporter.failed(self.state, verdict, self.retry_in_s)
-        self._timer.take_wake()
+        if self._exchange.woken:
+            self._timer.hasten()
         interval = failure.shared_interval_ms(self.state, verdict)
         if interval is not None:
             self.state = replace(self.state, shared_interval_ms=interval)
@@ -906,7 +897,7 @@ class Destination:
 
     async def _search(self, transaction: Transaction, verdict: Verdict, now_ms: int) -> None:
         """Make one step of the search for the item that is at fault, if any is."""
-        self._reporter.isolated()
+        self._context.metrics.isolations.inc()
         edus, pdus = transaction.items_by_kind
         if edus and pdus:
             state = self.state
@@ -981,18 +972,11 @@ class Destination:
                 record.attempts,
             )
 
-    async def _take_out(self, frozen: Transaction) -> None:
-        record = await self._context.store.load_frozen(self.name)
-        if record is not None and record.transaction_id == frozen.id:
-            frozen.body = record.body
-        else:
-            self.frozen = None  # An operator has purged it.
-
     def _put_away(self) -> None:
-        """Drop a large saved body during a wait: those of all failing servers are too much (I7)."""
+        """Keep a large transaction on record only: all of them would be too much memory (I7)."""
         frozen = self.frozen
         if frozen is not None and frozen.saved and len(frozen.body) > PUT_AWAY_BYTES:
-            frozen.put_away_body()
+            self.frozen, self._unread = None, True
 
     async def _put_on_record(self, transaction: Transaction) -> None:
         # A mark that moves after it is taken for another sender's, and the record would be void.

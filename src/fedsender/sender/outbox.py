@@ -58,6 +58,7 @@ class Outbox:
         ephemeral: typing, and EDUs that the homeserver composed itself.
         presence: the states of users.
         receipts: those that wait in memory, and whether more wait in the database.
+        owes_to_device, owes_device_lists, owes_redeliveries: whether the database may have some.
         lsso: the destination's low-water mark; None until it was needed.
         stored_lsso: the mark in the database, once `write_marks` was called; None: it has none, or
             was not read.
@@ -77,8 +78,8 @@ class Outbox:
         self.ephemeral = EphemeralQueue[Ready](EPHEMERAL_KEYS, self._count_dropped)
         self.presence = EphemeralQueue[PresenceState](PRESENCE_USERS, self._count_dropped)
         self.receipts = ReceiptQueue(RECEIPTS)
-        self._owes_to_device = self._owes_device_lists = not level
-        self._owes_redeliveries = not level
+        self.owes_to_device = self.owes_device_lists = not level
+        self.owes_redeliveries = not level
         self._spilled_in_health = False
         # Offers and spills, counted: what a question to the database may not know of yet.
         self._news = 0
@@ -122,19 +123,7 @@ class Outbox:
 
     def owe_keys(self) -> None:
         """Note that the database may have to-device messages, or device lists."""
-        self._owes_to_device = self._owes_device_lists = True
-
-    def owe_to_device(self) -> None:
-        """Note that the database has to-device messages."""
-        self._owes_to_device = True
-
-    def owe_device_lists(self) -> None:
-        """Note that the database has changed devices or keys."""
-        self._owes_device_lists = True
-
-    def owe_redeliveries(self) -> None:
-        """Note that there are events to send again."""
-        self._owes_redeliveries = True
+        self.owes_to_device = self.owes_device_lists = True
 
     def put_edu(
         self, key: Key, edu_type: str, content: Mapping[str, object], *, lifetime_s: float
@@ -146,13 +135,13 @@ class Outbox:
 
     def take_back(self, transaction: Transaction) -> None:
         """Let the items of this transaction wait again: it will not be repeated."""
-        self._owes_to_device |= bool(transaction.record.outbox)
-        self._owes_device_lists |= bool(transaction.record.device_lists)
+        self.owes_to_device |= bool(transaction.record.outbox)
+        self.owes_device_lists |= bool(transaction.record.device_lists)
 
     def give_back(self, draft: Draft) -> None:
         """Let the items of this draft wait again: it is not sent."""
-        self._owes_to_device |= any(edu.outbox_ids for edu in draft.edus)
-        self._owes_device_lists |= any(edu.pokes for edu in draft.edus)
+        self.owes_to_device |= any(edu.outbox_ids for edu in draft.edus)
+        self.owes_device_lists |= any(edu.pokes for edu in draft.edus)
 
     def sent_ahead(self, event_ids: Iterable[str]) -> None:
         """Note that these events were answered out of turn."""
@@ -166,25 +155,25 @@ class Outbox:
     def owes(self) -> bool:
         """Whether the server is still owed any durable item."""
         receipts = bool(self.receipts.waiting) or self.receipts.debt is not None
-        return self.owes_pdus or self._owes_to_device or self._owes_device_lists or receipts
+        return self.owes_pdus or self.owes_to_device or self.owes_device_lists or receipts
 
     @property
     def owes_keys(self) -> bool:
         """Whether to-device messages or device lists wait; False too as long as nobody knows."""
-        return self.level and (self._owes_to_device or self._owes_device_lists)
+        return self.level and (self.owes_to_device or self.owes_device_lists)
 
     @property
     def owes_pdus(self) -> bool:
         """Whether any PDU is left to send."""
-        return not self.level or bool(self.queue.pdus) or self._owes_redeliveries
+        return not self.level or bool(self.queue.pdus) or self.owes_redeliveries
 
     @property
     def has_edus(self) -> bool:
         """Whether there is any EDU to send, as far as memory knows."""
         receipts = self.receipts
         return bool(
-            self._owes_to_device
-            or self._owes_device_lists
+            self.owes_to_device
+            or self.owes_device_lists
             or receipts.debt is not None
             or receipts.waiting
             or self.ephemeral.waiting
@@ -230,11 +219,11 @@ class Outbox:
     async def fill(self, draft: Draft, policy: Policy) -> None:
         """Put the next items into the draft, keys first; ephemeral EDUs take the room left."""
         pdus, edus = draft.max_pdus > 0, draft.max_edus > 0
-        if edus and self._owes_to_device:
+        if edus and self.owes_to_device:
             await self._fill_to_device(draft, policy)
-        if edus and self._owes_device_lists:
+        if edus and self.owes_device_lists:
             await self._fill_device_lists(draft, policy)
-        if pdus and self._owes_redeliveries:
+        if pdus and self.owes_redeliveries:
             await self._fill_redeliveries(draft)
         page: tuple[list[Receipt], int] | None = None
         if edus and self.receipts.debt is not None:
@@ -266,7 +255,7 @@ class Outbox:
         assert self.lsso is not None
         if search.turn is Turn.SUSPECT:
             draft.only = search.suspect
-            if self._owes_redeliveries:
+            if self.owes_redeliveries:
                 await self._fill_redeliveries(draft)
             if draft.empty:
                 await catch_up.fill_suspect(draft, self.lsso, search.room_id)
@@ -274,7 +263,7 @@ class Outbox:
             self._news_seen = self._news
             draft.without = {str(search.suspect), *search.witnesses, *search.refused}
             await catch_up.fill_witness(draft, self.lsso, search.room_id, search.place)
-            if draft.empty and self._owes_redeliveries:
+            if draft.empty and self.owes_redeliveries:
                 await self._fill_redeliveries(draft)
         else:
             event_id = search.witnesses[0]
@@ -294,11 +283,11 @@ class Outbox:
 
     async def _fill_to_device(self, draft: Draft, policy: Policy) -> None:
         # Cleared before the read, so that a message that arrives during it asks for another look.
-        self._owes_to_device = False
+        self.owes_to_device = False
         if not policy.edus.to_device:
             return
         room = draft.max_edus
-        if self._owes_device_lists:
+        if self.owes_device_lists:
             room = max(1, room - RESERVED_EDUS)
         rows = await self._context.homeserver.to_device(self.destination, 0, None, room)
         for row_id, content in rows:
@@ -315,26 +304,26 @@ class Outbox:
             edu = Edu(TO_DEVICE, wire, outbox_ids=(row_id,))
             if not draft.add_edu(edu):
                 # Rows are deleted by id: those of one id leave together or not at all.
-                self._owes_to_device = True
+                self.owes_to_device = True
                 if draft.drop_outbox(row_id):
                     return
                 draft.add_edu(edu, anyway=True)
-        self._owes_to_device |= len(rows) >= room
+        self.owes_to_device |= len(rows) >= room
 
     async def _fill_device_lists(self, draft: Draft, policy: Policy) -> None:
         room = draft.edu_room
         if not room:
             return
-        self._owes_device_lists = False
+        self.owes_device_lists = False
         if not policy.edus.device_lists:
             return
         changes = await self._context.edus.device_changes(
             self.destination, self._context.device_lists.value
         )
-        self._owes_device_lists |= not changes.complete or device_lists.count(changes) > room
+        self.owes_device_lists |= not changes.complete or device_lists.count(changes) > room
         for together in device_lists.compose(changes, room):
             if not draft.add_edu(*together):
-                self._owes_device_lists = True
+                self.owes_device_lists = True
                 return
 
     async def _owed_receipts(self, policy: Policy) -> tuple[list[Receipt], int] | None:
@@ -359,11 +348,11 @@ class Outbox:
         return None
 
     async def _fill_redeliveries(self, draft: Draft) -> None:
-        self._owes_redeliveries = False
+        self.owes_redeliveries = False
         waiting = await self._context.store.redeliveries(self.destination, draft.max_pdus)
         if not waiting:
             return
-        self._owes_redeliveries = True
+        self.owes_redeliveries = True
         event_ids = [item.event_id for item in waiting]
         routed = await self._context.router.load(event_ids)
         dropped = []

@@ -379,12 +379,6 @@ class Registry:
         while server in self.active:
             await self._leaving.setdefault(server, trio.Event()).wait()
 
-    async def write_down_unsaved(self, server: str) -> None:
-        """Make durable the unwritten state of a server that has left, unless it was purged."""
-        destination = self.unsaved.get(server)
-        if destination is not None:
-            await self.write_down(destination)
-
     def _strike(self, destination: Destination) -> None:
         name, state = destination.name, destination.state
         del self.active[name]
@@ -429,8 +423,9 @@ class Registry:
             heapq.heapify(self._timer)
         self._rescheduled.set()
 
-    async def bring_back(self, pace: Pace) -> None:
-        """Activate servers that are due, at the given pace, until cancelled."""
+    async def bring_back(self) -> None:
+        """Activate servers that are due, at the configured pace, until cancelled."""
+        pace = Pace(self._context.sending.ramp_per_second)
         while True:
             now = trio.current_time()
             if not self._timer or self._timer[0][0] > now:

@@ -115,10 +115,6 @@ class Reporter:
         """Log that the server answers again, after failures."""
         log.info("server answers again", destination=self._destination)
 
-    def isolated(self) -> None:
-        """Count one step of the search for a poisonous item."""
-        self._context.metrics.isolations.inc()
-
     async def backoff(self, state: ServerState, interval_ms: int | None) -> None:
         """Write the homeserver's backoff columns (Synapse's meaning) and tell its other workers.
 

@@ -17,7 +17,7 @@ from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu
 from fedsender.runtime import Runtime
-from fedsender.sender.admission import FEW, Admission, Pace
+from fedsender.sender.admission import FEW, Admission
 from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.debts import Debt
@@ -344,8 +344,8 @@ class Sender:
         # Side by side: one whose answer waits for a database that is away holds back no record.
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.context.homeserver.write_marks)
-            for server in list(self.registry.unsaved):
-                nursery.start_soon(self.registry.write_down_unsaved, server)
+            for destination in self.registry.unsaved.values():
+                nursery.start_soon(self.registry.write_down, destination)
         await self.edus.save()
 
 
@@ -473,10 +473,9 @@ async def _run_loops(
     `load` comes before: a server that is not behind at the fan-out's first position is level.
     """
     context = sender.context
-    pace = Pace(context.sending.ramp_per_second)
     loops: dict[str, Callable[[], Awaitable[None]]] = {
         "fan-out": sender.follow_events,
-        "ramp": partial(sender.registry.bring_back, pace),
+        "ramp": sender.registry.bring_back,
         "sweep": sender.sweep_for_ever,
         "marks": sender.write_marks_for_ever,
     }

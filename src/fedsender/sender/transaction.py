@@ -185,7 +185,7 @@ class Transaction:
             as far as its PDUs prove; catch-up looks at the rest again.
         receipts_upto: with a debt of receipts, the stream id up to which an answer pays it.
         saved: whether its record is durable.
-        edu_marks: the marks of its EDUs, once `drafted` is gone.
+        edu_marks: the marks of its EDUs, if `drafted` is None.
         answered: whether it was answered; the databases follow as soon as they can.
         recorded: whether the ledger has the line of its last attempt.
         drafted: the live objects it was made of; None after a restart, when only bytes are needed.
@@ -210,16 +210,6 @@ class Transaction:
     def pdus(self) -> Sequence[SentPdu]:
         """The PDUs of its record."""
         return self.record.pdus
-
-    @property
-    def put_away(self) -> bool:
-        """Whether its body is in the database only, to be loaded when its time comes."""
-        return not self.body
-
-    def put_away_body(self) -> None:
-        """Drop the body and the draft until the next attempt; its record must be durable."""
-        self.edu_marks = self._marks
-        self.body, self.drafted = b"", None
 
     @property
     def _marks(self) -> Sequence[str]:
