@@ -128,11 +128,6 @@ async def open_core(
         ) as ledger,
         open_client(config.federation, runtime, config.server_name, keys[0], metrics) as client,
         open_sender(
-            server_name=config.server_name,
-            instance=config.instance_name,
-            sending=config.sending,
-            presence=config.homeserver.presence,
-            federation=config.federation,
             policies=policies,
             runtime=runtime,
             store=store,

@@ -236,11 +236,6 @@ class World:
                 self.metrics.ledger_failures,
             ) as ledger,
             open_sender(
-                server_name=HS,
-                instance="fedsender",
-                sending=config.sending,
-                presence=config.homeserver.presence,
-                federation=config.federation,
                 policies=self.policies,
                 runtime=self.runtime,
                 store=store,

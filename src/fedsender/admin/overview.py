@@ -121,7 +121,7 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
             sender.fan_out.position,
             feed_lag_s(sender, status),
         ),
-        in_flight=sender.in_flight,
+        in_flight=sender.context.admission.in_flight,
         rates=context.metrics.rates(),
         states=dict(sender.registry.counts()),
         owed_by_age=owed,

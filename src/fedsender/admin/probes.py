@@ -44,7 +44,7 @@ def problems(context: AdminContext) -> Iterator[str]:
     if standstill is not None:
         token = standstill.event.stream_ordering
         yield f"{standstill}. It is tried again; `fedsender skip {token}` passes over the event"
-    failing = [name for name, at in sorted(sender.troubles.items()) if now - at < TROUBLE_S]
+    failing = [name for name, at in sorted(sender.context.troubles.items()) if now - at < TROUBLE_S]
     for name in failing:
         if name != "fan-out" or standstill is None:
             yield f"{name} fails and is tried again: the log says why"
@@ -63,7 +63,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     metrics.pending_destinations.set(len(active))
     metrics.pending_pdus.set(sum(one.outbox.queued for one in active))
     metrics.pending_edus.set(sum(one.outbox.edus_waiting for one in active))
-    metrics.in_flight.set(sender.in_flight)
+    metrics.in_flight.set(sender.context.admission.in_flight)
     counts = sender.registry.counts()
     for state in STATES:
         metrics.destinations_by_state.labels(state).set(counts[state])
@@ -74,7 +74,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     for name, lane in sender.context.admission.lanes.items():
         metrics.admission_used.labels(name).set(len(lane))
         metrics.admission_waiting.labels(name).set(lane.waiting)
-    metrics.full_quarantines.set(len(sender.full_quarantines))
+    metrics.full_quarantines.set(len(sender.context.full))
     metrics.feed_connected.set(status.connected)
     metrics.takes_appends.set(status.appends == "we do")
     metrics.stream_position.labels("events").set(status.position)
@@ -118,7 +118,7 @@ async def ready(context: Reach) -> Response:
 
 def _warnings(sender: Sender) -> Iterator[str]:
     """The problems that need an operator though the daemon goes on, one sentence each."""
-    full = sorted(sender.full_quarantines)
+    full = sorted(sender.context.full)
     if full:
         yield f"quarantine is full for {many(len(full), 'server')}: {listed(full, NAMED)}"
     if blocked := sender.fan_out.blocked:

@@ -127,7 +127,7 @@ async def reset_connection(destination: str, request: Request, context: Reach) -
         text = "The retry timing does not need to be reset for this destination."
         raise Refusal(400, "M_UNKNOWN", text)
     stream_id = await context.homeserver.store_backoff(destination, None, 0, 0)
-    announcer = context.sender.announcer
+    announcer = context.sender.context.announcer
     if stream_id is not None:
         await announcer.publish_backoff(destination, stream_id, context.runtime.now_ms())
     # For the sender whose server it is, if it is not ours.

@@ -192,7 +192,7 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     event = (await context.homeserver.events_by_id([event_id])).get(event_id)
     if event is None:
         return None
-    routed = (await context.sender.router.load([event_id])).get(event_id)
+    routed = (await context.sender.context.router.load([event_id])).get(event_id)
     found = Found(event_id, event.room_id, event.stream_ordering)
     complete = await _read_ledger(context, event, found)
     lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}

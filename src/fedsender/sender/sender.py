@@ -4,7 +4,7 @@ The state of each server is in the registry (`registry.py`). This module puts th
 takes over the last daemon's records, and drains at the end.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import structlog
 import trio
 
-from fedsender.config import Federation, Policies, Presence, Sending
+from fedsender.config import Policies
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu
@@ -93,31 +93,6 @@ class Sender:
     def active(self) -> dict[str, Destination]:
         """The destinations that have a task, by name."""
         return self.registry.active
-
-    @property
-    def router(self) -> Router:
-        """The router of events."""
-        return self.context.router
-
-    @property
-    def announcer(self) -> Announcer:
-        """The announcer to the homeserver's other workers."""
-        return self.context.announcer
-
-    @property
-    def in_flight(self) -> int:
-        """The number of attempts under way."""
-        return self.context.admission.in_flight
-
-    @property
-    def troubles(self) -> Mapping[str, float]:
-        """Loops that failed lately, each with the time (Trio's clock, seconds)."""
-        return self.context.troubles
-
-    @property
-    def full_quarantines(self) -> Collection[str]:
-        """The servers with a full quarantine."""
-        return self.context.full
 
     # --- The fan-out's side -----------------------------------------------------------------------
 
@@ -367,11 +342,6 @@ class Owed(NamedTuple):
 @asynccontextmanager
 async def open_sender(
     *,
-    server_name: str,
-    instance: str,
-    sending: Sending,
-    presence: Presence,
-    federation: Federation,
     policies: Policies,
     runtime: Runtime,
     store: Store,
@@ -385,23 +355,21 @@ async def open_sender(
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
+    `policies`: with the configuration of the start, which has all other settings.
     `failure_rate`: a server's failures in its last day; servers with few are brought back first.
     `already_owed`: see `FanOut`.
 
     Draining takes at most `sending.drain`. A transaction that is then still unanswered, or when the
     body raises, is written down, to be repeated unchanged by the next daemon (I3).
     """
-    router = Router(
-        store.homeserver,
-        server_name,
-        policies.may_send_to,
-        cache_bytes=sending.window_bytes // 4,
-    )
+    config = policies.config
+    instance, sending, federation = config.instance_name, config.sending, config.federation
     frozen = await take_over(store, ledger, runtime, instance, policies.handles)
+    states = states_of(await store.sender.all_server_states())
     boot = runtime.entropy(8)
     with open_attempt_log(ledger.directory, instance, boot.hex()) as attempt_log:
         context = Context(
-            origin=server_name,
+            origin=config.server_name,
             sending=sending,
             connect_deadline=2 * (federation.connect_timeout + federation.handshake_timeout),
             request_timeout=federation.request_timeout,
@@ -412,8 +380,13 @@ async def open_sender(
             receipts=store.receipts,
             instance=instance,
             device_lists=Watermark(),
-            presence=presence,
-            router=router,
+            presence=config.homeserver.presence,
+            router=Router(
+                store.homeserver,
+                config.server_name,
+                policies.may_send_to,
+                cache_bytes=sending.window_bytes // 4,
+            ),
             client=client,
             admission=admission,
             ledger=ledger,
@@ -423,44 +396,28 @@ async def open_sender(
             announcer=announcer,
             pdu_pool=PduPool(sending.window_bytes),
         )
-        async with _running(context, policies, store, frozen, failure_rate, already_owed) as sender:
-            yield sender
+        sender: Sender | None = None
+        try:
+            async with open_alarms(context.alarms), trio.open_nursery() as nursery:
+                sender = Sender(context, policies, nursery, store, already_owed)
+                sender.registry.take_in(states, frozen)
+                await sender.edus.load()
+                load = partial(sender.load_registry, failure_rate)
+                loops = await nursery.start(_run_loops, sender, load)
+                with trio.move_on_after(LOAD_PATIENCE_S):
+                    await sender.registry.complete.wait()
+                yield sender
+                loops.cancel()
+                sender.registry.begin_drain()
+                nursery.cancel_scope.deadline = trio.current_time() + sending.drain
+        except Exception:
+            # Not a kill: what may have left is still known, and must come again unchanged (I3).
+            if sender is not None:
+                with trio.move_on_after(WRITE_DOWN_S, shield=True):
+                    await sender.write_down()
+            raise
         await sender.write_down()
         await hand_over(store, instance)
-
-
-@asynccontextmanager
-async def _running(
-    context: Context,
-    policies: Policies,
-    store: Store,
-    frozen: set[str],
-    failure_rate: Callable[[str], int],
-    already_owed: AlreadyOwed | None,
-) -> AsyncIterator[Sender]:
-    """Run the sender with its tasks; all tasks have ended when this is left."""
-    states = states_of(await store.sender.all_server_states())
-    sender: Sender | None = None
-    try:
-        async with open_alarms(context.alarms), trio.open_nursery() as nursery:
-            sender = Sender(context, policies, nursery, store, already_owed)
-            sender.registry.take_in(states, frozen)
-            await sender.edus.load()
-            loops = await nursery.start(
-                _run_loops, sender, partial(sender.load_registry, failure_rate)
-            )
-            with trio.move_on_after(LOAD_PATIENCE_S):
-                await sender.registry.complete.wait()
-            yield sender
-            loops.cancel()
-            sender.registry.begin_drain()
-            nursery.cancel_scope.deadline = trio.current_time() + context.sending.drain
-    except Exception:
-        # Not a kill: what may have left is still known, and must come again unchanged (I3).
-        if sender is not None:
-            with trio.move_on_after(WRITE_DOWN_S, shield=True):
-                await sender.write_down()
-        raise
 
 
 async def _run_loops(
