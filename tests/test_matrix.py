@@ -26,7 +26,6 @@ from fedsender.matrix import (
     make_redacted_pdu,
     parse_server_name,
     redact,
-    redacts,
     server_of,
     shard_of,
 )
@@ -499,14 +498,6 @@ def test_event_formats_by_room_version() -> None:
         **dict.fromkeys(["org.matrix.msc3757.10", "org.matrix.msc3757.11"], 3),
         **dict.fromkeys(["12", "org.matrix.hydra.11"], 4),
     }
-
-
-def test_a_redaction_names_its_target_in_its_content_from_version_11() -> None:
-    event = {"redacts": "$above", "content": {"redacts": "$inside"}}
-    assert redacts(event, ROOM_VERSIONS["10"]) == "$above"
-    assert redacts(event, ROOM_VERSIONS["11"]) == "$inside"
-    assert redacts({"redacts": 5, "content": []}, ROOM_VERSIONS["11"]) is None
-    assert redacts({"redacts": 5, "content": []}, ROOM_VERSIONS["1"]) is None
 
 
 # --- PDUs: what is refused, what is left out ------------------------------------------------------

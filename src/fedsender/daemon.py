@@ -395,7 +395,7 @@ async def _reload_when_told(
 ) -> None:
     """On SIGHUP, read the configuration and the endpoints' files again."""
     while True:
-        await run.signals.told_to_reload()
+        await run.signals.reload.wait()
         if not ready.is_set():
             # READY=1 is how a reload ends, and is not true yet.
             run.notifier.status(await _reload(run, daemon, endpoints))

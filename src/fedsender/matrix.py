@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import orjson
 
-from fedsender.room_versions import ROOM_VERSIONS, JsonObject, RoomVersion, redact, redacts
+from fedsender.room_versions import ROOM_VERSIONS, JsonObject, RoomVersion, redact
 
 __all__ = [
     "MAX_EDUS",
@@ -41,7 +41,6 @@ __all__ = [
     "matching",
     "parse_server_name",
     "redact",
-    "redacts",
     "room_version_of",
     "server_of",
     "shard_of",

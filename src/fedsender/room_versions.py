@@ -1,6 +1,6 @@
 """Room versions: how each writes events, names them and redacts them.
 
-One table and the two functions that read it. A version that is not in the table cannot be sent.
+One table and the function that reads it. A version that is not in the table cannot be sent.
 """
 
 from collections.abc import Mapping
@@ -124,10 +124,3 @@ def _redacted_content(kind: str, content: JsonObject, version: RoomVersion) -> J
         if type(invite) is dict:
             kept["third_party_invite"] = {key: invite[key] for key in ("signed",) if key in invite}
     return kept
-
-
-def redacts(event: Mapping[str, Any], version: RoomVersion) -> str | None:
-    """The redacted event's id: in the redaction's content from version 11, else at top level."""
-    holder = event.get("content") if version.updated_redactions else event
-    target = holder.get("redacts") if isinstance(holder, Mapping) else None
-    return target if type(target) is str else None

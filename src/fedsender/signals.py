@@ -24,7 +24,7 @@ class Signals:
     Attributes:
         patience_s: the longest time of a stop, in seconds, once there is something to drain.
         stop: SIGTERM or SIGINT has come.
-        reload: SIGHUP has come.
+        reload: SIGHUP has come; several that came before the next wait count as one.
         life: ends a start that is told to stop, and a stop that takes too long.
         started: there is something to drain.
     """
@@ -45,10 +45,6 @@ class Signals:
                 with self.life:
                     yield
                 nursery.cancel_scope.cancel()
-
-    async def told_to_reload(self) -> None:
-        """Wait for the next SIGHUP; those that came meanwhile count as one."""
-        await self.reload.wait()
 
     def exit_code(self, notifier: Notifier, unfinished: str) -> int:
         """0: it has stopped as it should, or before it had begun. 1: the stop took too long.

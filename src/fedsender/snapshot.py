@@ -25,7 +25,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -151,23 +151,12 @@ def part_of(key: str) -> int:
 
 def format_manifest(token: int, epoch: str, created_ms: int, files: Iterable[FileInfo]) -> bytes:
     """The bytes of a manifest."""
-    listed = [
-        {
-            "name": file.name,
-            "table": file.table,
-            "part": file.part,
-            "rows": file.rows,
-            "bytes": file.bytes,
-            "sha256": file.sha256,
-        }
-        for file in files
-    ]
     document = {
         "format": FORMAT,
         "epoch": epoch,
         "token": token,
         "created_ms": created_ms,
-        "files": listed,
+        "files": [asdict(file) for file in files],
     }
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
@@ -240,17 +229,6 @@ _GZIP: Final = 31
 """zlib's number for a window of 32 KiB in gzip's format; the header then has no time."""
 
 
-def _compressor() -> Any:
-    return zlib.compressobj(1, zlib.DEFLATED, _GZIP)
-
-
-def encode_table(rows: Iterable[Row]) -> bytes:
-    """Rows, in their order, as a file: the same rows make the same bytes."""
-    packer = _compressor()
-    pieces = [packer.compress(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)) for row in rows]
-    return b"".join([*pieces, packer.flush()])
-
-
 def decode_table(table: str, pieces: Iterable[bytes], where: Path) -> Iterator[Row]:
     """The rows of a file that comes in pieces; holds one of them at a time. Raises BadSnapshot."""
     columns = COLUMNS[table]
@@ -318,11 +296,6 @@ def stream_part(info: SnapshotInfo, file: FileInfo) -> Iterator[Row]:
         raise BadSnapshot(f"{path}: not the {file.rows} rows that the manifest says")
     if digest.hexdigest() != file.sha256:
         raise BadSnapshot(f"{path}: its SHA-256 is not the manifest's")
-
-
-def read_part(info: SnapshotInfo, file: FileInfo) -> list[Row]:
-    """All rows of one file. Raises OSError, and BadSnapshot, also for a wrong hash."""
-    return list(stream_part(info, file))
 
 
 # --- making one -----------------------------------------------------------------------------------
@@ -416,7 +389,7 @@ class _Part:
     def __init__(self, target: BinaryIO) -> None:
         self.rows = 0
         self._target = target
-        self._packer = _compressor()
+        self._packer = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
         self._digest = sha256()
         self._waiting = bytearray()
 

@@ -429,14 +429,14 @@ async def test_what_has_lapsed_is_taken_out_of_the_file(
         b'{"version": 1, "delegations": [], "lookups": []}',
         b"\x00\xff",
         b"CREATE TABLE theirs (x); ",
-        b"PRAGMA user_version = 2; ",
+        b"PRAGMA user_version = 1; ",
         b"INSERT INTO entries VALUES ('A', 'b.example', 9, '{}'); ",
         b"INSERT INTO entries VALUES ('A', 'b.example', 9, 'nonsense'); ",
         b"INSERT INTO entries VALUES ('well_known', 'b.example', 9, '{\"server\": \"b c\",'"
-        b' || \'"refresh_ms": 1, "expires_ms": 1, "failures": 0, "text": "",\''
+        b' || \'"refresh_at": 1, "expires_at": 1, "failures": 0, "text": "",\''
         b" || '\"broken\": false}'); ",
         b"INSERT INTO entries VALUES ('A', 'b.example', 9, '{\"values\": [], \"text\": \"\",'"
-        b' || \'"expires_ms": 1' + b"0" * 400 + b"}'); ",
+        b' || \'"expires_at": 1' + b"0" * 400 + b"}'); ",
     ],
 )
 async def test_a_bad_file_is_left_as_it_is_with_one_line_in_the_log(

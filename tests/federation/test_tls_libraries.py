@@ -155,5 +155,5 @@ async def test_rustls_requests_of_any_size_on_one_connection(tmp_path: Path, ver
                     memory=AnswerMemory(),
                 )
                 assert (answer.status, answer.body) == (200, b"%d" % size)
-            assert (connection.exchanges, connection.reusable) == (4, True)
+            assert connection.reusable
             connection.close()

@@ -26,7 +26,6 @@ from fedsender.snapshot import (
     BadSnapshot,
     FileInfo,
     decode_table,
-    encode_table,
     file_name,
     format_manifest,
     snapshot_id,
@@ -190,7 +189,8 @@ ROWS: Final[Mapping[str, Sequence[tuple[Any, ...]]]] = {
 
 @cache
 def _part(table: str) -> bytes:
-    return encode_table(ROWS[table])
+    lines = "".join(f"{json.dumps(row)}\n" for row in ROWS[table])
+    return gzip.compress(lines.encode(), mtime=0)
 
 
 def fuzz_parts(rng: random.Random) -> None:

@@ -23,7 +23,6 @@ from fedsender.snapshot import (
     SnapshotInfo,
     decode_table,
     part_of,
-    read_part,
     stream_part,
     write_snapshot,
 )
@@ -64,7 +63,7 @@ def nothing() -> None: ...
 
 
 def read(info: SnapshotInfo, table: str) -> list[Row]:
-    return [row for file in info.files if file.table == table for row in read_part(info, file)]
+    return [row for file in info.files if file.table == table for row in stream_part(info, file)]
 
 
 def test_what_is_written_is_read_part_by_part_and_the_same_rows_make_the_same_files(
@@ -78,7 +77,7 @@ def test_what_is_written_is_read_part_by_part_and_the_same_rows_make_the_same_fi
         assert sorted(read(info, table), key=str) == sorted(FEW.rows(table), key=str)
         for file in info.files:
             if file.table == table:
-                rows = read_part(info, file)
+                rows = list(stream_part(info, file))
                 assert {part_of(row[KEYS[table]]) for row in rows} == {file.part}
                 assert rows == [row for row in FEW.rows(table) if row in rows]
     assert list_snapshots(tmp_path / "snap") == [info]
@@ -201,9 +200,9 @@ def test_the_manifest_is_compared_with_what_is_read(tmp_path: Path) -> None:
     file = next(file for file in info.files if file.table == "hosts")
     for wrong in (replace(file, rows=file.rows - 1), replace(file, rows=file.rows + 1)):
         with pytest.raises(BadSnapshot, match="rows that the manifest says"):
-            read_part(info, wrong)
+            list(stream_part(info, wrong))
     path = info.path(file.name)
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), 9))
     with pytest.raises(BadSnapshot, match="SHA-256"):
-        read_part(info, file)
+        list(stream_part(info, file))
     assert info.path(MANIFEST).exists()

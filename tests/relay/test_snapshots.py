@@ -24,7 +24,7 @@ from fedsender.relay.snapshots import SHARED_S
 from fedsender.relay.status import problems, status_of
 from fedsender.replication.relay_feed import Fetcher, State
 from fedsender.runtime import real_runtime
-from fedsender.snapshot import MANIFEST, SnapshotInfo, read_part
+from fedsender.snapshot import MANIFEST, SnapshotInfo, stream_part
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import Json
 
@@ -320,7 +320,7 @@ async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path) -
 
 def edus(info: SnapshotInfo) -> int:
     """How many EDUs are in a snapshot, by reading them."""
-    return sum(len(read_part(info, file)) for file in info.files if file.table == "edus")
+    return sum(len(list(stream_part(info, file))) for file in info.files if file.table == "edus")
 
 
 # --- EDUs of one that is away ---------------------------------------------------------------------

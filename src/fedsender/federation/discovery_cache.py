@@ -6,18 +6,18 @@ written to it in small steps. A file that cannot be read is ignored.
 
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import structlog
 import trio
 from cachetools import TLRUCache
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import RecordType, Runtime
@@ -40,6 +40,10 @@ SRV_SERVICES: Final = ("_matrix-fed._tcp", "_matrix._tcp")
 """The SRV services of a server, in the order to ask for them; the second is the deprecated one."""
 
 
+# Lookups and delegations are read back from a file.
+_CHECKED: Final = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """The answer of the DNS for one name and record type.
@@ -50,6 +54,8 @@ class Lookup:
         text: the reason why there are no values.
         failed: there was no answer, which is not the same as "no such name".
     """
+
+    __pydantic_config__ = _CHECKED
 
     values: tuple[str, ...]
     expires_at: float
@@ -74,6 +80,11 @@ class WellKnown:
     broken: bool = False
 
 
+def _server_name(text: str) -> str:
+    parse_server_name(text)
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class Delegation:
     """The cached answer of a host's .well-known.
@@ -87,7 +98,9 @@ class Delegation:
         broken: something was served, but it cannot be used.
     """
 
-    server: str | None
+    __pydantic_config__ = _CHECKED
+
+    server: Annotated[str, AfterValidator(_server_name)] | None
     refresh_at: float
     expires_at: float
     failures: int = 0
@@ -111,6 +124,7 @@ def delegation_after(previous: Delegation | None, found: WellKnown, now: float) 
 
 
 _WELL_KNOWN: Final = "well_known"
+Known = TypeVar("Known", bound=Delegation | Lookup)
 
 
 class DiscoveryCache:
@@ -205,37 +219,23 @@ class DiscoveryCache:
         changes = Changes([], [])
         for kind, name in list(islice(self._changed, _STEP)):
             del self._changed[kind, name]
-            filed = self._filed(kind, name, offset)
-            if filed is None:
-                changes.gone.append((kind, name))
+            known: Delegation | Lookup | None
+            if kind == _WELL_KNOWN:
+                known = self._delegations.get(name)
             else:
-                changes.rows.append((kind, name, filed.expires_ms, filed.model_dump_json()))
+                known = self._lookups.get((name, kind))
+            if known is None or (isinstance(known, Lookup) and known.failed):
+                changes.gone.append((kind, name))
+                continue
+            filed = _moved(known, lambda at: at + offset)
+            text = _ADAPTERS[type(filed)].dump_json(filed).decode()
+            changes.rows.append((kind, name, round(filed.expires_at * 1000), text))
         return changes
 
     def give_back(self, changes: "Changes") -> None:
         """Mark changes that could not be written as still different from the file."""
         for kind, name in (*(row[:2] for row in changes.rows), *changes.gone):
             self._differs(kind, name)
-
-    def _filed(self, kind: str, name: str, offset: float) -> "FiledDelegation | FiledLookup | None":
-        """The entry as the file has it, with times of the wall clock; None for a failed lookup."""
-        if kind == _WELL_KNOWN:
-            known = self._delegations.get(name)
-            if known is None:
-                return None
-            return FiledDelegation(
-                server=known.server,
-                refresh_ms=round((known.refresh_at + offset) * 1000),
-                expires_ms=round((known.expires_at + offset) * 1000),
-                failures=known.failures,
-                text=known.text,
-                broken=known.broken,
-            )
-        lookup = self._lookups.get((name, kind))
-        if lookup is None or lookup.failed:
-            return None
-        expires_ms = round((lookup.expires_at + offset) * 1000)
-        return FiledLookup(values=list(lookup.values), expires_ms=expires_ms, text=lookup.text)
 
     def take_in(self, rows: "Sequence[Row]", now_ms: int) -> None:
         """Remember the entries of a file; those that have lapsed drop out.
@@ -244,24 +244,16 @@ class DiscoveryCache:
         """
         now = trio.current_time()
 
-        def moment(wall_ms: int) -> float:
-            return now + min((wall_ms - now_ms) / 1000, _LIFE_MAX_S)
+        def moment(wall_s: float) -> float:
+            return now + min(wall_s - now_ms / 1000, _LIFE_MAX_S)
 
         for kind, name, _, text in rows:
             if kind == _WELL_KNOWN:
-                known = FiledDelegation.model_validate_json(text)
-                self._delegations[name] = Delegation(
-                    known.server,
-                    moment(known.refresh_ms),
-                    moment(known.expires_ms),
-                    known.failures,
-                    known.text,
-                    known.broken,
-                )
+                delegation = _ADAPTERS[Delegation].validate_json(text)
+                self._delegations[name] = _moved(delegation, moment)
             else:
-                found = FiledLookup.model_validate_json(text)
-                expires_at = moment(found.expires_ms)
-                self._lookups[name, kind] = Lookup(tuple(found.values), expires_at, found.text)
+                lookup = _ADAPTERS[Lookup].validate_json(text)
+                self._lookups[name, kind] = _moved(lookup, moment)
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -269,7 +261,7 @@ class DiscoveryCache:
 Row = tuple[str, str, int, str]
 """Kind ("well_known" or a record type), name, expiry (ms since the epoch), and the rest in JSON."""
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SCHEMA: Final = f"""
 CREATE TABLE entries (
     kind TEXT NOT NULL, name TEXT NOT NULL, expires_ms INTEGER NOT NULL, value TEXT NOT NULL,
@@ -292,32 +284,16 @@ class Changes:
     gone: list[tuple[str, str]]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+_ADAPTERS: Final[Mapping[type, TypeAdapter[Any]]] = {
+    each: TypeAdapter(each) for each in (Delegation, Lookup)
+}
 
 
-def _server_name(text: str) -> str:
-    parse_server_name(text)
-    return text
-
-
-class FiledDelegation(_Strict):
-    """A `Delegation` on disk; times in milliseconds since the epoch."""
-
-    server: Annotated[str, AfterValidator(_server_name)] | None
-    refresh_ms: int
-    expires_ms: int
-    failures: int
-    text: str
-    broken: bool
-
-
-class FiledLookup(_Strict):
-    """A `Lookup` on disk; times in milliseconds since the epoch."""
-
-    values: list[str]
-    expires_ms: int
-    text: str
+def _moved(known: Known, to: Callable[[float], float]) -> Known:
+    """The same entry with its times by another clock; in the file they are of the wall clock, s."""
+    if isinstance(known, Delegation):
+        known = replace(known, refresh_at=to(known.refresh_at))
+    return replace(known, expires_at=to(known.expires_at))
 
 
 def _open(path: Path) -> sqlite3.Connection:

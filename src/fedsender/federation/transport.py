@@ -273,17 +273,15 @@ class Connection:
     Attributes:
         sent: the first byte of the latest request may have left.
         heard: a byte of its answer has arrived.
-        exchanges: number of exchanges completed on it.
         reusable: another exchange may follow. False during one, and for ever after a failed one.
     """
 
-    __slots__ = ("_cut", "exchanges", "heard", "reusable", "sent", "stream")
+    __slots__ = ("_cut", "heard", "reusable", "sent", "stream")
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
         self.sent = False
         self.heard = False
-        self.exchanges = 0
         self.reusable = True
         self._cut: ExchangeFailed | None = None
 
@@ -329,7 +327,6 @@ class Connection:
             if not (reader.complete and reader.keep_alive):
                 close_now(self.stream)
             reader.close()
-        self.exchanges += 1
         self.reusable = reader.keep_alive and self._cut is None
         return reader.response()
 

@@ -208,7 +208,7 @@ async def _reload_when_told(run: _Run) -> None:
     """
     notifier, limiter = run.notifier, trio.CapacityLimiter(1)
     while True:
-        await run.signals.told_to_reload()
+        await run.signals.reload.wait()
         notifier.reloading()
         try:
             newer = load_config(run.path)

@@ -271,7 +271,7 @@ async def run_shadow(
 
 async def _refuse_to_reload(signals: Signals) -> None:
     while True:
-        await signals.told_to_reload()
+        await signals.reload.wait()
         log.warning("a shadow does not reload: restart it")
 
 
