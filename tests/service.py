@@ -23,7 +23,6 @@ import yaml
 
 from fedsender.demo import process
 from fedsender.ledger import NOTES
-from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
 from fedsender.segments import read_lines, segments
@@ -233,7 +232,6 @@ class World:
                 {STREAM: self.homeserver},
                 listeners,
                 real_runtime(),
-                kind=OWN_KIND,
             ):
                 task_status.started()
                 await trio.sleep_forever()

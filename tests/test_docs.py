@@ -17,8 +17,9 @@ from fedsender.admin import access, http1, page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Sending
 from fedsender.config.sections import Ledger
+from fedsender.facts import MAX_LINE_BYTES
 from fedsender.federation import answer, client, discovery, places, transport
-from fedsender.replication import protocol, resp, server
+from fedsender.replication import resp, server
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.telemetry import Metrics
@@ -166,8 +167,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"| {page.LOGIN_BYTES // kib} KiB, compared",
         f"a drain waits {http1.GRACE_SECONDS:.0f} s",
         f"a `Host` of any name; at most {http1.PROBES.connections} connections",
-        f"{protocol.SYNAPSE_MAX_LINE // kib} KiB from Synapse and"
-        f" {protocol.OWN_MAX_LINE // kib} KiB from our own kind, Redis replies of"
+        f"lines of {MAX_LINE_BYTES // kib} KiB, Redis replies of"
         f" {resp.MAX_BULK // mib} MiB, {server.MAX_CONNECTIONS} clients",
     ):
         assert text in security, text

@@ -42,7 +42,8 @@ MAX_ROWS: Final = 10_000
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
 MAX_LINE_BYTES: Final = 262_144
-"""Bytes of a whole line of the line protocol, its line feed included."""
+"""Bytes of a line of the line protocol. A row holds a whole PDU: 65,536 bytes by the specification,
+up to three times that when every character is escaped."""
 MAX_ROW_BYTES: Final = MAX_LINE_BYTES - 64
 """Bytes of one row as JSON; the rest of the line is `RDATA events` and the token."""
 

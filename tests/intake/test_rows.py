@@ -22,7 +22,7 @@ from fedsender.facts import (
     rows_of,
     without_edus,
 )
-from fedsender.replication.protocol import OWN_MAX_LINE, Connection, Rdata, RdataBatches
+from fedsender.replication.protocol import Connection, Rdata, RdataBatches
 from fedsender.streams import HostsRow, Json, PduRow
 
 KEY = {"keys": {"ed25519:PUB": "PUB"}}
@@ -101,7 +101,7 @@ def test_bounds() -> None:
             prepare(rows)
     spare = MAX_ROW_BYTES - len(prepare([pdu(1)]).rows[0])
     largest = prepare([pdu(1, spare)])
-    peer = Connection(max_line=OWN_MAX_LINE)
+    peer = Connection()
     peer.receive_data(lines_of(largest.rows, 2**63 - 1))
     assert isinstance(peer.next_command(), Rdata)
     with pytest.raises(BadRow, match=str(MAX_ROW_BYTES)):
@@ -144,7 +144,7 @@ def test_a_homeserver_may_write_its_keys_in_any_order() -> None:
 def test_observers_are_told_no_edus(records: list[list[Json]]) -> None:
     """What is left are the records without their edu rows, under their own tokens."""
     lines = b"".join(lines_of(prepare(rows).rows, token) for token, rows in enumerate(records, 1))
-    peer, batches = Connection(max_line=OWN_MAX_LINE), RdataBatches()
+    peer, batches = Connection(), RdataBatches()
     peer.receive_data(without_edus(lines))
     told = {}
     while (command := peer.next_command()) is not None:

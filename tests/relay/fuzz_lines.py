@@ -40,7 +40,6 @@ from fedsender.facts import (
     without_edus,
 )
 from fedsender.replication.protocol import (
-    OWN_MAX_LINE,
     BadLine,
     Connection,
     Dialect,
@@ -102,7 +101,7 @@ def fuzz_lines(rng: random.Random) -> None:
     """Bytes of a peer, in pieces: commands, or BadLine; what was understood can be said again."""
     data = b"\n".join(rng.choices(LINES, k=rng.randint(1, 4))) + b"\n"
     data = spoil(rng, data, ODD)
-    peer = Connection(max_line=OWN_MAX_LINE)
+    peer = Connection()
     batches = RdataBatches(max_rows=10, max_bytes=10_000)
     at = 0
     while at < len(data):

@@ -18,7 +18,7 @@ from tests.relay.log_support import hosts, pdu, runtime, to_device
 from fedsender.facts import Ephemeral, Prepared
 from fedsender.intake.endpoint import PREFIX, build_app
 from fedsender.intake.intake import Intake
-from fedsender.replication.line_stream import OWN_KIND, Wire
+from fedsender.replication.line_stream import Wire
 from fedsender.replication.protocol import File, Snapshot, format_command
 from fedsender.replication.relay_feed import Fetcher, FetchFailed
 from fedsender.snapshot import (
@@ -283,7 +283,7 @@ async def _fuzz_fetch(rng: random.Random, staging: Path) -> None:
         end = said.index(b"\n") if rng.random() < 0.7 else len(said)
         if rng.random() < 0.7:
             said = spoil(rng, said[:end], [*ODD, b"FILE ", b" 0 5\n", b"../x "]) + said[end:]
-        return Wire(_Told(rng, said), OWN_KIND, lambda: 5)  # type: ignore[arg-type]
+        return Wire(_Told(rng, said), lambda: 5)  # type: ignore[arg-type]
 
     try:
         info = await Fetcher(staging, runtime(1), open_wire, 1).fetch(offer)

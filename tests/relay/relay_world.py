@@ -20,7 +20,6 @@ from tests.replication.support import Netcat
 from fedsender.config import Config, from_values
 from fedsender.facts import prepare
 from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
-from fedsender.replication.line_stream import OWN_KIND, PeerKind
 from fedsender.runtime import Runtime
 from fedsender.streams import Json
 from fedsender.testing.clock import now_ms
@@ -134,7 +133,6 @@ class World:
 
     directory: Path = field(default_factory=new_directory)
     settings: Mapping[str, object] = field(default_factory=dict)
-    kind: PeerKind = OWN_KIND
     thread_s: float = 0.0
     faults: Callable[[str], None] = lambda _: None
     free: int = 2**40
@@ -152,7 +150,6 @@ class World:
         opened = open_relay(
             config,
             self._runtime(),
-            kind=self.kind,
             synchronous="OFF",
             faults=lambda point: self.faults(point),
             free=lambda _: self.free,

@@ -24,8 +24,9 @@ from tests.replication.support import Netcat
 from fedsender.config import TcpAddress, UnixAddress, from_values
 from fedsender.intake.intake import Append
 from fedsender.relay.daemon import RelayDaemon, open_relay
+from fedsender.replication import line_stream
 from fedsender.replication.feed import relay_settings
-from fedsender.replication.line_stream import OWN_KIND, Endpoint, PeerKind, connect
+from fedsender.replication.line_stream import Endpoint, connect
 from fedsender.replication.server import (
     MAX_CONNECTIONS,
     MAX_LEAVING,
@@ -254,7 +255,6 @@ async def real_relay(
     *,
     secret_file: Path | None = None,
     tls: ssl.SSLContext | None = None,
-    kind: PeerKind = OWN_KIND,
 ) -> AsyncIterator[tuple[RelayDaemon, TcpAddress, UnixAddress]]:
     """A relay on real sockets and a real disk."""
     settings = {} if secret_file is None else consumers(secret_file)
@@ -265,7 +265,7 @@ async def real_relay(
     config = config_of(directory / "relay", settings)
     try:
         with trio.fail_after(PATIENCE_S):
-            async with open_relay(config, real_runtime(), doors, kind=kind) as relay:
+            async with open_relay(config, real_runtime(), doors) as relay:
                 yield relay, address, socket
     finally:
         await close(doors)
@@ -320,12 +320,12 @@ async def test_25_connections_that_end_leave_no_descriptor_behind(tmp_path: Path
 
 
 async def test_38_a_network_that_stalls_costs_the_connection_and_no_snapshot(
-    tmp_path: Path, secret_file: Path
+    tmp_path: Path, secret_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """38: real sockets, whose buffers fill; once they flow again the consumer is level."""
-    kind = PeerKind(OWN_KIND.max_line, OWN_KIND.dead_after_s, send_s=0.5)
+    monkeypatch.setattr(line_stream, "SEND_S", 0.5)
     async with (
-        real_relay(tmp_path, secret_file=secret_file, kind=kind) as (relay, where, _),
+        real_relay(tmp_path, secret_file=secret_file) as (relay, where, _),
         open_proxy((where.host, where.port)) as proxy,
     ):
 

@@ -16,7 +16,8 @@ from tests.relay.relay_world import Hands, World
 
 from fedsender.facts import prepare_ephemeral
 from fedsender.relay.status import status_of
-from fedsender.replication.line_stream import OWN_KIND, Disconnected, PeerKind, Wire
+from fedsender.replication import line_stream
+from fedsender.replication.line_stream import Disconnected, Wire
 from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches
 from fedsender.replication.server import MAX_CONNECTIONS
 from fedsender.snapshot import SnapshotInfo
@@ -105,7 +106,7 @@ async def test_19_a_record_that_was_cut_off_comes_again_whole(autojump_clock: Cl
         again = world.connect()
         await again.resume("sender-1", 1)
         batches = RdataBatches()
-        connection = Connection(max_line=OWN_KIND.max_line)
+        connection = Connection()
         whole = None
         while whole is None:
             connection.receive_data(f"{await again.until('RDATA ')}\n".encode())
@@ -180,7 +181,7 @@ async def test_31_37_a_commit_that_hangs_stops_the_pings_and_consumers_notice(
     async with World().running() as world:
         ours, theirs = trio.testing.memory_stream_pair()
         world.nursery.start_soon(lambda: world.relay.hub.serve(theirs, trusted=True))
-        wire = Wire(ours, OWN_KIND, now_ms)
+        wire = Wire(ours, now_ms)
         world.thread_s = 1e6
         world.nursery.start_soon(world.append)
         hung_at = trio.current_time()
@@ -249,7 +250,7 @@ async def test_34_35_slow_reads_hold_up_no_ping(autojump_clock: Clock) -> None:
 async def test_36_a_line_that_comes_byte_by_byte_is_no_silence(autojump_clock: Clock) -> None:
     """36: any byte counts; a line may take longer than the time-out."""
     ours, theirs = trio.testing.memory_stream_pair()
-    wire = Wire(ours, OWN_KIND, now_ms)
+    wire = Wire(ours, now_ms)
     async with trio.open_nursery() as nursery:
 
         async def trickle() -> None:
@@ -265,11 +266,11 @@ async def test_36_a_line_that_comes_byte_by_byte_is_no_silence(autojump_clock: C
 
 
 async def test_38_one_that_takes_nothing_is_dropped_and_comes_back_without_a_snapshot(
-    autojump_clock: Clock,
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """38: nothing waits in memory for it; its segments do."""
-    kind = PeerKind(OWN_KIND.max_line, OWN_KIND.dead_after_s, send_s=3.0)
-    async with World(kind=kind).running() as world:
+    monkeypatch.setattr(line_stream, "SEND_S", 3.0)
+    async with World().running() as world:
         hands = world.connect(lockstep=True)
         await hands.resume("sender-1", 0)
         await hands.until("POSITION events 0")

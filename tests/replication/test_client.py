@@ -26,7 +26,7 @@ from tests.replication.support import (
 
 from fedsender.config import TcpAddress
 from fedsender.replication.client import Fact, LineFeed, LineSettings
-from fedsender.replication.line_stream import OWN_KIND, Disconnected, Endpoint, connect
+from fedsender.replication.line_stream import Disconnected, Endpoint, connect
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import Runtime, listen_tcp, real_runtime
 from fedsender.testing.clock import until
@@ -309,7 +309,7 @@ async def test_connections_that_are_cut_lose_nothing_and_repeat_nothing() -> Non
     port = listener.socket.getsockname()[1]
     sent = {token: tuple([token, part] for part in range(token % 4)) for token in range(1, 400)}
     async with (
-        open_replication_server(SERVER, {"events": log}, [listener], real_runtime(), kind=OWN_KIND),
+        open_replication_server(SERVER, {"events": log}, [listener], real_runtime()),
         cutting_proxy(port) as proxied,
         trio.open_nursery() as nursery,
     ):

@@ -26,7 +26,6 @@ from tests.servers import Valkey
 from fedsender.config import Config, from_values
 from fedsender.replication.client import EmbeddedFeed, LineSettings
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import listen_unix, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
@@ -81,9 +80,7 @@ async def feeding(
     sink = RecordingSink()
     async with (
         homeserver_store(directory) as store,
-        open_replication_server(
-            SERVER, {"events": log}, [await listen_unix(path)], real_runtime(), kind=OWN_KIND
-        ),
+        open_replication_server(SERVER, {"events": log}, [await listen_unix(path)], real_runtime()),
         open_feed(config, real_runtime(), store, sink) as feed,
     ):
         yield feed, sink, store
@@ -275,7 +272,7 @@ async def test_notices_move_the_position_where_the_database_is_read_in_place(
     log.say(8, NOTICE)
     log.say(9, NOTICE, NOTICE)
     async with open_replication_server(
-        SERVER, {"events": log}, [await listen_unix(path)], real_runtime(), kind=OWN_KIND
+        SERVER, {"events": log}, [await listen_unix(path)], real_runtime()
     ):
         config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
         homeserver = config.homeserver.model_copy(update={"kind": "synapse"})
@@ -301,7 +298,7 @@ async def test_a_notice_holds_an_embedded_store_until_it_comes_as_an_event(
     log.say(3, hosts)
     network = HandNetwork()
     async with (
-        open_replication_server(SERVER, {"events": log}, [], real_runtime(), kind=OWN_KIND) as hs,
+        open_replication_server(SERVER, {"events": log}, [], real_runtime()) as hs,
         trio.open_nursery() as nursery,
     ):
         network.otherwise = lambda theirs: nursery.start_soon(hs.serve, theirs)
@@ -332,9 +329,7 @@ async def test_servers_and_edu_rows_are_taken_on_tcp_as_on_push(tmp_path: Path) 
     log.say(3, ["edu", ["to_device", "b.example", "m1", {}]])
     async with (
         homeserver_store(tmp_path) as store,
-        open_replication_server(
-            SERVER, {"events": log}, [await listen_unix(path)], real_runtime(), kind=OWN_KIND
-        ),
+        open_replication_server(SERVER, {"events": log}, [await listen_unix(path)], real_runtime()),
     ):
         config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
         async with open_feed(config, real_runtime(), store, sink):

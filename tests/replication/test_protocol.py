@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedsender.facts import MAX_LINE_BYTES
 from fedsender.replication.protocol import (
     Auth,
     BadLine,
@@ -189,7 +190,7 @@ def test_line_that_does_not_end_is_an_error_before_it_is_all_there() -> None:
         Error("a\rb"),
         Rdata("events", "a b", 1, []),
         Rdata("events", None, 1, [float("nan")]),
-        Rdata("events", None, 1, ["x" * 16_384]),
+        Rdata("events", None, 1, ["x" * MAX_LINE_BYTES]),
         Rdata("events", None, 1, {1, 2}),
         Ping("\ud800"),
     ],

@@ -12,6 +12,7 @@ import trio
 import trio.testing
 from tests.replication.support import SERVER, Log, Netcat
 
+from fedsender.facts import MAX_LINE_BYTES
 from fedsender.replication.protocol import RemoteServerUp
 from fedsender.replication.server import (
     MAX_WAITING,
@@ -158,7 +159,7 @@ async def test_position_below_the_clients_token_is_told_as_it_is() -> None:
         ("SERVER other.example", "invalid command: SERVER"),
         ("REPLICATE events x", "failed to parse line: REPLICATE: the token is not a number"),
         ("REPLICATE nosuch 1", "failed to handle replicate: unknown stream: nosuch"),
-        ("PING " + "x" * 16_384, "Line length exceeded"),
+        ("PING " + "x" * MAX_LINE_BYTES, "Line length exceeded"),
     ],
 )
 async def test_bad_line_is_answered_and_the_connection_closed(line: str, error: str) -> None:
@@ -214,7 +215,7 @@ async def test_one_clients_broken_stream_does_not_disturb_the_others() -> None:
 
 async def test_row_that_makes_too_long_a_line_ends_the_connection_with_an_error() -> None:
     log = Log()
-    log.say(1, ["x" * 20_000])
+    log.say(1, ["x" * MAX_LINE_BYTES])
     async with serving({"events": log}) as (server, nursery):
         client = await join(server, nursery)
         await client.say("REPLICATE events 0")
@@ -246,17 +247,17 @@ async def test_something_is_sent_every_five_seconds(
     assert [round(later - times[0]) for later in times] == [0, 5, 10, 15]
 
 
-async def test_client_that_has_sent_a_ping_and_falls_silent_is_dead_after_25_s(
+async def test_client_that_has_sent_a_ping_and_falls_silent_is_dead_after_15_s(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with serving({}) as (server, nursery):
         client = await join(server, nursery)
         await client.say("PING 1")
-        await trio.sleep(20)
+        await trio.sleep(10)
         await client.say("NAME still here")
         since = trio.current_time()
         assert await client.hear_rest() == []
-        assert trio.current_time() - since == pytest.approx(25)
+        assert trio.current_time() - since == pytest.approx(15)
 
 
 async def test_person_with_netcat_may_stay_silent(

@@ -20,7 +20,6 @@ from tests.servers import Valkey
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender.streams import Json
@@ -284,7 +283,6 @@ async def test_line_protocol_inside_tls_with_a_secret(tmp_path: Path) -> None:
             {"events": log},
             [trio.SSLListener(tcp, tls), unix],
             real_runtime(),
-            kind=OWN_KIND,
             secrets=lambda: {"fed1": "s3cret"},
         ),
     ):

@@ -11,7 +11,6 @@ from signedjson.key import decode_verify_key_bytes
 from signedjson.sign import verify_signed_json
 
 from fedsender.matrix import ROOM_VERSIONS, make_pdu, redact
-from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.protocol import Connection, Position, Rdata
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
@@ -163,15 +162,13 @@ async def test_the_history_can_be_followed_over_tcp_and_is_told_once() -> None:
     homeserver = a_homeserver(9, rooms=3, acts=100)
     told: list[tuple[int | None, object]] = []
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with open_replication_server(
-        NAME, {STREAM: homeserver}, listeners, real_runtime(), kind=OWN_KIND
-    ):
+    async with open_replication_server(NAME, {STREAM: homeserver}, listeners, real_runtime()):
         port = listeners[0].socket.getsockname()[1]
         with trio.fail_after(60):
             stream = await trio.open_tcp_stream("127.0.0.1", port)
             await stream.send_all(b"REPLICATE events 0\n")
             homeserver.act()
-            connection = Connection(max_line=OWN_KIND.max_line)
+            connection = Connection()
             reached = 0
             while reached < homeserver.watermark.value:
                 connection.receive_data(bytes(await stream.receive_some()))

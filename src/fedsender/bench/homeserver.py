@@ -9,7 +9,6 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.matrix import ROOM_VERSIONS
-from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.streams import Fact, Watermark
@@ -123,9 +122,7 @@ class Homeserver:
     async def _serve(self, *, task_status: trio.TaskStatus[int]) -> None:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
         streams = {"events": self._history}
-        async with open_replication_server(
-            SERVER_NAME, streams, listeners, self._runtime, kind=OWN_KIND
-        ):
+        async with open_replication_server(SERVER_NAME, streams, listeners, self._runtime):
             task_status.started(listeners[0].socket.getsockname()[1])
             await trio.sleep_forever()
 

@@ -23,7 +23,6 @@ import trio
 from fedsender.demo import process
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
 from fedsender.demo.report import ATTACKS, Report, judge, ledger_of, still_owed
-from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
 from fedsender.testing.children import Child, open_child
@@ -175,9 +174,7 @@ async def _open_run(
             "destinations": {"defaults": {"catch_up_gap_events": CATCH_UP_GAP_EVENTS}},
         }
         async with (
-            open_replication_server(
-                homeserver.name, {STREAM: homeserver}, listeners, runtime, kind=OWN_KIND
-            ),
+            open_replication_server(homeserver.name, {STREAM: homeserver}, listeners, runtime),
             process.open_daemon_process(directory, config, runtime.entropy(16).hex()) as daemon,
         ):
             report.say("started", honest=len(names), hostile=len(enemies))

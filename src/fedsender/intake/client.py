@@ -44,8 +44,6 @@ LONGEST_WAIT_S: Final = 10.0
 # Longer than the endpoint takes before it gives up.
 TIMEOUT_S: Final = 90.0
 OUTCOMES_WAIT_S: Final = 30
-MAX_APPENDS: Final = 1000
-"""Records in one call."""
 SERVERS_IN_ROW: Final = 1000
 """So many names fit into a row, however long they are."""
 

@@ -22,7 +22,6 @@ from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Retention, free_bytes
 from fedsender.relay.snapshots import Snapshots, open_shelf
-from fedsender.replication.line_stream import OWN_KIND, PeerKind
 from fedsender.replication.server import Door, open_server
 from fedsender.runtime import Runtime
 from fedsender.store.engine import Faults
@@ -67,7 +66,6 @@ async def open_relay(
     runtime: Runtime,
     doors: Sequence[Door] | Callable[[], Awaitable[Sequence[Door]]] = (),
     *,
-    kind: PeerKind = OWN_KIND,
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL",
     faults: Faults | None = None,
     step: Callable[[], None] = lambda: None,
@@ -79,7 +77,6 @@ async def open_relay(
     Args:
         doors: the consumers' listeners, or a function that opens them once the lock is held. The
             caller closes them.
-        kind: limits of a peer, for tests.
         synchronous, faults, step, free: for simulations; see `open_relay_store`, `open_shelf`,
             `Retention`.
         waits: called with the reason if another relay holds the lock, or it cannot be taken yet.
@@ -114,7 +111,7 @@ async def open_relay(
         ) as snapshots,
     ):
         retention = Retention(store, opened, registry, snapshots, runtime, settings, free)
-        hub = Hub(opened, registry, snapshots, retention, runtime, config, kind)
+        hub = Hub(opened, registry, snapshots, retention, runtime, config)
         opened_doors = await doors() if callable(doors) else doors
         listeners = [door.listener for door in opened_doors]
         async with _running(retention.run), open_server(hub, listeners):

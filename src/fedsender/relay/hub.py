@@ -25,7 +25,7 @@ from fedsender.relay.log import Collected, RelayLog
 from fedsender.relay.registry import Registry, TooManyConsumers, is_consumer_name
 from fedsender.relay.retention import Retention
 from fedsender.relay.snapshots import SnapshotFailed, Snapshots
-from fedsender.replication.line_stream import SEND_PIECE, PeerKind, Wire
+from fedsender.replication.line_stream import SEND_PIECE, Wire
 from fedsender.replication.protocol import (
     RELAY_VERSION,
     Ack,
@@ -387,14 +387,12 @@ class Hub(LineServer[Session]):
         retention: Retention,
         runtime: Runtime,
         config: Config,
-        kind: PeerKind,
     ) -> None:
         super().__init__(
             config.server_name,
             {STREAM: _PlainLog(log)},
             runtime,
             secrets=self._read_secrets,
-            kind=kind,
             instance="relay",
         )
         self.counts = RelayCounts()

@@ -27,7 +27,6 @@ from fedsender.facts import STREAM, BadRow, EduRow, RelayRow, ToDeviceRow, parse
 from fedsender.matrix import is_server_name
 from fedsender.replication.feed_api import MAX_TYPISTS, EduSink, Feed, Sink
 from fedsender.replication.line_stream import (
-    OWN_KIND,
     Disconnected,
     Endpoint,
     Wire,
@@ -110,8 +109,6 @@ def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt
 log = structlog.get_logger()
 
 GREETING_S: Final = 30.0
-MAX_UNSTORED_BYTES: Final = 8 * 2**20
-"""Bytes after which a batch is taken for one that never ends."""
 
 Fact = tuple[int, Sequence[Json]]
 """A token and all its rows; without rows: nothing more up to it, by a POSITION."""
@@ -183,7 +180,7 @@ async def _open(
         secret = settings.secret()
     except (ValueError, OSError) as error:
         raise Disconnected(f"the secret: {error}") from error
-    wire = Wire(await connect(settings.endpoint, runtime), OWN_KIND, runtime.now_ms)
+    wire = Wire(await connect(settings.endpoint, runtime), runtime.now_ms)
     try:
         with trio.fail_after(GREETING_S):
             await _greet(wire, settings, secret)
@@ -267,7 +264,7 @@ class LineFeed(Feed):
         self._level = False
         self._held: tuple[str, float] | None = None
         self._told: str | None = None
-        self._batches = RdataBatches(max_bytes=MAX_UNSTORED_BYTES)
+        self._batches = RdataBatches()
         self._pauses = Pauses(
             runtime.random, first=self.first_pause_s, longest=self.longest_pause_s
         )

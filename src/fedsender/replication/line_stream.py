@@ -16,8 +16,6 @@ import trio
 from fedsender.config.values import TcpAddress, UnixAddress
 from fedsender.federation.transport import reason
 from fedsender.replication.protocol import (
-    OWN_MAX_LINE,
-    SYNAPSE_MAX_LINE,
     Auth,
     Command,
     Connection,
@@ -100,6 +98,8 @@ async def _addresses(host: str, runtime: Runtime) -> list[str]:
 
 # Something is sent this often; it is also what Synapse does.
 PING_EVERY_S = 5.0
+# Silence after which a peer is taken for dead, once it has sent a PING.
+DEAD_S = 15.0
 # For one piece of at most SEND_PIECE bytes.
 SEND_S = 30.0
 SEND_PIECE = 65_536
@@ -110,27 +110,6 @@ class TooSlow(Disconnected):
     """The peer did not take the sent bytes in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerKind:
-    """The kind of a peer: its limits and deadlines.
-
-    Attributes:
-        max_line: bytes in a line, both ways.
-        dead_after_s: silence after which it is taken for dead, once it has sent a PING.
-        send_s: seconds in which it must take SEND_PIECE bytes.
-    """
-
-    max_line: int
-    dead_after_s: float
-    send_s: float = SEND_S
-
-
-# Towards our own kind the limits of the protocol's documentation hold, and lines have room for a
-# PDU. Synapse's code waited 25 s where its documentation said 15, so clients of that age may too.
-OWN_KIND = PeerKind(OWN_MAX_LINE, 15.0)
-OTHERS = PeerKind(SYNAPSE_MAX_LINE, 25.0)
-
-
 class Wire:
     """A stream that carries commands.
 
@@ -138,10 +117,9 @@ class Wire:
     `send`, it can only be closed.
     """
 
-    def __init__(self, stream: trio.abc.Stream, kind: PeerKind, now_ms: Callable[[], int]) -> None:
+    def __init__(self, stream: trio.abc.Stream, now_ms: Callable[[], int]) -> None:
         self._stream = stream
-        self._connection = Connection(max_line=kind.max_line)
-        self._kind = kind
+        self._connection = Connection()
         self._now_ms = now_ms
         self._sending = trio.Lock()
         self._last_sent = trio.current_time()
@@ -240,7 +218,7 @@ class Wire:
         view = memoryview(data)
         try:
             for start in range(0, len(view), SEND_PIECE):
-                with trio.fail_after(self._kind.send_s):
+                with trio.fail_after(SEND_S):
                     await self._stream.send_all(view[start : start + SEND_PIECE])
         except trio.TooSlowError as slow:
             # Whoever reads finds the connection closed, and may be the first to say so.
@@ -254,11 +232,11 @@ class Wire:
 
     def _gone(self) -> Disconnected:
         if self._too_slow:
-            return TooSlow(f"nothing was taken for {self._kind.send_s:.0f} s")
+            return TooSlow(f"nothing was taken for {SEND_S:.0f} s")
         return Disconnected("the connection broke")
 
     async def _read(self) -> None:
-        patience = self._kind.dead_after_s if self._armed else float("inf")
+        patience = DEAD_S if self._armed else float("inf")
         try:
             with trio.fail_after(patience):
                 data = await self._stream.receive_some(RECEIVE_PIECE)

@@ -35,12 +35,6 @@ from typing import Any, Final, NamedTuple
 from fedsender.facts import MAX_LINE_BYTES
 from fedsender.streams import Json
 
-# Synapse's own limit on both sides, without the newline.
-SYNAPSE_MAX_LINE = 16_384
-# Rows of our own kind hold a whole PDU: 65,536 bytes by the specification, up to three times that
-# when every character is escaped.
-OWN_MAX_LINE = MAX_LINE_BYTES
-
 
 class Dialect(enum.Enum):
     """The two forms of a line."""
@@ -674,7 +668,7 @@ class Connection:
         max_line: bytes in a line without its end, both ways.
     """
 
-    def __init__(self, *, dialect: Dialect = Dialect.OLD, max_line: int = SYNAPSE_MAX_LINE) -> None:
+    def __init__(self, *, dialect: Dialect = Dialect.OLD, max_line: int = MAX_LINE_BYTES) -> None:
         self.dialect = dialect
         self._max_line = max_line
         self._buffer = bytearray()

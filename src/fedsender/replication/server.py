@@ -31,11 +31,9 @@ import trio
 
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
 from fedsender.replication.line_stream import (
-    OTHERS,
     PING_EVERY_S,
     SEND_PIECE,
     Disconnected,
-    PeerKind,
     TooSlow,
     Wire,
 )
@@ -384,7 +382,6 @@ class LineServer(ABC, Generic[S]):
     Args:
         secrets: for connections that do not come by a Unix socket; None: on loopback none is
             needed.
-        kind: the assumed kind of the clients.
         instance: the writer that POSITION names in today's dialect.
 
     Attributes:
@@ -400,14 +397,12 @@ class LineServer(ABC, Generic[S]):
         runtime: Runtime,
         *,
         secrets: Secrets | None = None,
-        kind: PeerKind = OTHERS,
         instance: str = "master",
     ) -> None:
         self.server_name = server_name
         self.streams = streams
         self.runtime = runtime
         self.secrets = secrets
-        self.kind = kind
         self.instance = instance
         self.sessions: dict[S, None] = {}
         self.counts = Counts()
@@ -435,7 +430,7 @@ class LineServer(ABC, Generic[S]):
             trusted: it needs no secret; others must begin with AUTH.
             peer: its origin; None: read from the stream.
         """
-        wire = Wire(stream, self.kind, self.runtime.now_ms)
+        wire = Wire(stream, self.runtime.now_ms)
         session = self.make_session(wire, trusted=trusted)
         session.peer = peer_of(stream) if peer is None else peer
         self.counts.connections += 1
@@ -631,13 +626,12 @@ async def open_replication_server(
     listeners: Sequence[Listener],
     runtime: Runtime,
     *,
-    kind: PeerKind = OTHERS,
     secrets: Secrets | None = None,
 ) -> AsyncIterator[StreamServer]:
     """Serve `streams` for as long as the body runs.
 
     See `LineServer` for the arguments, and `open_server` for the errors.
     """
-    server = StreamServer(server_name, streams, runtime, kind=kind, secrets=secrets)
+    server = StreamServer(server_name, streams, runtime, secrets=secrets)
     async with open_server(server, listeners):
         yield server

@@ -13,7 +13,6 @@ import orjson
 import trio
 
 from fedsender.daemon import Daemon
-from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.protocol import RemoteServerUp
 from fedsender.replication.server import StreamServer, open_replication_server
 from fedsender.runtime import Runtime
@@ -56,7 +55,7 @@ class Replication:
         """Serve for ever."""
         streams = {"events": self._homeserver}
         async with open_replication_server(
-            self._homeserver.name, streams, [], self._runtime, kind=OWN_KIND
+            self._homeserver.name, streams, [], self._runtime
         ) as self._server:
             task_status.started()
             await trio.sleep_forever()
