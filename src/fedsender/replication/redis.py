@@ -237,12 +237,7 @@ class RedisLink:
         try:
             publisher = await self._log_in()
             try:
-                subscriber = await self._log_in()
-                try:
-                    await self._subscribe(subscriber)
-                except BaseException:
-                    await subscriber.aclose()
-                    raise
+                subscriber = await self._log_in(subscribe=True)
             except BaseException:
                 await publisher.aclose()
                 raise
@@ -256,22 +251,21 @@ class RedisLink:
         self._nursery.start_soon(self._keep_alive, session)
         log.info("redis_connected", to=str(self._settings.endpoint.address))
 
-    async def _log_in(self) -> _Redis:
+    async def _log_in(self, *, subscribe: bool = False) -> _Redis:
         connection = _Redis(await connect(self._settings.endpoint, self._runtime))
         try:
             if self._settings.password is not None:
                 user = [self._settings.username] if self._settings.username else []
                 await connection.ask("AUTH", *user, self._settings.password)
             await connection.ask("PING")
+            if subscribe:
+                answer = await connection.ask("SUBSCRIBE", self._settings.channel)
+                if not (isinstance(answer, list) and answer[:1] == [b"subscribe"]):
+                    raise Disconnected("Redis did not confirm the subscription")
         except BaseException:
             await connection.aclose()
             raise
         return connection
-
-    async def _subscribe(self, subscriber: _Redis) -> None:
-        answer = await subscriber.ask("SUBSCRIBE", self._settings.channel)
-        if not (isinstance(answer, list) and answer[:1] == [b"subscribe"]):
-            raise Disconnected("Redis did not confirm the subscription")
 
     async def _keep_alive(self, session: _Session) -> None:
         """Own the session: both connections are closed when this ends, for any reason."""
