@@ -17,7 +17,7 @@ from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.sender import FrozenRecord, Redelivery
+from fedsender.store.records import FrozenRecord, Redelivery
 from fedsender.telemetry import Count
 
 A, B, R = "a.example", "b.example", "!r:hs"

@@ -15,7 +15,7 @@ from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.isolation import Search, Turn
 from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
-from fedsender.store.sender import CatchUp, FrozenRecord, Redelivery
+from fedsender.store.records import CatchUp, FrozenRecord, Redelivery
 from fedsender.store.statements import having_rows
 
 ONE, TWO = "one.example", "two.example"

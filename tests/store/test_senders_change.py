@@ -24,7 +24,8 @@ from fedsender.store import (
 from fedsender.store.connections import checked_url
 from fedsender.store.engine import Database
 from fedsender.store.lock import AdvisoryLock, InstanceLock, SendersDiffer
-from fedsender.store.sender import Foreign, OwedReceipts, Redelivery, TakenOver
+from fedsender.store.records import Redelivery
+from fedsender.store.sender import Foreign, OwedReceipts, TakenOver
 
 
 def settings(url: str, directory: Path, instance: str) -> StoreConfig:

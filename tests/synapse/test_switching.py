@@ -28,7 +28,7 @@ from fedsender.config import load
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
 from fedsender.store import StoreConfig, open_store, store_config
-from fedsender.store.sender import Redelivery
+from fedsender.store.records import Redelivery
 
 TEST_S = 300
 WORKER = "matrix-synapse-worker@fed1"

@@ -45,7 +45,7 @@ from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.matrix import matches
-from fedsender.store.sender import Quarantined
+from fedsender.store.records import Quarantined
 
 log = structlog.get_logger()
 

@@ -20,8 +20,7 @@ from fedsender.ledger import EVERY_SERVER
 from fedsender.segments import open_segment, segments
 from fedsender.sender.failure import ServerState
 from fedsender.sender.routing import Routed
-from fedsender.store.records import EventRow, Lagging
-from fedsender.store.sender import Quarantined
+from fedsender.store.records import EventRow, Lagging, Quarantined
 
 log = structlog.get_logger()
 

@@ -44,8 +44,7 @@ from fedsender.sender.transaction import (
     freeze,
     thaw,
 )
-from fedsender.store.records import PresenceState, Receipt
-from fedsender.store.sender import FrozenRecord
+from fedsender.store.records import FrozenRecord, PresenceState, Receipt
 from fedsender.waiting import Alarm, Alarms, Signal
 
 # What it is when the request has left and no whole answer has come.

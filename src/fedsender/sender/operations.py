@@ -10,7 +10,7 @@ from fedsender.sender.failure import ServerState
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed
-from fedsender.store.sender import Quarantined, Redelivery
+from fedsender.store.records import Quarantined, Redelivery
 
 EVENTS_AT_ONCE = 500
 """Events of the homeserver that one call of `redeliver_since` reads."""

@@ -18,7 +18,7 @@ from fedsender.sender import failure
 from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.transaction import settle
 from fedsender.store import Store
-from fedsender.store.sender import StoredGeneration
+from fedsender.store.records import StoredGeneration
 
 T = TypeVar("T")
 

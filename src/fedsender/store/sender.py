@@ -47,19 +47,6 @@ from fedsender.store.records import (
 from fedsender.store.statements import in_chunks, insert_rows, replace_rows, select_rows
 from fedsender.waiting import Pauses
 
-__all__ = [
-    "CatchUp",
-    "Foreign",
-    "FrozenRecord",
-    "OwedReceipts",
-    "Quarantined",
-    "ReceiptRecords",
-    "Redelivery",
-    "SenderStore",
-    "StoredGeneration",
-    "TakenOver",
-]
-
 MAX_REASON = 500
 """The most characters of a reason that are stored."""
 
