@@ -20,7 +20,7 @@ from fedsender.config.values import parse_address
 from fedsender.facts import prepare
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.line_stream import SEND_PIECE
-from fedsender.replication.server import close, listen
+from fedsender.replication.server import open_doors
 from fedsender.runtime import real_runtime
 from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
@@ -39,23 +39,20 @@ async def relay_fanout(options: Options) -> dict[str, Any]:
     groups: dict[str, dict[str, float]] = {}
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         config = _config(Path(name))
-        doors = await listen([parse_address(f"unix:{name}/relay.sock")], None)
-        try:
-            async with (
-                open_relay(config, real_runtime(), doors) as relay,
-                open_child("tests.benchmarks.relay_fanout") as child,
-            ):
-                await _fill(relay, options.events)
-                for consumers in CONSUMERS:
-                    rounds = [
-                        await _round(relay, child, f"{name}/relay.sock", consumers)
-                        for _ in range(options.rounds)
-                    ]
-                    groups[str(consumers)] = {
-                        figure: median([each[figure] for each in rounds], 2) for figure in rounds[0]
-                    }
-        finally:
-            await close(doors)
+        doors = open_doors([parse_address(f"unix:{name}/relay.sock")])
+        async with (
+            open_relay(config, real_runtime(), doors) as relay,
+            open_child("tests.benchmarks.relay_fanout") as child,
+        ):
+            await _fill(relay, options.events)
+            for consumers in CONSUMERS:
+                rounds = [
+                    await _round(relay, child, f"{name}/relay.sock", consumers)
+                    for _ in range(options.rounds)
+                ]
+                groups[str(consumers)] = {
+                    figure: median([each[figure] for each in rounds], 2) for figure in rounds[0]
+                }
     return {"records": options.events, "consumers": groups}
 
 

@@ -23,7 +23,7 @@ from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.client import LineSettings
 from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, State
-from fedsender.replication.server import listen
+from fedsender.replication.server import open_doors
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.simulation.relay_consumer import DeafSink
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
@@ -54,8 +54,7 @@ async def _measure(directory: Path, rooms: int, servers: int) -> dict[str, Any]:
     )
     runtime = real_runtime()
     socket = directory / "relay.sock"
-    doors = await listen([UnixAddress(socket)], None)
-    async with open_relay(config, runtime, doors) as relay:
+    async with open_relay(config, runtime, open_doors([UnixAddress(socket)])) as relay:
         names = [f"server{number}.example" for number in range(servers)]
         await _append(relay, [[_hosts(room, names)] for room in range(rooms)])
         await _append(relay, [[_event(room, 0)] for room in range(rooms)])

@@ -32,8 +32,7 @@ from fedsender.replication.server import (
     MAX_LEAVING,
     MAX_OF_ONE,
     MAX_PROVING,
-    close,
-    listen,
+    open_doors,
 )
 from fedsender.runtime import CannotListen, real_runtime
 
@@ -231,19 +230,18 @@ async def test_29_the_secret_can_change_and_is_in_no_log(
 async def test_an_address_that_others_can_reach_needs_tls() -> None:
     """Checked on what was bound, whatever the configuration says of it."""
     with pytest.raises(CannotListen, match="needs TLS"):
-        await listen([TcpAddress("0.0.0.0", 0)], None)
+        async with open_doors([TcpAddress("0.0.0.0", 0)]):
+            pass
 
 
 async def test_addresses_that_were_opened_are_closed_when_another_is_taken(tmp_path: Path) -> None:
     """One error, and nothing is left behind."""
-    taken = await listen([LOOPBACK], None)
     path = tmp_path / "relay.sock"
-    try:
+    async with open_doors([LOOPBACK]) as taken:
         with pytest.raises(CannotListen):
-            await listen([UnixAddress(path), taken[0].address], None)
+            async with open_doors([UnixAddress(path), taken[0].address]):
+                pass
         assert not path.exists()
-    finally:
-        await close(taken)
 
 
 # --- real sockets ---------------------------------------------------------------------------------
@@ -259,16 +257,13 @@ async def real_relay(
     """A relay on real sockets and a real disk."""
     settings = {} if secret_file is None else consumers(secret_file)
     socket = UnixAddress(directory / "relay.sock")
-    doors = await listen([LOOPBACK, socket], tls)
-    address = doors[0].address
-    assert isinstance(address, TcpAddress)
     config = config_of(directory / "relay", settings)
-    try:
-        with trio.fail_after(PATIENCE_S):
-            async with open_relay(config, real_runtime(), doors) as relay:
-                yield relay, address, socket
-    finally:
-        await close(doors)
+    with trio.fail_after(PATIENCE_S):
+        doors = open_doors([LOOPBACK, socket], tls)
+        async with open_relay(config, real_runtime(), doors) as relay:
+            address = relay.doors[0].address
+            assert isinstance(address, TcpAddress)
+            yield relay, address, socket
 
 
 async def test_tls_and_the_secret_together_and_netcat_by_the_unix_socket(

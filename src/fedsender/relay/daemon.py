@@ -6,7 +6,7 @@ At the end connections are told and closed, then the consumers are stored, then 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -50,6 +50,7 @@ class RelayDaemon:
     retention: Retention
     hub: Hub
     intake: Intake
+    doors: Sequence[Door]
 
 
 def relay_database(config: Config) -> str:
@@ -64,7 +65,7 @@ def relay_database(config: Config) -> str:
 async def open_relay(
     config: Config,
     runtime: Runtime,
-    doors: Sequence[Door] | Callable[[], Awaitable[Sequence[Door]]] = (),
+    doors: AbstractAsyncContextManager[Sequence[Door]] | None = None,
     *,
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL",
     faults: Faults | None = None,
@@ -75,8 +76,7 @@ async def open_relay(
     """Open a relay without its HTTP endpoints. Waits while another one holds the database's lock.
 
     Args:
-        doors: the consumers' listeners, or a function that opens them once the lock is held. The
-            caller closes them.
+        doors: the consumers' listeners (`open_doors`), opened once the lock is held; None: none.
         synchronous, faults, step, free: for simulations; see `open_relay_store`, `open_shelf`,
             `Retention`.
         waits: called with the reason if another relay holds the lock, or it cannot be taken yet.
@@ -112,12 +112,14 @@ async def open_relay(
     ):
         retention = Retention(store, opened, registry, snapshots, runtime, settings, free)
         hub = Hub(opened, registry, snapshots, retention, runtime, config)
-        opened_doors = await doors() if callable(doors) else doors
-        listeners = [door.listener for door in opened_doors]
-        async with _running(retention.run), open_server(hub, listeners):
-            intake = Intake(opened.writer, runtime, hub.publish)
+        intake = Intake(opened.writer, runtime, hub.publish)
+        async with (
+            doors or nullcontext(()) as there,
+            _running(retention.run),
+            open_server(hub, [door.listener for door in there]),
+        ):
             yield RelayDaemon(
-                config, runtime, store, opened, registry, snapshots, retention, hub, intake
+                config, runtime, store, opened, registry, snapshots, retention, hub, intake, there
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
 from fedsender.relay.admin_app import RelayContext, open_admin
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.replication.server import Door, close, listen
+from fedsender.replication.server import open_doors
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.signals import Signals
 from fedsender.systemd import Notifier, real_notifier
@@ -54,7 +54,7 @@ async def run(
 ) -> int:
     """Run the relay of this configuration file until SIGTERM or SIGINT; return its exit code.
 
-    Raises the errors of `open_relay`, `listen` and `serve_app`, and ConfigError for the file.
+    Raises the errors of `open_relay`, `open_doors` and `serve_app`, and ConfigError for the file.
     """
     config = load_config(path)
     runtime = runtime or real_runtime()
@@ -103,11 +103,9 @@ async def _run_until_told(
 ) -> None:
     tls = config.server_tls("relay")
 
-    async def open_doors() -> Sequence[Door]:
-        return await listen(config.relay.listen, tls)
-
     # A wrong address is found out at once, not when the lock is ours.
-    await close(await open_doors())
+    async with open_doors(config.relay.listen, tls):
+        pass
     context = RelayContext()
     run = _Run(path, runtime, notifier, signals, tls, context)
     async with open_admin(context, config, runtime) as admin, trio.open_nursery() as nursery:
@@ -115,7 +113,7 @@ async def _run_until_told(
         nursery.start_soon(_reload_when_told, run)
         while not signals.stop.is_set():
             try:
-                await _serve(run, config, open_doors)
+                await _serve(run, config)
             except* Elsewhere:
                 log.warning("relay_lock_lost", reason="another relay may have taken over")
                 # One that waits has nothing to drain: told to stop, it ends at once.
@@ -153,32 +151,21 @@ class _Run:
         self.notifier.ready(waiting if relay is None else f"relay of {relay.config.server_name}")
 
 
-async def _serve(
-    run: _Run, config: Config, open_doors: Callable[[], Awaitable[Sequence[Door]]]
-) -> None:
+async def _serve(run: _Run, config: Config) -> None:
     """Wait for the lock, and serve until told to stop. Raises the errors of `open_relay`."""
-    doors: list[Door] = []
-
-    async def opened() -> Sequence[Door]:
-        doors.extend(await open_doors())
-        return doors
-
-    try:
-        async with open_relay(config, run.runtime, opened, waits=run.waits) as relay:
-            run.signals.started = True
-            async with _open_intake(run, relay):
-                for door in doors:
-                    log.info("relay_listens", address=str(door.address))
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(give_memory_back, run.runtime.run_sync)
-                    run.ready()
-                    log.info("ready", server=config.server_name, epoch=relay.log.epoch)
-                    await run.signals.stop.wait()
-                    nursery.cancel_scope.cancel()
-                run.notifier.stopping("closing the database")
-    finally:
-        with trio.CancelScope(shield=True):
-            await close(doors)
+    doors = open_doors(config.relay.listen, run.tls)
+    async with open_relay(config, run.runtime, doors, waits=run.waits) as relay:
+        run.signals.started = True
+        async with _open_intake(run, relay):
+            for door in relay.doors:
+                log.info("relay_listens", address=str(door.address))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(give_memory_back, run.runtime.run_sync)
+                run.ready()
+                log.info("ready", server=config.server_name, epoch=relay.log.epoch)
+                await run.signals.stop.wait()
+                nursery.cancel_scope.cancel()
+            run.notifier.stopping("closing the database")
 
 
 @asynccontextmanager

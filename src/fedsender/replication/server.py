@@ -534,24 +534,35 @@ class Door(NamedTuple):
     address: Address
 
 
-async def listen(addresses: Sequence[Address], tls: ssl.SSLContext | None = None) -> list[Door]:
-    """Listen on all of these addresses; on TCP with `tls` if it is given.
+@asynccontextmanager
+async def open_doors(
+    addresses: Sequence[Address], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[list[Door]]:
+    """Listen on all of these addresses while the body runs; on TCP with `tls` if it is given.
 
     Raises:
         CannotListen: an address is taken, or can be reached from other machines without TLS.
     """
     doors: list[Door] = []
-    for address in addresses:
-        try:
-            for listener in await _listen_at(address, tls):
-                doors.append(Door(listener, _address_of(listener)))
-                if tls is None and not _is_local(doors[-1].address):
-                    raise OSError(errno.EACCES, "other machines can reach that, so it needs TLS")
-        except OSError as error:
-            await close(doors)
-            text = f"senders cannot be listened for there: {error.strerror or error}"
-            raise CannotListen(error.errno, text, str(address)) from error
-    return doors
+    try:
+        for address in addresses:
+            try:
+                for listener in await _listen_at(address, tls):
+                    doors.append(Door(listener, _address_of(listener)))
+                    if tls is None and not _is_local(doors[-1].address):
+                        raise OSError(
+                            errno.EACCES, "other machines can reach that, so it needs TLS"
+                        )
+            except OSError as error:
+                text = f"senders cannot be listened for there: {error.strerror or error}"
+                raise CannotListen(error.errno, text, str(address)) from error
+        yield doors
+    finally:
+        with trio.CancelScope(shield=True):
+            for door in doors:
+                await trio.aclose_forcefully(door.listener)
+                if isinstance(door.address, UnixAddress):
+                    await trio.Path(door.address.path).unlink(missing_ok=True)
 
 
 async def _listen_at(address: Address, tls: ssl.SSLContext | None) -> list[Listener]:
@@ -571,14 +582,6 @@ def _address_of(listener: Listener) -> Address:
 
 def _is_local(address: Address) -> bool:
     return isinstance(address, UnixAddress) or is_loopback(address.host)
-
-
-async def close(doors: Sequence[Door]) -> None:
-    """Stop listening, and remove sockets in the file system."""
-    for door in doors:
-        await trio.aclose_forcefully(door.listener)
-        if isinstance(door.address, UnixAddress):
-            await trio.Path(door.address.path).unlink(missing_ok=True)
 
 
 def peer_of(stream: trio.abc.Stream) -> str:
