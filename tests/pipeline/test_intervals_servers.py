@@ -2,11 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pytest
 from tests.pipeline.worlds import US
 
 from fedsender.config import from_values
 from fedsender.matrix import server_of, shard_of
-from fedsender.pipeline import intervals
+from fedsender.pipeline import intervals, schemas
+from fedsender.pipeline.lake import open_lake
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,3 +79,19 @@ def test_a_list_may_have_thousands_of_names(spark: "SparkSession", tmp_path: "Pa
     some = [("bad7.example",), ("good.example",), ("bad1999.example",)]
     frame = spark.createDataFrame(some, "server STRING")
     assert [row["server"] for row in intervals.sent_to(frame, config).collect()] == ["good.example"]
+
+
+@pytest.mark.parametrize("most", [0, 1, 200_000])
+def test_rows_of_some_rooms_whether_these_are_few_or_many(
+    spark: "SparkSession", tmp_path: "Path", monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Of more keys than Arrow holds rows against, Spark finds the rows."""
+    monkeypatch.setattr(intervals, "MOST_KEYS", most)
+    lake = open_lake(tmp_path, US, create=True)
+    rooms = {"room_id": ["!a", "!b", "!c", "!c"], "server": ["1", "2", "3", "4"]}
+    with lake.commit() as commit:
+        commit.append(schemas.TOLD_SERVERS, pa.table(rooms | {"first": [1] * 4, "last": [2] * 4}))
+    for wanted, expected in (["!a", "!c", "!a"], "134"), (["!b"], "2"), (["!d"], ""), ([], ""):
+        keys = spark.createDataFrame([(name,) for name in wanted], "room_id STRING")
+        found = intervals.among_rows(spark, lake, schemas.TOLD_SERVERS, intervals.few(keys))
+        assert "".join(sorted(row["server"] for row in found.collect())) == expected

@@ -345,31 +345,6 @@ def placed(events: DataFrame, days: Days) -> DataFrame:
     )
 
 
-def ranges_in_places(ranges: DataFrame, places: DataFrame) -> DataFrame:
-    """Ranges of stream orderings (first, last: null is no end) as ranges of places, `lo` to `hi`.
-
-    Ranges without an event of ours are dropped. It is one pass over each room, in order.
-    """
-    ends = ranges.selectExpr("*", "first - 1 as before", f"coalesce(last, {_FOR_EVER}) as upto")
-    marks = ends.selectExpr("room_id", "explode(array(before, upto)) as at").distinct()
-    counted = (
-        places.selectExpr("room_id", "stream_ordering as at", "false as is_mark")
-        .unionByName(marks.selectExpr("room_id", "at", "true as is_mark"))
-        .withColumn(
-            "n", F.count_if(~F.col("is_mark")).over(upto_here(("room_id",), "at", "is_mark"))
-        )
-        .where("is_mark")
-    )
-    first = counted.selectExpr("room_id", "at as before", "n + 1 as lo")
-    last = counted.selectExpr("room_id", "at as upto", "n as hi")
-    return (
-        ends.join(first.hint("shuffle_hash"), on=["room_id", "before"], how="inner")
-        .join(last.hint("shuffle_hash"), on=["room_id", "upto"], how="inner")
-        .drop("before", "upto")
-        .where("lo <= hi")
-    )
-
-
 def ends_in_places(ranges: DataFrame, places: DataFrame) -> DataFrame:
     """The starts and ends of ranges of stream orderings (first, last: null is no end), as places.
 
@@ -870,25 +845,25 @@ class Accounts:
 
     def superseded(self, found: DataFrame) -> DataFrame:
         """The stretches that catch-up left out, each with the first event that stood in for it."""
-        standing = ranges_in_places(self._stood_in(), self.places).withColumnsRenamed(
-            {"kind": "fate", "lo": "from_place", "hi": "to_place"}
+        standing = self._stood_in().withColumnsRenamed(
+            {"kind": "fate", "first": "its_first", "last": "its_last"}
         )
         orderings = self.places.select("room_id", "place", "stream_ordering")
         first = orderings.withColumnsRenamed({"place": "lo", "stream_ordering": "first"})
         last = orderings.withColumnsRenamed({"place": "hi", "stream_ordering": "last"})
         return (
             found.where("fate in ('superseded', 'stand_in_refused')")
+            .join(first, on=["room_id", "lo"], how="inner")
+            .join(last, on=["room_id", "hi"], how="inner")
             .join(standing.hint("shuffle_hash"), on=["server", "room_id", "fate"], how="inner")
-            .where("from_place <= hi and to_place >= lo")
-            .groupBy("server", "room_id", "day", "lo", "hi")
+            # Where such a range begins or ends, a stretch does.
+            .where("its_first <= first and last <= its_last")
+            .groupBy("server", "room_id", "day", "first", "last", F.expr("hi - lo + 1 as events"))
             .agg(
                 F.min_by("by", "ms").alias("by_event_id"),
                 F.min("ms").alias("at_ms"),
                 F.min_by("refused", "ms").alias("refused"),
             )
-            .join(first, on=["room_id", "lo"], how="inner")
-            .join(last, on=["room_id", "hi"], how="inner")
-            .withColumn("events", F.expr("hi - lo + 1"))
             .select(*schemas.SUPERSEDED.columns)
         )
 
