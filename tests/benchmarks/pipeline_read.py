@@ -30,7 +30,7 @@ from fedsender.config import Config, from_values
 from fedsender.pipeline import ingest, sources
 from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import open_lake
-from fedsender.pipeline.session import spark_session
+from fedsender.pipeline.session import showing, spark_session
 from fedsender.store import tables
 
 if TYPE_CHECKING:
@@ -98,23 +98,23 @@ def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[
     """Read all into a new lake: what it took for the events, and for the state groups."""
     lake = open_lake(config.pipeline.lake, US, create=True)
     found: dict[str, Any] = {}
-    with open_source(url, "homeserver") as main:
+    with open_source(url, "homeserver") as main, showing(quiet=True) as steps:
+        reader = ingest.HomeserverReader(lake, main, config, steps, ingest.Ingested(), spark)
         newest = main.read(sources.newest_state_group)
         upto = sources.events_position(main, "master")
         for name, readings, last in (
             ("events", [sources.events(main, config)], upto),
             ("state", sources.state(main, main, config), newest),
         ):
-            reader, served = _reader_cpu_s(server), _server_cpu_s(server)
+            used, served = _reader_cpu_s(server), _server_cpu_s(server)
             began = time.perf_counter()
-            commits = ingest.read_ranges(lake, config, spark, readings, 0, last)
-            rows = sum(sum(counts) for _, counts in commits)
+            rows = sum(sum(counts) for _, counts in reader.ranges(readings, 0, last))
             seconds = time.perf_counter() - began
             found[name] = {
                 "rows": rows,
                 "s": round(seconds, 1),
                 "rows_per_s": round(rows / seconds),
-                "reader_cpu_us": _us(_reader_cpu_s(server) - reader, rows),
+                "reader_cpu_us": _us(_reader_cpu_s(server) - used, rows),
                 "server_cpu_us": _us(_server_cpu_s(server) - served, rows),
             }
     return found

@@ -39,7 +39,7 @@ def driver_url(url: str) -> str:
 def read(lake: Lake, url: str, config: Config, spark: "SparkSession | None") -> ingest.Ingested:
     told = ingest.Ingested()
     with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
-        ingest.read_homeserver(lake, source, config, steps, told, spark)
+        ingest.HomeserverReader(lake, source, config, steps, told, spark).read()
     return told
 
 

@@ -52,7 +52,7 @@ def config_of(
 def read(lake: Lake, url: str, config: Config) -> ingest.Ingested:
     told = ingest.Ingested()
     with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
-        ingest.read_homeserver(lake, source, config, steps, told)
+        ingest.HomeserverReader(lake, source, config, steps, told).read()
     return told
 
 

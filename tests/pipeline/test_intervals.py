@@ -82,7 +82,7 @@ def by_spark(spark: "SparkSession", lake: Lake, config: Config) -> Expected:
     """What the lake says, spelt out, once it has read what is new up to the events position."""
     with showing(quiet=True) as steps:
         with open_source(config.homeserver.database, "homeserver") as source:
-            ingest.read_homeserver(lake, source, config, steps, ingest.Ingested())
+            ingest.HomeserverReader(lake, source, config, steps, ingest.Ingested()).read()
         ingest.derive(spark, lake, US, steps)
     spans: dict[str, list[Mapping[str, Any]]] = {}
     for row in standing(lake):

@@ -140,7 +140,7 @@ def read(lake: Lake, url: str, config: Config) -> Ingested:
         open_source(url, "homeserver") as main,
         ingest._rooms(lake, main, config, steps, told) as rooms,
     ):
-        ingest.read_homeserver(lake, rooms, config, steps, told)
+        ingest.HomeserverReader(lake, rooms, config, steps, told).read()
     return told
 
 

@@ -57,7 +57,7 @@ def rebuilt(
 
     lake, told = open_lake(directory / "lake", config.server_name, create=True), ingest.Ingested()
     with showing(quiet=True) as steps, open_source(config.homeserver.database, "main") as main:
-        ingest.read_homeserver(lake, main, config, steps, told)
+        ingest.HomeserverReader(lake, main, config, steps, told).read()
         ingest._read_snapshots(lake, main, "homeserver", config, steps, told)
         ingest.derive(spark, lake, config.server_name, steps)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
-from fedsender.console import safe, say, say_json, say_text, show
+from fedsender.console import safe, say, say_answer, say_json, say_text, show
 from fedsender.pipeline import Busy, PipelineError, Usage
 
 if TYPE_CHECKING:
@@ -105,20 +105,18 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     with job("ingest", config, ingests=True) as (spark, lake, loaded, steps):
         told = run(spark, lake, loaded, steps)
         position = lake.position("events")
-    if as_json:
-        say_json({"position": position, **asdict(told)})
-    else:
-        say(
-            f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
-            f" from {told.segments} segments, {told.rejects} lines rejected"
+    lines = [
+        f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
+        f" from {told.segments} segments, {told.rejects} lines rejected"
+    ]
+    if told.from_sender:
+        lines.append(
+            f"{told.from_sender} events by the sender's word alone: the relay has not got them"
+            " (any more); ingest more often than it lets segments go"
         )
-        if told.from_sender:
-            say(
-                f"{told.from_sender} events by the sender's word alone: the relay has not got them"
-                " (any more); ingest more often than it lets segments go"
-            )
-        if told.unknown_fields:
-            say(f"{told.unknown_fields} lines have fields that this version does not know")
+    if told.unknown_fields:
+        lines.append(f"{told.unknown_fields} lines have fields that this version does not know")
+    say_answer({"position": position, **asdict(told)}, as_json, *lines)
     return DONE
 
 
@@ -144,10 +142,7 @@ def rebuild(
         if not diff and write is None:
             with steps.spark("destination_rooms", spark):
                 rows = expected.count()
-            if as_json:
-                say_json({"rows": rows})
-            else:
-                say(f"{rows} rows in destination_rooms")
+            say_answer({"rows": rows}, as_json, f"{rows} rows in destination_rooms")
             return DONE
         differing = module.differences(spark, lake, expected).persist()
         with steps.spark("differences", spark):
@@ -159,21 +154,21 @@ def rebuild(
         {"kind": kind, "reason": reason, "rows": n}
         for (kind, reason), n in sorted(found.counts.items())
     ]
-    if as_json:
-        summary = {"rows": found.rows, "differences": counts, "shown": found.shown}
-        say_json(summary if written is None else summary | {"written": written})
-    else:
-        differing_rows = sum(found.counts.values()) or "no"
-        say(f"{found.rows} rows expected in destination_rooms, {differing_rows} differences")
-        for each in counts:
-            say(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip())
-        for row in found.shown:
-            say(
-                f"{row['kind']}: {row['destination']} {row['room_id']} expected {row['expected']},"
-                f" found {row['found']} {row['reason']}".rstrip()
-            )
-        if written is not None:
-            say(f"{written} rows written to {write}")
+    answer = {"rows": found.rows, "differences": counts, "shown": found.shown}
+    number = sum(found.counts.values()) or "no"
+    lines = [
+        f"{found.rows} rows expected in destination_rooms, {number} differences",
+        *(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip() for each in counts),
+    ]
+    lines += [
+        f"{row['kind']}: {row['destination']} {row['room_id']} expected {row['expected']},"
+        f" found {row['found']} {row['reason']}".rstrip()
+        for row in found.shown
+    ]
+    if written is not None:
+        answer["written"] = written
+        lines.append(f"{written} rows written to {write}")
+    say_answer(answer, as_json, *lines)
     return WRONG if found.wrong else DONE
 
 
@@ -248,13 +243,12 @@ def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
 
     with opened("vacuum", config) as (lake, loaded):
         told = module.vacuum(lake, loaded.pipeline.keep)
-    if as_json:
-        say_json(asdict(told))
-    else:
-        say(
-            f"{told.merged} files merged, {told.let_go} lines of the ledger let go,"
-            f" {told.freed / 2**20:.1f} MiB freed; the lake has {told.files} files"
-        )
+    say_answer(
+        asdict(told),
+        as_json,
+        f"{told.merged} files merged, {told.let_go} lines of the ledger let go,"
+        f" {told.freed / 2**20:.1f} MiB freed; the lake has {told.files} files",
+    )
     return DONE
 
 
@@ -305,23 +299,20 @@ def audit(
             except PipelineError as error:
                 # What was found out is told all the same.
                 failed = error
-    if as_json:
-        told = found.as_json() | ({} if repaired is None else asdict(repaired))
-        say_json(told)
-    else:
-        say(f"{found.expected} deliveries expected, of events up to {found.upto}")
-        for fate, number in found.counts.items():
-            say(f"{number:>9} {fate.replace('_', ' ')}")
-        if found.unknown_hosts:
-            say(f"{found.unknown_hosts} events have servers that cannot be told")
-        for row in found.shown:
-            say(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
-        if found.missing > len(found.shown):
-            say(f"and {found.missing - len(found.shown)} more: see the table `missing`")
-        if repaired is not None:
-            say(f"accepted by the daemon: {repaired.accepted}")
-            for each in repaired.refused:
-                say(f"refused: {' '.join(str(value) for value in each.values())}")
+    answer = found.as_json()
+    lines = [f"{found.expected} deliveries expected, of events up to {found.upto}"]
+    lines += [f"{n:>9} {fate.replace('_', ' ')}" for fate, n in found.counts.items()]
+    if found.unknown_hosts:
+        lines.append(f"{found.unknown_hosts} events have servers that cannot be told")
+    for row in found.shown:
+        lines.append(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
+    if found.missing > len(found.shown):
+        lines.append(f"and {found.missing - len(found.shown)} more: see the table `missing`")
+    if repaired is not None:
+        answer |= asdict(repaired)
+        lines.append(f"accepted by the daemon: {repaired.accepted}")
+        lines += [f"refused: {' '.join(map(str, each.values()))}" for each in repaired.refused]
+    say_answer(answer, as_json, *lines)
     if failed is not None:
         say(f"fedsender: pipeline audit: --repair: {failed}", error=True)
         return WRONG
@@ -360,15 +351,15 @@ def health(
             level = module.service_level(spark, lake, loaded)
             today = module.last_24_hours(*module.recent_hours(spark, lake))
             worse = module.worse(spark, lake, today)
-    if as_json:
-        week, unusual = asdict(level), [asdict(each) for each in worse]
-        counts = {"servers": told.servers, "ill": told.ill}
-        say_json(counts | {"service_level": week, "worse_than_usual": unusual})
-    else:
-        say(f"{told.servers} servers, of which {told.ill} ill")
-        say(f"this week {level}")
-        for each in worse:
-            say(f"worse than usual: {each}")
+    week, unusual = asdict(level), [asdict(each) for each in worse]
+    counts = {"servers": told.servers, "ill": told.ill}
+    say_answer(
+        counts | {"service_level": week, "worse_than_usual": unusual},
+        as_json,
+        f"{told.servers} servers, of which {told.ill} ill",
+        f"this week {level}",
+        *(f"worse than usual: {each}" for each in worse),
+    )
     return DONE
 
 
@@ -485,12 +476,11 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         report_module.report(spark, lake, loaded, steps, path)
         if loaded.pipeline.textfile is not None:
             write_textfile(loaded.pipeline.textfile, loaded, lake, found.counts)
-    if as_json:
-        summary = {"ingest": asdict(told), "audit": found.as_json(), "report": str(path)}
-        say_json(summary | {"health": {"servers": well.servers, "ill": well.ill}})
-    else:
-        say(
-            f"{told.events} events, {told.attempts} attempts taken in; {found.expected} deliveries"
-            f" expected, {found.missing} missing; {well.ill} of {well.servers} servers ill; {path}"
-        )
+    answer = {"ingest": asdict(told), "audit": found.as_json(), "report": str(path)}
+    say_answer(
+        answer | {"health": {"servers": well.servers, "ill": well.ill}},
+        as_json,
+        f"{told.events} events, {told.attempts} attempts taken in; {found.expected} deliveries"
+        f" expected, {found.missing} missing; {well.ill} of {well.servers} servers ill; {path}",
+    )
     return WRONG if found.missing else DONE

@@ -94,7 +94,7 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
     main_url = database_url(homeserver.database, homeserver.database_password_file)
     with open_source(main_url, "homeserver") as main:
         with _rooms(lake, main, config, steps, told) as rooms:
-            read_homeserver(lake, rooms, config, steps, told, spark)
+            HomeserverReader(lake, rooms, config, steps, told, spark).read()
         _read_snapshots(lake, main, "homeserver", config, steps, told)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
     with open_source(own_url, "sender") as own:
@@ -123,90 +123,129 @@ def _rooms(
         yield source
 
 
-def read_homeserver(
-    lake: Lake,
-    main: Source,
-    config: Config,
-    steps: Steps,
-    told: Ingested,
-    spark: SparkSession | None = None,
-) -> None:
-    """Read events, and the servers of their rooms.
+@dataclass(frozen=True, slots=True)
+class HomeserverReader:
+    """Reads events, and the servers of their rooms.
 
-    Args:
+    Attributes:
+        main: the source of events.
+        told: the counts, which a read raises.
         spark: reads long ranges; None: all is read here, by one connection.
     """
-    upto = sources.events_position(main, config.instance_name)
-    before = lake.position("events", 0)
-    if upto < before:
-        raise PipelineError(
-            f"the homeserver's events position is {upto}, and the lake has read up to {before}:"
-            " the database is another one, or was restored; ingest into a new lake"
-        )
-    readings = [sources.events(main, config)]
-    with steps.step("events", max(upto - before, 1)) as step:
-        for last, (rows,) in read_ranges(lake, config, spark, readings, before, upto):
-            told.events += rows
-            step.show(last - before)
-        step.say(f"{told.events:,} new")
-    if config.homeserver.kind == "synapse":
-        _read_state(lake, main, config, steps, told, spark, upto=upto)
-    else:
-        told.room_servers = _read_room_servers(lake, main, config, steps, upto)
 
+    lake: Lake
+    main: Source
+    config: Config
+    steps: Steps
+    told: Ingested
+    spark: SparkSession | None = None
 
-def read_ranges(
-    lake: Lake,
-    config: Config,
-    spark: SparkSession | None,
-    readings: Sequence[Reading],
-    after: int,
-    upto: int,
-) -> Iterator[tuple[int, list[int]]]:
-    """Read numbers into the lake, commit by commit: the last number, and the rows of each reading.
+    def read(self) -> None:
+        """Read what is new.
 
-    The position of that name is of the first reading's table. A commit has a snapshot of its own,
-    which is held for about a minute.
-    """
-    settings = config.pipeline
-    files = any(source.is_file for reading in readings for source in reading.sources)
-    # The machines of a cluster have no homeserver's file.
-    local = spark is not None and (spark.sparkContext.master or "").startswith("local")
-    connections = settings.connections if local or (spark and not files) else 1
-    rows_each = max(reading.rows_per_number for reading in readings)
-    rows = min(ROWS_PER_COMMIT * connections, _SECONDS_PER_COMMIT * settings.rows_per_second)
-    while after < upto:
-        last = min(upto, after + max(rows // rows_each, 1))
-        parts = 1 if (last - after) * rows_each <= ROWS_PER_COMMIT else connections
-        yield last, patiently(partial(_read_range, lake, spark, readings, after, last, parts))
-        after = last
+        Raises:
+            PipelineError: a source cannot be read, or is another one; earlier commits stay.
+        """
+        upto = sources.events_position(self.main, self.config.instance_name)
+        before = self.lake.position("events", 0)
+        if upto < before:
+            raise PipelineError(
+                f"the homeserver's events position is {upto}, and the lake has read up to {before}:"
+                " the database is another one, or was restored; ingest into a new lake"
+            )
+        readings = [sources.events(self.main, self.config)]
+        with self.steps.step("events", max(upto - before, 1)) as step:
+            for last, (rows,) in self.ranges(readings, before, upto):
+                self.told.events += rows
+                step.show(last - before)
+            step.say(f"{self.told.events:,} new")
+        if self.config.homeserver.kind == "synapse":
+            self._read_state(upto)
+        else:
+            self._read_room_servers(upto)
 
+    def ranges(
+        self, readings: Sequence[Reading], after: int, upto: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Read numbers, commit by commit: the last number, and the rows of each reading.
 
-def _read_range(
-    lake: Lake,
-    spark: SparkSession | None,
-    readings: Sequence[Reading],
-    after: int,
-    upto: int,
-    parts: int,
-) -> list[int]:
-    """Read numbers in one commit, from one snapshot; the rows of each reading."""
-    with ExitStack() as stack, lake.commit() as commit:
-        used = {source for reading in readings for source in reading.sources}
-        frozen = {source: stack.enter_context(source.snapshot()) for source in used}
-        found = []
-        for reading in readings:
-            now = replace(reading, sources=tuple(frozen[source] for source in reading.sources))
-            if spark is None or parts == 1:
-                found.append(_append(commit, now.table, now.read(after, upto)))
-            else:
-                with own_errors():
-                    frame = now.frame(spark, after, upto, parts)
-                    found.append(commit.append_frame(now.table, frame))
-        name = readings[0].table.name
-        # The first numbers may be ones that were read before.
-        commit.set_position(name, max(upto, lake.position(name)))
-    return found
+        The position of that name is of the first reading's table. A commit has a snapshot of its
+        own, which is held for about a minute.
+        """
+        settings, spark = self.config.pipeline, self.spark
+        files = any(source.is_file for reading in readings for source in reading.sources)
+        # The machines of a cluster have no homeserver's file.
+        local = spark is not None and (spark.sparkContext.master or "").startswith("local")
+        connections = settings.connections if local or (spark and not files) else 1
+        rows_each = max(reading.rows_per_number for reading in readings)
+        rows = min(ROWS_PER_COMMIT * connections, _SECONDS_PER_COMMIT * settings.rows_per_second)
+        while after < upto:
+            last = min(upto, after + max(rows // rows_each, 1))
+            parts = 1 if (last - after) * rows_each <= ROWS_PER_COMMIT else connections
+            yield last, patiently(partial(self._range, readings, after, last, parts))
+            after = last
+
+    def _range(self, readings: Sequence[Reading], after: int, upto: int, parts: int) -> list[int]:
+        """Read numbers in one commit, from one snapshot; the rows of each reading."""
+        with ExitStack() as stack, self.lake.commit() as commit:
+            used = {source for reading in readings for source in reading.sources}
+            frozen = {source: stack.enter_context(source.snapshot()) for source in used}
+            found = []
+            for reading in readings:
+                now = replace(reading, sources=tuple(frozen[source] for source in reading.sources))
+                if self.spark is None or parts == 1:
+                    found.append(_append(commit, now.table, now.read(after, upto)))
+                else:
+                    with own_errors():
+                        frame = now.frame(self.spark, after, upto, parts)
+                        found.append(commit.append_frame(now.table, frame))
+            name = readings[0].table.name
+            # The first numbers may be ones that were read before.
+            commit.set_position(name, max(upto, self.lake.position(name)))
+        return found
+
+    def _read_state(self, upto: int) -> None:
+        homeserver = self.config.homeserver
+        # By a position of its own: a run that died among the events has not come here.
+        after = self.lake.position("told_servers", 0)
+        if after < upto:
+            with self.lake.commit() as commit:
+                rows = sources.told_servers(self.main, after=after, upto=upto)
+                _append(commit, schemas.TOLD_SERVERS, rows)
+                commit.set_position("told_servers", upto)
+        with ExitStack() as stack:
+            state = self.main
+            if homeserver.state_database is not None:
+                url = database_url(homeserver.state_database, homeserver.database_password_file)
+                state = stack.enter_context(open_source(url, "state"))
+            self._read_groups(state)
+
+    def _read_groups(self, state: Source) -> None:
+        """Read state groups with their members: neither is of use without the other."""
+        after = self.lake.position("state_groups")
+        newest = state.read(sources.newest_state_group)
+        if newest <= after:
+            return
+        start = max(after - sources.GROUP_OVERLAP, -1)
+        readings, told = sources.state(self.main, state, self.config), self.told
+        with self.steps.step("state groups", newest - start) as step:
+            for last, rows in self.ranges(readings, start, newest):
+                told.state_groups += rows[0]
+                told.state_members += rows[1]
+                step.show(last - start)
+            step.say(f"{told.state_groups:,} groups, {told.state_members:,} members")
+
+    def _read_room_servers(self, upto: int) -> None:
+        """Read the intervals that changed, after the events, so that they are at least as new."""
+        after, told = self.lake.position("room_servers"), self.told
+        if upto <= after:
+            return
+        with self.steps.step("servers in rooms") as step, self.lake.commit() as commit:
+            batches = sources.room_server_batches(self.main, after)
+            rows = at_rate(batches, self.config.pipeline.rows_per_second)
+            told.room_servers = _append(commit, schemas.ROOM_SERVERS, rows)
+            commit.set_position("room_servers", upto)
+            step.say(f"{told.room_servers:,} new")
 
 
 def _append(commit: Commit, table: schemas.LakeTable, batches: Iterator[pa.RecordBatch]) -> int:
@@ -230,71 +269,6 @@ def _append(commit: Commit, table: schemas.LakeTable, batches: Iterator[pa.Recor
     if waiting:
         write()
     return total
-
-
-def _read_state(
-    lake: Lake,
-    main: Source,
-    config: Config,
-    steps: Steps,
-    told: Ingested,
-    spark: SparkSession | None,
-    *,
-    upto: int,
-) -> None:
-    homeserver = config.homeserver
-    # By a position of its own: a run that died among the events has not come here.
-    after = lake.position("told_servers", 0)
-    if after < upto:
-        with lake.commit() as commit:
-            rows = sources.told_servers(main, after=after, upto=upto)
-            _append(commit, schemas.TOLD_SERVERS, rows)
-            commit.set_position("told_servers", upto)
-    with ExitStack() as stack:
-        state = main
-        if homeserver.state_database is not None:
-            url = database_url(homeserver.state_database, homeserver.database_password_file)
-            state = stack.enter_context(open_source(url, "state"))
-        _read_groups(lake, main, state, config, steps, told, spark)
-
-
-def _read_groups(
-    lake: Lake,
-    main: Source,
-    state: Source,
-    config: Config,
-    steps: Steps,
-    told: Ingested,
-    spark: SparkSession | None,
-) -> None:
-    """Read state groups with their members: neither is of use without the other."""
-    after = lake.position("state_groups")
-    newest = state.read(sources.newest_state_group)
-    if newest <= after:
-        return
-    start = max(after - sources.GROUP_OVERLAP, -1)
-    readings = sources.state(main, state, config)
-    with steps.step("state groups", newest - start) as step:
-        for last, rows in read_ranges(lake, config, spark, readings, start, newest):
-            told.state_groups += rows[0]
-            told.state_members += rows[1]
-            step.show(last - start)
-        step.say(f"{told.state_groups:,} groups, {told.state_members:,} members")
-
-
-def _read_room_servers(lake: Lake, main: Source, config: Config, steps: Steps, upto: int) -> int:
-    """Read the intervals that changed, after the events, so that they are at least as new."""
-    after = lake.position("room_servers")
-    if upto <= after:
-        return 0
-    with steps.step("servers in rooms") as step, lake.commit() as commit:
-        batches = sources.room_server_batches(main, after)
-        found = _append(
-            commit, schemas.ROOM_SERVERS, at_rate(batches, config.pipeline.rows_per_second)
-        )
-        commit.set_position("room_servers", upto)
-        step.say(f"{found:,} new")
-    return found
 
 
 def _read_snapshots(
