@@ -3,7 +3,7 @@
 import http.client
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -175,18 +175,18 @@ async def test_behind_a_proxy_with_a_path_of_its_own_that_rewrites_host(
 
         class Proxy(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                connection = http.client.HTTPConnection(inner)
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 headers = {**self.headers, "Host": "127.0.0.1"}
                 path = self.path.removeprefix("/fedsender")
-                connection.request(self.command, path, body, headers)
-                answer = connection.getresponse()
-                self.send_response(answer.status)
-                for name, value in answer.getheaders():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(answer.read())
-                connection.close()
+                # A browser that has left ends this by an error.
+                with closing(http.client.HTTPConnection(inner)) as connection:
+                    connection.request(self.command, path, body, headers)
+                    answer = connection.getresponse()
+                    self.send_response(answer.status)
+                    for name, value in answer.getheaders():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(answer.read())
 
             def do_POST(self) -> None:
                 self.do_GET()
