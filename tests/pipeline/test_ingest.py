@@ -1,5 +1,6 @@
 """Reading a homeserver's database: from SQLite and PostgreSQL, in pieces, after a crash."""
 
+import random
 import re
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from tests.servers import Databases
 from tests.store import synapse_schema
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import PipelineError, database, ingest, schemas
+from fedsender.pipeline import PipelineError, database, ingest, schemas, sources
 from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import showing
@@ -175,12 +176,77 @@ def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
             )
         told = ingest.Ingested()
         with showing(quiet=True) as steps, open_source(url, "sender") as source:
-            ingest._read_snapshots(lake, source, "sender", config, steps, told)
+            ingest.read_snapshots(lake, source, "sender", config, steps, told)
     engine.dispose()
     rows = [tuple(row.values()) for row in lake.read(schemas.CATCH_UPS).to_pylist()]
     assert rows == [("x", 3, "!a", 4), ("x", 3, "!b", 4), ("y", 3, None, None)]
     assert told.snapshots["catch_ups"] == 3
     assert told.snapshots["quarantine"] == 0
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The lake has the table row for row, also after a change that left no newer row: those of
+    `fedsender owe` and of a purge, and a sender that begins again. Then it is read whole."""
+    url = f"sqlite:///{tmp_path}/main.db" if kind == "sqlite" else postgres.create_schema()
+    engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+    tables.homeserver.create_all(engine)
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    config = config_of(tmp_path, "synapse")
+    monkeypatch.setattr(sources, "ROOMS_OVERLAP", 100)
+    table, chance = tables.destination_rooms, random.Random(71)
+
+    def owe(server: int, room: int, ordering: int) -> None:
+        values = {"destination": f"{server}.example", "room_id": f"!{room}"}
+        with engine.begin() as connection:
+            connection.execute(table.delete().filter_by(**values))
+            connection.execute(table.insert().values(stream_ordering=ordering, **values))
+
+    def taken(position: int) -> int:
+        """Ingest; the number of rows read."""
+        told = ingest.Ingested()
+        with lake.commit() as commit:
+            commit.set_position("events", position)
+        with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
+            ingest.read_snapshots(lake, source, "homeserver", config, steps, told)
+        query = sa.select(table.c.destination, table.c.room_id, table.c.stream_ordering)
+        with engine.connect() as connection:
+            stands = sorted(tuple(row) for row in connection.execute(query))
+        rows = lake.read(schemas.DESTINATION_ROOMS).to_pylist()
+        assert sorted(tuple(row.values()) for row in rows) == stands
+        return told.snapshots["destination_rooms"]
+
+    for ordering in range(1, 1_001):
+        owe(chance.randrange(20), chance.randrange(40), ordering)
+    everything = taken(1_000)
+    assert everything > 500
+    newest = 1_000
+    for _ in range(100):
+        newest += 1
+        owe(chance.randrange(25), chance.randrange(50), newest)
+        if newest % 20 == 0:
+            assert taken(newest) <= 20 + 100, "newer rows, and those of a sender that is behind"
+    owe(99, 1, 500)
+    assert taken(newest) > everything, "an older event for a server that had none"
+    owe(99, 1, 501)
+    assert taken(newest) > everything, "a newer one of those"
+    with engine.begin() as connection:
+        connection.execute(table.delete().where(table.c.room_id == "!1"))
+    assert taken(newest) > 500, "a room less"
+    owe(3, 1, newest + 1)
+    assert taken(newest) < 100, "an event above the position that was read"
+    owe(3, 1, newest - 1)
+    assert taken(newest) < 100, "the sender has begun again before it"
+    owe(3, 1, 400)
+    assert taken(newest) > 500, "and long before it"
+    monkeypatch.setattr(sources, "MOST_ROOMS", 3)
+    assert taken(newest) > 500, "more newer rows than are looked at"
+    with engine.begin() as connection:
+        connection.execute(table.delete())
+    assert taken(newest) == 0
+    engine.dispose()
 
 
 def test_a_database_that_went_back_is_not_the_lakes(tmp_path: Path) -> None:

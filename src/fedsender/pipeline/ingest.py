@@ -95,10 +95,10 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
     with open_source(main_url, "homeserver") as main:
         with _rooms(lake, main, config, steps, told) as rooms:
             HomeserverReader(lake, rooms, config, steps, told, spark).read()
-        _read_snapshots(lake, main, "homeserver", config, steps, told)
+        read_snapshots(lake, main, "homeserver", config, steps, told)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
     with open_source(own_url, "sender") as own:
-        _read_snapshots(lake, own, "sender", config, steps, told)
+        read_snapshots(lake, own, "sender", config, steps, told)
     read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
     with steps.step("files of the lake") as step:
@@ -271,14 +271,52 @@ def _append(commit: Commit, table: schemas.LakeTable, batches: Iterator[pa.Recor
     return total
 
 
-def _read_snapshots(
+def read_snapshots(
     lake: Lake, source: Source, database: str, config: Config, steps: Steps, told: Ingested
 ) -> None:
+    """Read the tables that are taken as they stand, of the `homeserver` or the `sender` database.
+
+    Raises:
+        PipelineError: the database cannot be read.
+    """
+    rate = config.pipeline.rows_per_second
     with steps.step(f"{database} as it stands"), lake.commit() as commit:
         for table, batches in sources.snapshots(source, database):
+            if table is schemas.DESTINATION_ROOMS:
+                rows = _read_newer_rooms(lake, commit, source, rate)
+                # What is at or below the fan-out's position was there before its events were read.
+                commit.set_position(table.name, lake.position("events", 0))
+                if rows is not None:
+                    told.snapshots[table.name] = rows
+                    continue
             commit.clear(table)
-            rows = at_rate(batches, config.pipeline.rows_per_second)
-            told.snapshots[table.name] = _append(commit, table, rows)
+            told.snapshots[table.name] = _append(commit, table, at_rate(batches, rate))
+
+
+def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -> int | None:
+    """Put newer rows of `destination_rooms` in the place of those with the same server and room.
+
+    Only the fan-out's rows are newer ones. `fedsender owe` writes older ones too, and a room that
+    is purged takes its rows with it: then the number of rows, or the sum of their orderings, is
+    another one than the database has.
+
+    Returns:
+        the number of rows read; None: the table must be read whole.
+    """
+    table = schemas.DESTINATION_ROOMS
+    files = lake.files(table)
+    found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
+    if not files or found is None:
+        return None
+    batch, count, total = found
+    (rows,) = at_rate(iter([batch]), rate)
+    newer = pc.binary_join_element_wise(rows["destination"], rows["room_id"], " ")
+    pair = pc.binary_join_element_wise(pc.field("destination"), pc.field("room_id"), " ")
+    commit.rewrite(table, files, "", only=~pair.isin(newer))
+    commit.append(table, pa.Table.from_batches([rows]))
+    orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
+    same = (len(orderings), pc.sum(orderings).as_py()) == (count, total)
+    return rows.num_rows if same else None
 
 
 def read_ledger(

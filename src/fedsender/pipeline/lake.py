@@ -396,6 +396,10 @@ class Commit:
         self._manifest.tables[table.name] = kept
         self._dropped += [file.path for file in files]
 
+    def dataset(self, table: LakeTable) -> ds.Dataset:
+        """The table as this commit leaves it so far."""
+        return self._lake.dataset(table, self._manifest.tables.get(table.name, []))
+
     def append(self, table: LakeTable, rows: pa.Table, part: object = "") -> None:
         """Add rows, all with the same value of the table's part column; no rows add no file.
 

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, schemas
-from fedsender.pipeline.database import Reading, Source
+from fedsender.pipeline.database import Reading, Slow, Source
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
@@ -32,6 +32,9 @@ from fedsender.store.room_servers import (
 GROUP_OVERLAP: Final = 10_000
 MEMBERS_PER_GROUP: Final = 10
 """About: full copies of the state are most of it."""
+# By as many stream orderings another sender of the homeserver may be behind ours.
+ROOMS_OVERLAP: Final = 10_000
+MOST_ROOMS: Final = 200_000
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -327,6 +330,31 @@ def snapshots(
                 for page in pages
             ),
         )
+
+
+def newer_rooms(source: Source, after: int) -> tuple[pa.RecordBatch, int, int] | None:
+    """The rows of `destination_rooms` above a stream ordering, and what it has in all then.
+
+    Returns:
+        the rows, the number of all rows, and the sum of all orderings, of one moment; None: there
+        are too many newer rows, or the database takes too long to look through the table.
+    """
+    table = tables.destination_rooms.c
+    newer = sa.select(table.destination, table.room_id, table.stream_ordering)
+    newer = newer.where(table.stream_ordering > after).limit(MOST_ROOMS + 1)
+    of_all = sa.select(sa.func.count(), sa.func.sum(table.stream_ordering))
+    try:
+        rows, (count, total) = source.read(
+            lambda connection: (connection.execute(newer).all(), connection.execute(of_all).one())
+        )
+    except Slow:
+        return None
+    if len(rows) > MOST_ROOMS:
+        return None
+    names = schemas.DESTINATION_ROOMS.columns
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    batch = _batch(schemas.DESTINATION_ROOMS, dict(zip(names, columns, strict=True)))
+    return batch, count, int(total or 0)
 
 
 def _batch(table: schemas.LakeTable, columns: Mapping[str, Sequence[Any]]) -> pa.RecordBatch:
