@@ -17,10 +17,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+import sqlalchemy as sa
+
 from fedsender.bench.meter import Options, cpu_s_of, rss_kb
 from fedsender.bench.pipeline_input import HOUR_EVENTS, US, Made, Shape, add_hour, make
 from fedsender.config import Config, from_values
 from fedsender.pipeline import audit, health, ingest, plan, rebuild, report, schemas
+from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import Steps, showing, spark_session
 
@@ -40,9 +43,12 @@ async def pipeline(options: Options, master: str = "local[2]") -> dict[str, Any]
             {
                 "server_name": US,
                 "signing_key": "key",
+                "homeserver": {"database": f"sqlite:///{directory}/homeserver.db"},
                 "ledger": {"directory": str(directory / "ledger")},
                 "pipeline": {
                     "lake": str(directory / "lake"),
+                    # The default would pause for most of the first read.
+                    "rows_per_second": 10_000_000,
                     "health": str(directory / "health.sqlite"),
                     "spark": {
                         "master": master,
@@ -54,8 +60,9 @@ async def pipeline(options: Options, master: str = "local[2]") -> dict[str, Any]
         )
         lake = open_lake(config.pipeline.lake, US, create=True)
         began = time.perf_counter()
+        homeserver = sa.create_engine(config.homeserver.database, poolclass=sa.NullPool)
         with spark_session(config.pipeline.spark, "bench input", directory) as spark:
-            made = make(spark, lake, config.ledger.directory, shape)
+            made = make(spark, lake, config.ledger.directory, homeserver, shape)
         figures: dict[str, Any] = {
             "events": made.events,
             "servers": options.servers,
@@ -65,7 +72,7 @@ async def pipeline(options: Options, master: str = "local[2]") -> dict[str, Any]
             "generate_s": round(time.perf_counter() - began, 1),
         }
         figures |= _measure(lake, config, directory, made)
-        figures |= _measure_hour(config, directory, shape, figures)
+        figures |= _measure_hour(config, directory, homeserver, shape, figures)
         return figures | {"broken": _broken(figures, made)}
 
 
@@ -96,12 +103,16 @@ def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[st
 
 
 def _measure_hour(
-    config: Config, directory: Path, shape: Shape, before: dict[str, Any]
+    config: Config,
+    directory: Path,
+    homeserver: sa.Engine,
+    shape: Shape,
+    before: dict[str, Any],
 ) -> dict[str, Any]:
     """The same jobs after an hour more."""
     lake = open_lake(config.pipeline.lake, US)
     with spark_session(config.pipeline.spark, "bench hour input", directory) as spark:
-        more = add_hour(spark, lake, config.ledger.directory, shape)
+        more = add_hour(spark, lake, config.ledger.directory, homeserver, shape)
     rows = ingest.rows_to_work_on(lake, HOUR_EVENTS)
     python_s = cpu_s_of(os.getpid())
     with (
@@ -109,6 +120,8 @@ def _measure_hour(
         spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
     ):
         meter = _Jobs(spark)
+        with meter.job("owed"):
+            _read_owed(lake, config, steps, ingest.Ingested())
         with meter.job("ledger"):
             ingest.read_ledger(spark, lake, config.ledger.directory, steps, ingest.Ingested())
         with meter.job("derive"):
@@ -144,6 +157,8 @@ def _jobs(
 ) -> dict[str, Any]:
     """Run each job; their results."""
     told = ingest.Ingested()
+    with meter.job("owed"):
+        _read_owed(lake, config, steps, told)
     with meter.job("ledger"):
         ingest.read_ledger(spark, lake, config.ledger.directory, steps, told)
     with meter.job("derive"):
@@ -171,6 +186,12 @@ def _jobs(
         "fates": {fate: number for fate, number in audited.counts.items() if number},
         "servers_seen": well.servers,
     }
+
+
+def _read_owed(lake: Lake, config: Config, steps: Steps, told: ingest.Ingested) -> None:
+    """Read `destinations` and `destination_rooms`."""
+    with open_source(config.homeserver.database, "homeserver") as source:
+        ingest.read_snapshots(lake, source, "homeserver", config, steps, told)
 
 
 def _broken(figures: dict[str, Any], made: Made) -> list[str]:

@@ -1,14 +1,17 @@
-"""A made-up homeserver's lake and ledger for `fedsender bench pipeline`, skewed as real ones are.
+"""A made-up homeserver's lake, database and ledger for `fedsender bench pipeline`.
 
-One room has all the servers and up to a million events; all the other events are in rooms of nine
-events and four servers, so ten million events are a million of those. In the large room a server
-leaves, or one that had left comes back, every fifty events; of its state there is a full copy every
-hundred changes, as Synapse keeps it. The large room's events are spread evenly among the others'.
+They are skewed as real ones are. One room has all the servers and up to a million events; all the
+other events are in rooms of nine events and four servers, so ten million events are a million of
+those. In the large room a server leaves, or one that had left comes back, every fifty events; of
+its state there is a full copy every hundred changes, as Synapse keeps it. The large room's events
+are spread evenly among the others'.
 
 The ledger begins late: with as many pairs of event and server as there are events, nearly all of
 them the large room's. The fate of those is known, so that the jobs' answers can be checked: of a
 hundred servers one is failing and is still owed the second half, one was caught up and got one
 event for the first half; of a thousand other pairs one is missing.
+
+The database has `destinations` and `destination_rooms`; the other tables are written into the lake.
 
 `add_hour` adds an hour: a thousand events, all but one in small rooms from all of the history, and
 the ledger's lines about them. A server leaves the large room; one that was failing is caught up.
@@ -25,9 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import sqlalchemy as sa
+
 from fedsender.ledger import LINE_VERSION
 from fedsender.pipeline import schemas
-from fedsender.pipeline.lake import Commit, Lake
+from fedsender.pipeline.lake import Lake
+from fedsender.store import tables
 from fedsender.testing.children import BenchFailed
 
 if TYPE_CHECKING:
@@ -122,8 +128,11 @@ class Made:
     fates: dict[str, int] = field(default_factory=dict)
 
 
-def make(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> Made:
-    """Write the lake's source tables, and the ledger; the same for the same numbers."""
+def make(
+    spark: "SparkSession", lake: Lake, ledger: Path, homeserver: sa.Engine, shape: Shape
+) -> Made:
+    """Write the lake's source tables, the ledger, and what the homeserver's database has as it
+    stands; the same for the same numbers."""
     room = _LargeRoom(shape)
     with lake.commit() as commit:
         for table, rows in room.run():
@@ -132,7 +141,6 @@ def make(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> Made:
         for table, frame in _small_rooms(spark, shape):
             commit.append_frame(table, frame)
         spans = spark.createDataFrame(room.arrow_spans())
-        _as_they_stand(spark, commit, shape, spans)
         commit.set_position("events", shape.events)
         commit.set_position("state_groups", shape.large_groups + 2 * shape.rooms)
     small_pairs = spark.range(shape.small).selectExpr(
@@ -141,8 +149,8 @@ def make(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> Made:
     )
     first = small_pairs.first()
     assert first is not None
-    made = Made(shape.events, shape.rooms + 1, room.pairs + first["n"], 0)
-    made.destination_rooms = lake.rows(schemas.DESTINATION_ROOMS)
+    rows = _as_they_stand(spark, homeserver, shape, spans)
+    made = Made(shape.events, shape.rooms + 1, room.pairs + first["n"], rows)
     fates = _write_ledger(spark, ledger, shape, spans)
     fates["before_ledger"] = made.pairs - sum(fates.values())
     made.fates = dict(fates)
@@ -298,8 +306,14 @@ def _small_rooms(
     )
 
 
-def _as_they_stand(spark: "SparkSession", commit: Commit, shape: Shape, spans: "DataFrame") -> None:
-    """`destinations` and `destination_rooms`, as a fan-out that did nothing wrong left them."""
+def _as_they_stand(
+    spark: "SparkSession", homeserver: sa.Engine, shape: Shape, spans: "DataFrame"
+) -> int:
+    """Write `destinations` and `destination_rooms`, as a fan-out that did nothing wrong left them.
+
+    Returns:
+        the number of rows of `destination_rooms`.
+    """
     number = f"room * {SMALL_ROOM_EVENTS} + if(place = 0, {LEAVES_AT} - 1, {SMALL_ROOM_EVENTS} - 1)"
     places = f"explode(sequence(0, {SMALL_ROOM_SERVERS - 1})) AS place"
     newest = shape.at_of_small(f"least({number}, {shape.small} - 1)")
@@ -316,13 +330,28 @@ def _as_they_stand(spark: "SparkSession", commit: Commit, shape: Shape, spans: "
         .agg({"last": "max"})
         .selectExpr("server", f"'{LARGE}'", "`max(last)`")
     )
-    commit.append_frame(schemas.DESTINATION_ROOMS, rooms.union(large))
     servers = spark.range(shape.servers).selectExpr(
         "concat('s', id, '.example') AS destination",
         f"if(id % {ONE_IN} = 7, {shape.middle} - 1, {shape.events})"
         " AS last_successful_stream_ordering",
     )
-    commit.append_frame(schemas.DESTINATIONS, _filled(servers, schemas.DESTINATIONS))
+    with homeserver.begin() as connection:
+        tables.homeserver.create_all(connection)
+        _replace(connection, tables.destinations, servers)
+        return _replace(connection, tables.destination_rooms, rooms.union(large))
+
+
+def _replace(connection: sa.Connection, table: sa.Table, rows: "DataFrame") -> int:
+    """Put rows of Spark's in the place of those with the same key; return their number."""
+    names = ", ".join(rows.columns)
+    values = ", ".join("?" * len(rows.columns))
+    found = rows.toArrow()
+    for batch in found.to_batches(max_chunksize=_ROWS):
+        connection.exec_driver_sql(
+            f"INSERT OR REPLACE INTO {table.name} ({names}) VALUES ({values})",
+            list(zip(*(column.to_pylist() for column in batch.columns), strict=True)),
+        )
+    return int(found.num_rows)
 
 
 # --- the ledger -----------------------------------------------------------------------------------
@@ -445,7 +474,9 @@ def _segments(lines: "DataFrame", directory: Path, name: str) -> None:
 # --- an hour more ---------------------------------------------------------------------------------
 
 
-def add_hour(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> Counter[str]:
+def add_hour(
+    spark: "SparkSession", lake: Lake, ledger: Path, homeserver: sa.Engine, shape: Shape
+) -> Counter[str]:
     """Add an hour to a lake that has `intervals`; by how many pairs each fate changes."""
     began_ms = _BEGAN_MS + (_DAYS_BEFORE + _DAYS_OF_LEDGER) * _DAY_MS
     first, last = shape.events + 1, shape.events + HOUR_EVENTS
@@ -517,25 +548,6 @@ def add_hour(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> C
                 f"{group} AS state_group", f"'@user:{leaving}' AS user_id", "'leave' AS membership"
             ),
         )
-        newest = pairs.groupBy("server", "room_id").agg({"at": "max"})
-        newest = newest.selectExpr("server AS destination", "room_id", "`max(at)` AS newest")
-        rooms = lake.frame(spark, schemas.DESTINATION_ROOMS)
-        commit.clear(schemas.DESTINATION_ROOMS)
-        commit.append_frame(
-            schemas.DESTINATION_ROOMS,
-            rooms.join(newest, on=["destination", "room_id"], how="full_outer").selectExpr(
-                "destination", "room_id", "coalesce(newest, stream_ordering) AS stream_ordering"
-            ),
-        )
-        servers = lake.frame(spark, schemas.DESTINATIONS)
-        marks = "last_successful_stream_ordering"
-        commit.clear(schemas.DESTINATIONS)
-        commit.append_frame(
-            schemas.DESTINATIONS,
-            servers.selectExpr(
-                "destination", f"if({marks} < {shape.events}, {marks}, {last}) AS {marks}"
-            ),
-        )
         commit.append_frame(
             schemas.CATCH_UPS,
             spark.range(1).selectExpr(
@@ -547,6 +559,13 @@ def add_hour(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> C
         )
         commit.set_position("events", last)
         commit.set_position("state_groups", group)
+    newest = pairs.groupBy("server", "room_id").agg({"at": "max"})
+    mark = tables.destinations.c.last_successful_stream_ordering
+    with homeserver.begin() as connection:
+        columns = ("server AS destination", "room_id", "`max(at)` AS stream_ordering")
+        _replace(connection, tables.destination_rooms, newest.selectExpr(*columns))
+        well = tables.destinations.update().where(mark >= shape.events)
+        connection.execute(well.values({mark: last}))
     fates = Counter({True: 0, False: 0})
     fates.update({row["fails"]: row["count"] for row in pairs.groupBy("fails").count().collect()})
     pairs.unpersist()
