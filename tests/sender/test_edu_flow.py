@@ -7,6 +7,8 @@ import trio
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
+from fedsender.store.records import PresenceState
+
 B = "b.example"
 
 
@@ -30,3 +32,19 @@ async def test_they_are_sent_as_they_are_and_a_newer_one_replaces_an_older_one(
 
         assert world.edus(B, "m.test") == [{"n": 1}, {"n": 2}]
         assert world.edus(B, "m.keyed") == [{"n": 4}]
+
+
+async def test_a_state_that_arrives_is_not_taken_for_one_that_the_homeserver_made(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Both have the key of the user. Each queue counts its own values."""
+    world = SynapseWorld(tmp_path)
+    world.server(B).latency = 2
+    async with world.run() as sender:
+        await world.members("!r:hs.example", f"@b:{B}", ALICE)
+        sender.edus.presence(PresenceState(ALICE, "online", 1))
+        await trio.sleep(1)
+        assert len(world.server(B).requests) == 1
+        sender.edus.edu(B, "m.presence", {"push": []}, [ALICE])
+        await trio.sleep(10)
+    assert [len(edu["push"]) for edu in world.edus(B, "m.presence")] == [1, 0]

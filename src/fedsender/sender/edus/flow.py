@@ -321,7 +321,8 @@ class EduFlow:
         if destination is None:
             return
         self._plain += 1
-        place = ("", str(self._plain)) if key is None else (edu_type, *key)
+        # Keys of other queues, which count versions of their own, have no empty part.
+        place = ("", str(self._plain)) if key is None else (edu_type, "", *key)
         try:
             destination.put_edu(place, edu_type, content)
             self._registry.hurry([server])
