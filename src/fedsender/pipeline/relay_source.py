@@ -15,7 +15,7 @@ and no sender is told of a record before it is durable.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,7 @@ from fedsender.store.relay import (
     read_kept,
     read_log,
 )
-from fedsender.store.statements import in_chunks, insert_rows
+from fedsender.store.statements import insert_rows, select_rows
 from fedsender.streams import PduRow
 
 EXPIRED: Final = "expired"
@@ -71,9 +71,9 @@ def take_over(engine: Engine, sender: Source, instance: str, after: int, upto: i
         rows = [dict(row._mapping) for row in page]
         ids = [row["event_id"] for row in rows]
         rooms = {row["room_id"] for row in rows}
-        texts = list(_rows_of(sender, _json, "event_id", ids))
-        exceptions = list(_rows_of(sender, _exceptions, "event_id", ids))
-        known = _rows_of(sender, tables.rooms, "room_id", sorted(rooms))
+        texts = _rows_of(sender, _json, "event_id", ids)
+        exceptions = _rows_of(sender, _exceptions, "event_id", ids)
+        known = _rows_of(sender, tables.rooms, "room_id", rooms)
         versions = {row["room_id"]: row["room_version"] for row in known}
         with engine.begin() as connection:
             embedded.store_rooms(connection, dict.fromkeys(rooms) | versions)
@@ -89,12 +89,10 @@ def take_over(engine: Engine, sender: Source, instance: str, after: int, upto: i
 
 
 def _rows_of(
-    sender: Source, table: sa.Table, key: str, names: Sequence[str]
-) -> Iterator[dict[str, object]]:
-    for chunk in in_chunks(names):
-        query = select(table).where(table.c[key].in_(chunk))
-        rows = sender.read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
-        yield from (dict(row._mapping) for row in rows)
+    sender: Source, table: sa.Table, key: str, names: Iterable[str]
+) -> list[dict[str, object]]:
+    rows = sender.read(lambda c: list(select_rows(c, select(table), table.c[key], names)))
+    return [dict(row._mapping) for row in rows]
 
 
 def _take_over_stays(engine: Engine, sender: Source, after: int, upto: int) -> None:
@@ -131,20 +129,16 @@ def without_older(
     sender: Source, base: int, facts: Sequence[tuple[int, list[RelayRow]]]
 ) -> list[tuple[int, list[RelayRow]]]:
     """The facts without events that the sender had in an earlier history of the relay."""
-    ids = sorted(row.event_id for _, rows in facts for row in rows if isinstance(row, PduRow))
+    ids = [row.event_id for _, rows in facts for row in rows if isinstance(row, PduRow)]
     if not base or not ids:
         return list(facts)
 
-    def look(connection: Connection) -> set[str]:
-        found: set[str] = set()
-        for chunk in in_chunks(ids):
-            query = select(_events.c.event_id).where(
-                _events.c.event_id.in_(chunk), _events.c.stream_ordering <= base
-            )
-            found.update(connection.execute(query).scalars())
-        return found
-
-    older = sender.read(look)
+    query = select(_events.c.event_id).where(_events.c.stream_ordering <= base)
+    older = sender.read(
+        lambda connection: {
+            row[0] for row in select_rows(connection, query, _events.c.event_id, ids)
+        }
+    )
     return [
         (token, [row for row in rows if not (isinstance(row, PduRow) and row.event_id in older)])
         for token, rows in facts
@@ -356,7 +350,7 @@ class _Follower:
         while kept := self.relay.read(partial(read_kept, after=after, limit=RECORDS_AT_ONCE)):
             after = kept[-1].token
             parsed = [(each.token + base, _events_of(each)) for each in kept]
-            facts = self._new(base, [each for each in parsed if each[0] <= upto])
+            facts = without_older(self.sender, base, [each for each in parsed if each[0] <= upto])
             with self.engine.begin() as connection:
                 before = positions.feed_position(connection)
                 embedded.apply_tokens(connection, facts, kept[-1].ms)
@@ -374,14 +368,11 @@ class _Follower:
             at = batch[-1].token + base
             step.show(at, upto)
 
-    def _new(
-        self, base: int, facts: Sequence[tuple[int, list[RelayRow]]]
-    ) -> list[tuple[int, list[RelayRow]]]:
-        return without_older(self.sender, base, facts)
-
     def _store(self, base: int, batch: Sequence[LogRecord]) -> None:
         """Store records as the sender's store does, each with its time of arrival at the relay."""
-        facts = self._new(base, [(each.token + base, _rows(each)) for each in batch])
+        facts = without_older(
+            self.sender, base, [(each.token + base, _rows(each)) for each in batch]
+        )
         last = batch[-1].token + base
         table = tables.events
         with self.engine.begin() as connection:
