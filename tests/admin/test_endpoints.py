@@ -1,5 +1,7 @@
 """Our endpoints, against a real sender on the virtual clock."""
 
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -302,6 +304,26 @@ async def test_trace_shows_what_catch_up_passed_over_as_superseded(
         assert fate["outcome"] == "superseded"
         assert "a newer event of the room" in fate["reason"]
         assert fate["attempts"] == 0
+
+
+async def test_trace_finds_an_item_among_many_in_quarantine(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        event = world.pdu(R1, "bad")
+        await world.join(R1, A)
+        await world.apply(event)
+        await settle()
+        others = [(f"$other{number}", "pdu", "bad", 1) for number in range(20_001)]
+        columns = "event_id, kind, reason, at_ms"
+        with closing(sqlite3.connect(world.directory / "sender.sqlite3")) as database, database:
+            database.executemany(f"INSERT INTO quarantine ({columns}) VALUES (?, ?, ?, ?)", others)
+        await world.store.sender.quarantine_item(
+            destination=B, kind="pdu", event_id=event.event_id, room_id=R1, reason="no"
+        )
+        found = await desk.get(f"trace/{event.event_id}")
+        fates = {fate["destination"]: fate["outcome"] for fate in found["destinations"]}
+        assert fates == {A: "delivered", B: "quarantined"}
 
 
 async def test_trace_without_a_ledger_still_tells_settled_from_pending(

@@ -5,7 +5,7 @@ when the event came in. The databases know the rest, in fewer words.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,6 @@ READING_SECONDS = 20.0
 """After this no further segment is opened."""
 MAX_SERVERS = 20_000
 """Servers that are told of; in a room of more, those by name."""
-QUARANTINE_PAGE = 1_000
-QUARANTINE_PAGES = 20
 # The homeserver's clock and ours may differ by so much.
 _SLACK_MS = 10 * 60_000
 
@@ -195,7 +193,8 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     found = Found(event_id, event.room_id, event.stream_ordering)
     complete = await _read_ledger(context, event, found)
     lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
-    quarantined = await _quarantined(context, event_id)
+    items = await context.store.quarantine_of_events([event_id])
+    quarantined = {item.destination: item for item in items}
     servers = set(found.settled) | set(found.failed) | {name for name in quarantined if name}
     if isinstance(routed, Routed):
         servers |= routed.servers
@@ -249,12 +248,12 @@ def _fate(
     attempts = found.failed.get(name, 0)
     settled = found.settled.get(name)
     if settled is not None and settled.outcome != "superseded":
-        return _with_attempts(settled, attempts)
+        return replace(settled, attempts=attempts)
     if quarantined is not None:
         item = quarantined
         return Fate(name, "quarantined", item.at_ms, None, attempts, item.reason)
     if settled is not None:
-        return _with_attempts(settled, attempts)
+        return replace(settled, attempts=attempts)
     if not owed:
         text = "answered, or superseded by a newer event; no line of that was read"
         return Fate(name, "settled", None, None, attempts, text)
@@ -273,22 +272,3 @@ def _waiting(context: AdminContext, name: str, attempts: int) -> Fate:
         return Fate(name, "not allowed", None, None, attempts, words)
     reason = words if state.reason is None else f"{words}: {state.reason}"
     return Fate(name, "pending", None, None, attempts, reason)
-
-
-def _with_attempts(fate: Fate, attempts: int) -> Fate:
-    return Fate(
-        fate.destination, fate.outcome, fate.at_ts, fate.transaction_id, attempts, fate.reason
-    )
-
-
-async def _quarantined(context: AdminContext, event_id: str) -> dict[str | None, Quarantined]:
-    """The quarantine's items of this event, by destination; None: for every server."""
-    found: dict[str | None, Quarantined] = {}
-    after = 0
-    for _ in range(QUARANTINE_PAGES):
-        items = await context.store.quarantine_list(None, QUARANTINE_PAGE, after)
-        found.update((item.destination, item) for item in items if item.event_id == event_id)
-        if len(items) < QUARANTINE_PAGE:
-            break
-        after = items[-1].id
-    return found

@@ -16,7 +16,6 @@ EVENTS_AT_ONCE = 500
 """Events of the homeserver that one call of `redeliver_since` reads."""
 # Events are not stored in the exact order in which they were received.
 _SLACK_MS = 60_000
-_QUARANTINE_PAGE = 1_000
 
 Refusal = tuple[str, str, str]
 """Server ("*" if no server got it), event id (or the EDU's type), and the reason."""
@@ -102,7 +101,8 @@ class Operations:
         if after is None:
             after = await context.homeserver.token_before(since_ms - _SLACK_MS, end)
         rows = await context.homeserver.read_events(after, end, EVENTS_AT_ONCE)
-        in_quarantine = await self._in_quarantine(server)
+        held = await context.store.quarantine_of_events([row.event_id for row in rows])
+        in_quarantine = {each.event_id for each in held if each.destination in (server, None)}
         events = [
             item
             for item in await context.router.route(rows)
@@ -118,16 +118,6 @@ class Operations:
             )
         more = len(rows) == EVENTS_AT_ONCE and rows[-1].stream_ordering < end
         return Stretch(tuple(events), end, rows[-1].stream_ordering if more else None)
-
-    async def _in_quarantine(self, server: str) -> set[str | None]:
-        """The ids of the events that are in quarantine for this server, or for all."""
-        found: set[str | None] = set()
-        after: int | None = 0
-        while after is not None:
-            items = await self._context.store.quarantine_list(None, _QUARANTINE_PAGE, after)
-            found |= {each.event_id for each in items if each.destination in (server, None)}
-            after = items[-1].id if len(items) == _QUARANTINE_PAGE else None
-        return found
 
     async def owe(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
         """Write (server, event id) pairs that are missing from `destination_rooms` there, upwards

@@ -401,6 +401,14 @@ class SenderStore:
         rows = select_rows(connection, self._entries(), quarantine.c.id, ids)
         return [Quarantined(**row._mapping) for row in rows]
 
+    @reading
+    def quarantine_of_events(
+        self, connection: Connection, event_ids: Sequence[str]
+    ) -> list[Quarantined]:
+        """Our items that are one of these events, for whichever server."""
+        rows = select_rows(connection, self._entries(), quarantine.c.event_id, event_ids)
+        return [Quarantined(**row._mapping) for row in rows]
+
     def _entries(self) -> Select[Any]:
         columns = [quarantine.c[each.name] for each in fields(Quarantined)]
         return select(*columns).where(self._held).order_by(quarantine.c.id)
