@@ -20,17 +20,11 @@ from fedsender.admin.bodies import (
     not_found,
 )
 from fedsender.admin.context import AdminContext
+from fedsender.store.homeserver import SORTABLE
 from fedsender.store.records import DestinationRow
 
 PREFIX = "/_synapse/admin/v1/federation/destinations"
 MAX_ROWS = 10_000
-SORTABLE = (
-    "destination",
-    "retry_last_ts",
-    "retry_interval",
-    "failure_ts",
-    "last_successful_stream_ordering",
-)
 
 router = APIRouter(
     prefix=PREFIX,

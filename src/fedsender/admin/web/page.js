@@ -47,9 +47,13 @@ async function ask(path, body, signal) {
 
 const tell = (path, body) => ask(OURS + path, body);
 
-function say(text) {
-  // Only what is new is read out.
-  if (said.textContent !== text) said.textContent = text;
+// Only what is new is read out.
+const say = (text) => fillText(said, text);
+
+// Holds a server, or ends that; gives what was done, in words.
+async function hold(verb, server, more = {}) {
+  await tell(verb, { servers: [server], ...more });
+  return `${verb}: ${server}`;
 }
 
 // --- building ------------------------------------------------------------------------------------
@@ -383,20 +387,14 @@ const ACTIONS = {
       { name: "by", label: "Your name", maxlength: 100 },
     ],
     does: "Pause",
-    run: async ({ for_ms, reason, by }) => {
-      const until = { for_ms: for_ms ? Number(for_ms) : null, by: by.trim() || null };
-      await tell("pause", { servers: [server], reason, ...until });
-      return `pause: ${server}`;
-    },
+    run: ({ for_ms, reason, by }) =>
+      hold("pause", server, { reason, for_ms: for_ms ? Number(for_ms) : null, by: by.trim() || null }),
   }),
   Resume: (server) => ({
     title: `Resume ${server}?`,
     text: "Its pause or park ends, and what it is owed is sent.",
     does: "Resume",
-    run: async () => {
-      await tell("resume", { servers: [server] });
-      return `resume: ${server}`;
-    },
+    run: () => hold("resume", server),
   }),
   Park: (server) => ({
     title: `Park ${server}?`,
@@ -404,10 +402,7 @@ const ACTIONS = {
       + " What it is owed is kept.",
     fields: [REASON],
     does: "Park",
-    run: async ({ reason }) => {
-      await tell("park", { servers: [server], reason });
-      return `park: ${server}`;
-    },
+    run: ({ reason }) => hold("park", server, { reason }),
   }),
   Redeliver: (server) => ({
     title: `Send an event to ${server} again?`,
