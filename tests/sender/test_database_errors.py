@@ -272,13 +272,13 @@ def look_takes(world: World, seconds: float) -> None:
 
 def fail_once(sender: Sender) -> None:
     """The fan-out's next offer fails."""
-    offer = sender.offer
+    offer = sender.registry.offer
 
     def fail(server: str, pdu: Pdu) -> None:
-        sender.offer = offer  # type: ignore[method-assign]
+        sender.registry.offer = offer  # type: ignore[method-assign]
         raise MemoryError
 
-    sender.offer = fail  # type: ignore[method-assign]
+    sender.registry.offer = fail  # type: ignore[method-assign]
 
 
 async def test_presence_is_told_after_a_database_error(

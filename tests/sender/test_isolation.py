@@ -396,7 +396,7 @@ async def test_typing_and_presence_that_are_refused_take_no_room_from_what_is_du
         server = await begin(world)
         server.reply = refuses(400, "m.presence")
         for number in range(6 * 60):
-            destination = sender.reach(A)
+            destination = sender.registry.reach_for_edu(A)
             assert destination is not None
             destination.put_presence(PresenceState(f"@{number % 5}:hs.example", "online", number))
             await trio.sleep(30)

@@ -20,7 +20,7 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import ReceiptRecords, SenderStore
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
-from fedsender.waiting import Alarms
+from fedsender.waiting import Alarms, Signal
 
 
 class Announcer(Protocol):
@@ -40,6 +40,9 @@ class Context:
         device_lists: the stream id up to which rows of device lists may be read.
         pdu_pool: the PDUs of all queues.
         full: servers with no room in quarantine for an item that is convicted.
+        receipt_debts: for servers that are not active, the stream id above which each is owed
+            receipts.
+        receipts_unsaved: set when receipts that are owed may have changed.
         troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
     """
 
@@ -67,6 +70,8 @@ class Context:
     debts: Debts = field(default_factory=Debts)
     alarms: Alarms = field(default_factory=Alarms)
     full: set[str] = field(default_factory=set)
+    receipt_debts: dict[str, int] = field(default_factory=dict)
+    receipts_unsaved: Signal = field(default_factory=Signal)
     troubles: dict[str, float] = field(default_factory=dict)
 
     async def quarantine(self, bad: Bad, destination: str | None = None) -> None:

@@ -14,21 +14,20 @@ operator can have it skipped.
 """
 
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import structlog
 import trio
 
-from fedsender.matrix import Pdu
-from fedsender.sender.queues import PduPool
-from fedsender.sender.routing import Bad, Routed, Router, parse_row
+from fedsender.sender.context import Context
+from fedsender.sender.registry import Registry
+from fedsender.sender.routing import Bad, Routed, parse_row
 from fedsender.store.engine import StoreError
-from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, StoredEvent
 from fedsender.streams import Watermark
 
@@ -56,15 +55,6 @@ class Standstill:
         return f"the fan-out stands at token {self.event.stream_ordering}: {self.reason}"
 
 
-class Downstream(Protocol):
-    """The receiver of the fan-out's results: the sender. Every call is synchronous."""
-
-    def offer(self, server: str, pdu: Pdu) -> None: ...
-    def owe(self, server: str, pdu: Pdu) -> None: ...
-    def spill_before(self, stream_ordering: int) -> None: ...
-    def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None: ...
-
-
 class FanOut:
     """The loop from the events position to the watermark.
 
@@ -76,34 +66,19 @@ class FanOut:
     """
 
     def __init__(
-        self,
-        homeserver: HomeserverStore,
-        router: Router,
-        downstream: Downstream,
-        *,
-        quarantine: Callable[[Bad], Awaitable[None]],
-        blocked_rooms: Callable[[], Awaitable[dict[str, int]]],
-        chunk: int,
-        pool: PduPool,
-        already_owed: AlreadyOwed | None = None,
+        self, context: Context, registry: Registry, already_owed: AlreadyOwed | None = None
     ) -> None:
-        """
-        Args:
-            quarantine: makes a bad event durable.
-            blocked_rooms: room -> the stream ordering of its first event in quarantine.
-            already_owed: events that are not sent again after the position has gone back.
-        """
-        self._homeserver = homeserver
-        self._router = router
-        self._downstream = downstream
-        self._quarantine = quarantine
-        self._blocked_rooms = blocked_rooms
+        """`already_owed`: events that are not sent again after the position has gone back."""
+        self._context = context
+        self._homeserver = context.homeserver
+        self._router = context.router
+        self._registry = registry
         self._blocked: dict[str, int] = {}
         # How often quarantine was emptied, and as of when we know what is left there.
         self._emptied, self._looked = 1, 0
         self._redacted: set[str] = set()
-        self._chunk = chunk
-        self._pool = pool
+        self._chunk = context.sending.fan_out_chunk
+        self._pool = context.pdu_pool
         self._already_owed = already_owed
         # Held by a step, and while an event is passed over.
         self._turn = trio.Lock()
@@ -213,13 +188,17 @@ class FanOut:
                 if item.pdu.room_id in gone_rooms:
                     continue
                 # What stands in for events that never came, catch-up sends: it says for which.
-                tell = self._downstream.owe if item.supersedes else self._downstream.offer
+                tell = self._registry.owe if item.supersedes else self._registry.offer
                 for server in sorted(self._without(item)):
                     tell(server, item.pdu)
         too_old = self._pool.overflow()
         if too_old is not None:
-            self._downstream.spill_before(too_old)
-        self._downstream.fanned_out(position, len(rows), routed)
+            self._registry.spill_before(too_old)
+        for item in routed:
+            self._registry.hurry(item.servers)
+        destinations = [(len(item.servers), item.received_ts) for item in routed]
+        now_ms = self._context.runtime.now_ms()
+        self._context.metrics.fanned_out(position, len(rows), destinations, now_ms)
 
     def _without(self, item: Routed) -> Collection[str]:
         """The servers of this event, without those for which it was noted as owed before."""
@@ -244,7 +223,7 @@ class FanOut:
                 good.append(item)
         if bad:
             for each in bad:
-                await self._quarantine(each)
+                await self._context.quarantine(each)
             log.error("events quarantined", first=bad[0].event_id, reason=bad[0].reason, n=len(bad))
         return good
 
@@ -280,7 +259,7 @@ class FanOut:
         """Read the blocked rooms anew; only between two chunks, so that none is overlooked."""
         while self._looked != self._emptied:
             emptied = self._emptied
-            self._blocked = await self._blocked_rooms()
+            self._blocked = await self._context.store.quarantined_rooms()
             self._looked = emptied
 
     async def look_again(self) -> None:

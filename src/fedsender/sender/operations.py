@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from fedsender.ledger import EVERY_SERVER, Line, SentPdu, TransactionRecord
 from fedsender.sender.context import Context
-from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.failure import ServerState
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.registry import Registry
@@ -38,13 +37,10 @@ class Stretch:
 class Operations:
     """The operations of an operator. Everything is durable on return."""
 
-    def __init__(
-        self, context: Context, registry: Registry, fan_out: FanOut, edus: EduFlow
-    ) -> None:
+    def __init__(self, context: Context, registry: Registry, fan_out: FanOut) -> None:
         self._context = context
         self._registry = registry
         self._fan_out = fan_out
-        self._edus = edus
 
     async def redeliver(
         self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()
@@ -217,7 +213,6 @@ class Operations:
             await self._context.store.forget(server)
             await self._context.homeserver.purge(server)
             self._registry.forget(server)
-        self._edus.forget(server)
         return []
 
     async def _note_purged(self, server: str) -> None:

@@ -209,10 +209,14 @@ class Outbox:
             self.presence.expire(now)
 
     def close(self) -> None:
-        """Count typing and presence that are lost unsent, as the outbox leaves memory."""
+        """Note owed receipts as a debt, and count typing and presence that are lost unsent."""
         waiting = len(self.ephemeral.waiting) + len(self.presence.waiting)
         if waiting:
             self._count_dropped("expired", waiting)
+        owed = self.receipts.owed_above
+        if owed is not None:
+            self._context.receipt_debts[self.destination] = owed
+        self._context.receipts_unsaved.set()
 
     # --- Filling a transaction --------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 import trio
 
 from fedsender.config import Policies
-from fedsender.matrix import matches
-from fedsender.sender.admission import Pace
+from fedsender.matrix import Pdu, matches
+from fedsender.sender.admission import FEW, Pace
 from fedsender.sender.context import Context, Phase
 from fedsender.sender.destination import LEAVE_AFTER_S, Destination
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake
@@ -75,13 +75,6 @@ class Progress(NamedTuple):
     behind: int
 
 
-class Neighbour(Protocol):
-    """The listener for destinations that come and go; its calls are synchronous."""
-
-    def entered(self, destination: Destination) -> None: ...
-    def left(self, destination: Destination) -> None: ...
-
-
 class Registry:
     """The registry of destinations. Its calls are synchronous but for `bring_back` and
     `write_down`.
@@ -92,13 +85,7 @@ class Registry:
             and not level.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        policies: Policies,
-        nursery: trio.Nursery,
-        neighbour: Neighbour,
-    ) -> None:
+    def __init__(self, context: Context, policies: Policies, nursery: trio.Nursery) -> None:
         self.active: dict[str, Destination] = {}
         self._leaving: dict[str, trio.Event] = {}
         self.unsaved: dict[str, Destination] = {}
@@ -107,7 +94,6 @@ class Registry:
         self.policies = policies
         self._context = context
         self._nursery = nursery
-        self._neighbour = neighbour
         self._states: dict[str, ServerState] = {}
         self._frozen: set[str] = set()
         self._behind: dict[str, float] = {}
@@ -257,7 +243,8 @@ class Registry:
         left = self.unsaved.pop(server, None)
         destination.frozen = None if left is None else left.frozen
         self.active[server] = destination
-        self._neighbour.entered(destination)
+        destination.outbox.receipts.owe(self._context.receipt_debts.pop(server, None))
+        self._context.receipts_unsaved.set()
         self._nursery.start_soon(self._supervise, destination, name=f"destination {server}")
         return destination
 
@@ -271,6 +258,42 @@ class Registry:
         search = state.search(kind)
         wait_s = 0.0 if search is None or search.alone else search.wait_s(now_ms)
         return max(wait_s, state.wait_s(now_ms)) <= LEAVE_AFTER_S
+
+    def reach_for_edu(self, server: str) -> Destination | None:
+        """Return the server's destination, for an EDU to be queued; None: not now, or never."""
+        if not self.policies.may_send_to(server):
+            return None
+        return self.reach(server, kind=Kind.EDUS)
+
+    def offer(self, server: str, pdu: Pdu) -> None:
+        """Offer a PDU that is durably owed to this server. Never waits."""
+        destination = self.reach(server, kind=Kind.PDUS)
+        if destination is not None:
+            destination.offer(pdu)
+            return
+        if not self.policies.may_send_to(server):
+            self.put_off(server)  # Denied since the event was routed.
+        # The database remembers.
+        self._context.debts.add(server, 1, self._context.runtime.now_ms())
+
+    def owe(self, server: str, pdu: Pdu) -> None:
+        """Have catch-up send a PDU that is durably owed to this server. Never waits."""
+        destination = self.active.get(server)
+        if destination is not None:
+            destination.spill()
+            destination.offer(pdu)
+        elif not self.policies.may_send_to(server):
+            self.put_off(server)
+        elif server not in self._behind and not self.draining:
+            self.schedule(server, trio.current_time())
+
+    def hurry(self, servers: Collection[str]) -> None:
+        """Let these servers go first if they are few: they were just offered the same item."""
+        if len(servers) <= FEW:
+            for server in sorted(servers):
+                destination = self.active.get(server)
+                if destination is not None:
+                    destination.hurry()
 
     def wake(self, servers: Iterable[str], *, by_admin: bool = False) -> list[str]:
         """Try these servers now (`notify_remote_server_up`); return those that are tried.
@@ -326,6 +349,15 @@ class Registry:
         self.unsaved.pop(server, None)
         self._frozen.discard(server)
         self._context.debts.settled(server)
+        self._context.receipt_debts.pop(server, None)
+        self._context.receipts_unsaved.set()
+
+    def spill_before(self, stream_ordering: int) -> None:
+        """Give up every queue with a PDU up to this stream ordering."""
+        for destination in self.active.values():
+            oldest = destination.outbox.oldest
+            if oldest is not None and oldest.stream_ordering <= stream_ordering:
+                destination.spill()
 
     def spill_all(self) -> None:
         """Give up all queues: owed PDUs may not have been offered; the database has them all."""
@@ -382,7 +414,7 @@ class Registry:
     def _strike(self, destination: Destination) -> None:
         name, state = destination.name, destination.state
         del self.active[name]
-        self._neighbour.left(destination)
+        destination.outbox.close()
         if (leaving := self._leaving.pop(name, None)) is not None:
             leaving.set()
         if state == ServerState(name):

@@ -4,7 +4,7 @@ The state of each server is in the registry (`registry.py`). This module puts th
 takes over the last daemon's records, and drains at the end.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple
@@ -15,9 +15,8 @@ import trio
 from fedsender.config import Policies
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
-from fedsender.matrix import Pdu
 from fedsender.runtime import Runtime
-from fedsender.sender.admission import FEW, Admission
+from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.debts import Debt
@@ -25,12 +24,11 @@ from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import AlreadyOwed, FanOut
-from fedsender.sender.isolation import Kind
 from fedsender.sender.operations import Operations
 from fedsender.sender.queues import PduPool
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
-from fedsender.sender.routing import Routed, Router
+from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
 from fedsender.store.records import Lagging
@@ -68,23 +66,14 @@ class Sender:
         already_owed: AlreadyOwed | None,
     ) -> None:
         self.events = Watermark()
-        self.edus = EduFlow(context, policies, self)
-        self.fan_out = FanOut(
-            context.homeserver,
-            context.router,
-            self,
-            quarantine=context.quarantine,
-            blocked_rooms=context.store.quarantined_rooms,
-            chunk=context.sending.fan_out_chunk,
-            pool=context.pdu_pool,
-            already_owed=already_owed,
-        )
         self.context = context
-        self.registry = Registry(self.context, policies, nursery, self.edus)
+        self.registry = Registry(context, policies, nursery)
+        self.edus = EduFlow(context, self.registry)
+        self.fan_out = FanOut(context, self.registry, already_owed)
         self._policies = policies
         self._nursery = nursery
         self._store = store
-        self.operations = Operations(self.context, self.registry, self.fan_out, self.edus)
+        self.operations = Operations(context, self.registry, self.fan_out)
         self.quarantine_items = 0
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
@@ -93,54 +82,6 @@ class Sender:
     def active(self) -> dict[str, Destination]:
         """The destinations that have a task, by name."""
         return self.registry.active
-
-    # --- The fan-out's side -----------------------------------------------------------------------
-
-    def offer(self, server: str, pdu: Pdu) -> None:
-        """Offer a PDU that is durably owed to this server. Never waits."""
-        destination = self.registry.reach(server, kind=Kind.PDUS)
-        if destination is not None:
-            destination.offer(pdu)
-            return
-        if not self._policies.may_send_to(server):
-            self.registry.put_off(server)  # Denied since the event was routed.
-        # The database remembers.
-        self.context.debts.add(server, 1, self.context.runtime.now_ms())
-
-    def owe(self, server: str, pdu: Pdu) -> None:
-        """Have catch-up send a PDU that is durably owed to this server. Never waits."""
-        destination = self.active.get(server)
-        if destination is not None:
-            destination.spill()
-            destination.offer(pdu)
-        elif not self._policies.may_send_to(server):
-            self.registry.put_off(server)
-        elif not self.registry.is_behind(server) and not self.registry.draining:
-            self.registry.schedule(server, trio.current_time())
-
-    def hurry(self, servers: Collection[str]) -> None:
-        """Let these servers go first if they are few: they were just offered the same item."""
-        if len(servers) <= FEW:
-            for server in sorted(servers):
-                destination = self.active.get(server)
-                if destination is not None:
-                    destination.hurry()
-
-    def spill_before(self, stream_ordering: int) -> None:
-        """Give up every queue with a PDU up to this stream ordering."""
-        for destination in self.active.values():
-            oldest = destination.outbox.oldest
-            if oldest is not None and oldest.stream_ordering <= stream_ordering:
-                destination.spill()
-
-    def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None:
-        """Count a chunk that was fanned out and offered; hurry events for few servers."""
-        for item in routed:
-            self.hurry(item.servers)
-        now_ms = self.context.runtime.now_ms()
-        self.context.metrics.fanned_out(
-            position, events, [(len(item.servers), item.received_ts) for item in routed], now_ms
-        )
 
     async def follow_events(self) -> None:
         """Run the fan-out until it raises: it may have stopped between a commit and its offers.
@@ -194,20 +135,14 @@ class Sender:
 
     def to_device_changed(self, server: str) -> None:
         """Note new to-device messages for this server in the database."""
-        destination = self.reach(server)
+        destination = self.registry.reach_for_edu(server)
         if destination is not None:
             destination.owe_to_device()
-            self.hurry([server])
+            self.registry.hurry([server])
 
     def redacted(self, event_ids: Collection[str]) -> None:
         """Note that these events were redacted, perhaps by events that the store does not have."""
         self.fan_out.redacted(event_ids)
-
-    def reach(self, server: str) -> Destination | None:
-        """Return the server's destination, for an item to be queued; None: not now, or never."""
-        if not self._policies.may_send_to(server):
-            return None
-        return self.registry.reach(server, kind=Kind.EDUS)
 
     # --- The operator's side ----------------------------------------------------------------------
 
@@ -232,9 +167,9 @@ class Sender:
             destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
             if destination is not None and lag.owes_keys:
                 destination.owe_keys()
-        for server in list(self.edus.debts):
+        for server in list(self.context.receipt_debts):
             # It was denied when it was to get a receipt, and may be allowed now.
-            self.reach(server)
+            self.registry.reach_for_edu(server)
 
     async def _note_debts(self, lagging: Collection[Lagging]) -> None:
         """Note how much is owed and since when, as the database has it."""
@@ -303,11 +238,11 @@ class Sender:
                 # Cut off between its last answer and its end. It is level now, and the next time
                 # its floor would lie below all that goes out meanwhile.
                 await context.store.end_catch_up(server)
-        others = set(await context.store.destinations_with_redeliveries()) | set(self.edus.debts)
+        redeliveries = await context.store.destinations_with_redeliveries()
         backoffs = await context.homeserver.backoffs(self.registry.told_of)
         self.registry.open_with(
             lagging,
-            others,
+            {*redeliveries, *context.receipt_debts},
             lambda server: -self._policies.policy_for(server).priority,
             failure_rate,
             # Nobody says again that the columns were reset (W8).

@@ -10,19 +10,18 @@ a large room does not open thousands of connections at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import trio
 
-from fedsender.config import Policies
 from fedsender.matrix import server_of
 from fedsender.sender.context import Context
-from fedsender.sender.destination import Destination
 from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
 from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
 from fedsender.sender.edus.typing import Typing, TypingRooms
+from fedsender.sender.registry import Registry
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.streams import Watermark
@@ -39,36 +38,25 @@ MAX_PENDING = 10_000
 TYPING_SWEEP_S = 5.0
 
 
-class Registry(Protocol):
-    """The part of the sender that the flow uses."""
-
-    @property
-    def active(self) -> Mapping[str, Destination]: ...
-
-    def reach(self, server: str) -> Destination | None: ...
-    def hurry(self, servers: Collection[str]) -> None: ...
-
-
 class EduFlow:
     """The flow of EDUs into outboxes; the feed's `EduSink`. One task per stream.
 
     Attributes:
         device_lists: the stream id up to which rows of changed devices may be read.
         receipts: the same for receipts.
-        debts: for servers that are not active, the stream id above which each is owed receipts.
     """
 
-    def __init__(self, context: Context, policies: Policies, registry: Registry) -> None:
+    def __init__(self, context: Context, registry: Registry) -> None:
         self.device_lists = context.device_lists
         self.receipts = Watermark()
-        self.debts: dict[str, int] = {}
+        self._debts = context.receipt_debts
         self._context = context
-        self._policies = policies
+        self._policies = registry.policies
         self._registry = registry
         self._seen = 0
         self._plain = 0
         self._saved: tuple[int, dict[str, int]] = (-1, {})
-        self._unsaved = Signal()
+        self._unsaved = context.receipts_unsaved
         self._later: OrderedDict[str, dict[Key, Receipt | PresenceState]] = OrderedDict()
         self._trickling = 0
         self._line_grew = Signal()
@@ -90,7 +78,7 @@ class EduFlow:
         newest = await self._context.edus.newest_receipt()
         # A first run begins now; and a database that was set back has forgotten what it said.
         self._seen = newest if owed.position is None else min(owed.position, newest)
-        self.debts = dict(owed.debts)
+        self._debts.update(owed.debts)
         self._saved = (-1 if owed.position is None else owed.position, dict(owed.debts))
         await self.save()
 
@@ -114,26 +102,6 @@ class EduFlow:
                     supervise, task, name, context.metrics.crashes.inc, context.troubles, name=name
                 )
 
-    # --- Servers that come and go: synchronous ----------------------------------------------------
-
-    def entered(self, destination: Destination) -> None:
-        """Give a destination that becomes active its debt of receipts."""
-        destination.outbox.receipts.owe(self.debts.pop(destination.name, None))
-        self._unsaved.set()
-
-    def left(self, destination: Destination) -> None:
-        """Note a destination's owed receipts as a debt, as it is not active any more."""
-        destination.outbox.close()
-        owed = destination.outbox.receipts.owed_above
-        if owed is not None:
-            self.debts[destination.name] = owed
-        self._unsaved.set()
-
-    def forget(self, server: str) -> None:
-        """Forget this server's debt of receipts."""
-        self.debts.pop(server, None)
-        self._unsaved.set()
-
     # --- Device lists -----------------------------------------------------------------------------
 
     async def _follow_device_lists(self) -> None:
@@ -143,7 +111,7 @@ class EduFlow:
             position = await self.device_lists.wait_past(seen)
             servers = await self._context.edus.changed_device_lists(seen, position)
             for server in servers:
-                destination = self._registry.reach(server)
+                destination = self._registry.reach_for_edu(server)
                 if destination is not None:
                     destination.owe_device_lists()
             self._registry.hurry(servers)
@@ -226,7 +194,7 @@ class EduFlow:
             self._put(item, server)
 
     def _put(self, item: Receipt | PresenceState, server: str) -> None:
-        destination = self._registry.reach(server)
+        destination = self._registry.reach_for_edu(server)
         if isinstance(item, PresenceState):
             if destination is not None:
                 destination.put_presence(item)
@@ -234,7 +202,7 @@ class EduFlow:
             destination.put_receipt(item)
         else:
             owed = item.stream_id - 1
-            self.debts[server] = min(owed, self.debts.get(server, owed))
+            self._debts[server] = min(owed, self._debts.get(server, owed))
 
     # --- Typing -----------------------------------------------------------------------------------
 
@@ -278,7 +246,7 @@ class EduFlow:
                     del self._typing[key]
                 for server in sorted(servers[change.room_id]):
                     if self._wants(server, "typing"):
-                        destination = self._registry.reach(server)
+                        destination = self._registry.reach_for_edu(server)
                         if destination is not None:
                             destination.put_typing(change)
                 self._registry.hurry(servers[change.room_id])
@@ -317,7 +285,7 @@ class EduFlow:
         self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
     ) -> None:
         """Send this server this EDU; a newer one of the same key takes its place."""
-        destination = self._registry.reach(server)
+        destination = self._registry.reach_for_edu(server)
         if destination is None:
             return
         self._plain += 1
@@ -423,7 +391,7 @@ class EduFlow:
 
     def _owed(self) -> tuple[int, dict[str, int]]:
         """The stream id up to which every receipt is answered or in a debt; and the debts."""
-        position, debts = self._seen, dict(self.debts)
+        position, debts = self._seen, dict(self._debts)
         for waiting in self._later.values():
             ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))
             position = min(position, min(ids, default=position + 1) - 1)
