@@ -314,26 +314,26 @@ def worse_than_usual(now: DataFrame, usual: DataFrame) -> DataFrame:
     def middle(values: Column) -> Column:
         return F.element_at(F.sort_array(values), F.floor((F.size(values) + 1) / 2).cast("int"))
 
-    past = usual.groupBy("server").agg(
-        *(F.collect_list(name).alias(f"{name}_usual") for name in ("failed", "waited"))
+    def tall(rows: DataFrame, value: str) -> DataFrame:
+        each = rows.unpivot(["server"], ["failed", "waited"], "what", value)
+        return each.where(F.col(value).isNotNull())
+
+    past = tall(usual, "value").groupBy("server", "what").agg(F.collect_list("value").alias("days"))
+    days, median, is_share = F.col("days"), F.col("usual"), F.col("what") == "failed"
+    spread = middle(F.transform(days, lambda value: F.abs(value - median)))
+    least = F.when(is_share, MORE_FAILED).otherwise(math.log(LONGER))
+    found = (
+        tall(now, "now")
+        .join(past, on=["server", "what"], how="inner")
+        .where(F.size(days) >= LEAST_DAYS)
+        .withColumn("usual", middle(days))
+        .where(F.col("now") > median + F.greatest(FAR * 1.4826 * spread, least))
     )
-    both = now.join(past, on="server", how="inner")
-
-    def judged(what: str, least: float) -> DataFrame:
-        values, median = F.col("values"), F.col("usual")
-        spread = middle(F.transform(values, lambda value: F.abs(value - median)))
-        far = F.greatest(FAR * 1.4826 * spread, F.lit(least))
-        return (
-            both.select("server", F.col(what).alias("now"), F.col(f"{what}_usual").alias("values"))
-            .where(F.size("values") >= LEAST_DAYS)
-            .withColumn("usual", middle(values))
-            .where(F.col("now") > median + far)
-            .select("server", F.lit(what).alias("what"), "now", "usual")
-        )
-
-    slower = judged("waited", math.log(LONGER))
-    slower = slower.withColumns({name: F.exp(name) - 1 for name in ("now", "usual")})
-    return judged("failed", MORE_FAILED).unionByName(slower)
+    said = (
+        F.when(is_share, F.col(name)).otherwise(F.exp(name) - 1).alias(name)
+        for name in ("now", "usual")
+    )
+    return found.select("server", "what", *said)
 
 
 def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:

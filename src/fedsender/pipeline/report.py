@@ -50,7 +50,7 @@ class Figures:
         hours: hour, `NOW` or `BEFORE` -> `_POINT`, of the last 48 hours.
         days: the day's begin -> `_POINT`, of the last `DAYS` days.
         servers, ill: the number of servers with an attempt in those days, and of the ill ones.
-        worst: the servers that fail most: server, attempts, failed, last_ms, ill_ms, p90, and of
+        worst: the servers that fail most: server, attempts, failed, ill_ms, p90, `FAILURES`, and of
             the last 24 hours `attempts_now`, `failed_now`; `strip`: day -> share that failed.
         owed: server -> age -> number of events that it is owed.
         fates: fate -> pairs of event and server; empty: no audit was made.
@@ -106,11 +106,11 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     recent, newest_ms = health.recent_hours(spark, lake)
     today = health.last_24_hours(recent, newest_ms)
     days = health.days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1)
-    servers = health.merged(days.where(OF_SERVERS), "server").persist()
+    servers = health.merged(days.where(OF_SERVERS), "server")
     counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
     assert counted is not None
     audited = audit.summed_up(spark, lake, 0) if lake.position("audit") >= 0 else None
-    figures = Figures(
+    return Figures(
         config.server_name,
         real_runtime().now_ms(),
         lake.position("events"),
@@ -129,8 +129,6 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         _audits(lake),
         lake.rows(schemas.REJECTS),
     )
-    servers.unpersist()
-    return figures
 
 
 def _with_totals(recent: DataFrame, newest_ms: int) -> DataFrame:
@@ -170,13 +168,14 @@ def _worst(servers: DataFrame, today: DataFrame, days: DataFrame) -> list[dict[s
         .where("failed > 0")
         .orderBy(F.desc(bound), "server")
         .limit(SERVERS)
-        .select(
-            *("server", "attempts", "failed", "ill_ms", *FAILURES),
-            health.quantile("waited", 0.9).alias("p90"),
-        )
+        .select("server", "attempts", "failed", "ill_ms", *FAILURES)
     )
     worst = {row["server"]: row.asDict() | {"strip": {}} for row in most.collect()}
     those = F.col("server").isin(list(worst))
+    # Sketches cost more to merge than all the rest: only of those.
+    p90 = health.quantile("waited", 0.9).alias("p90")
+    for row in health.merged(days.where(those), "server").select("server", p90).collect():
+        worst[row["server"]]["p90"] = row["p90"]
     share = (health.failed() / F.col("attempts")).alias("share")
     for row in days.where(those).select("server", "day", share).collect():
         worst[row["server"]]["strip"][row["day"]] = row["share"]
