@@ -676,6 +676,13 @@ class Known:
     began: int | None = None
 
 
+_SAID: Final = schemas.PDUS.only(
+    *("destination", "room_id", "event_id", "stream_ordering", "ms", "instance"),
+    *("outcome", "refused", "supersedes_from", "supersedes_to"),
+)
+"""The columns that an audit of what is new reads: Arrow takes a third of the CPU for these."""
+
+
 def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataFrame:
     """The PDUs that say something of the events to look at.
 
@@ -689,9 +696,9 @@ def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataF
         names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
         pairs = few(look.units.selectExpr(names, "room_id"))
         wanted |= ((at >= look.first) | (upto >= look.first)) & near(pairs.toArrow())
-    pdus = lake.some(spark, schemas.PDUS, wanted)
+    pdus = lake.some(spark, _SAID, wanted)
     if known.unread is not None:
-        pdus = pdus.unionByName(known.unread)
+        pdus = pdus.unionByName(known.unread.select(*_SAID.columns))
     newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
     if pairs is None:
         return newer

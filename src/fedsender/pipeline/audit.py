@@ -41,6 +41,7 @@ from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import Steps, kept
 from fedsender.runtime import real_runtime
+from fedsender.store.statements import in_chunks
 
 SHOWN: Final = 20
 
@@ -274,14 +275,8 @@ def missing_pairs(
 ) -> Iterator[list[list[str]]]:
     """[server, event id] of all missing events of the last audit, oldest first, `size` at once."""
     rows = _since(lake.frame(spark, schemas.MISSING), since).orderBy("stream_ordering", "server")
-    pairs: list[list[str]] = []
-    for row in rows.select("server", "event_id").toLocalIterator():
-        pairs.append([row["server"], row["event_id"]])
-        if len(pairs) == size:
-            yield pairs
-            pairs = []
-    if pairs:
-        yield pairs
+    for some in in_chunks(rows.select("server", "event_id").toLocalIterator(), size):
+        yield [list(row) for row in some]
 
 
 # --- what the ledger says -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own n
 the configuration forbids are in them: a job takes them out.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.sender.failure import RULES
@@ -69,6 +69,10 @@ class LakeTable:
     key: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
     about: str = field(kw_only=True)
+
+    def only(self, *columns: str) -> "LakeTable":
+        """The same table for a reader of these columns alone."""
+        return replace(self, columns={name: self.columns[name] for name in columns})
 
     @property
     def ddl(self) -> str:
