@@ -535,10 +535,19 @@ def test_a_shell_completes_commands() -> None:
 
 
 async def completed(directory: Path, *words: str, environ: dict[str, str] | None = None) -> str:
-    """What a real bash offers for the last of these words, one after the other."""
+    """What a real bash offers for the last of these words, one after the other.
+
+    It waits for the daemon as long as a busy machine needs.
+    """
     command = directory / "bin/fedsender"
     command.parent.mkdir(exist_ok=True)
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedsender "$@"\n')
+    command.write_text(
+        f"#!{sys.executable}\n"
+        "from fedsender.admin import commands\n"
+        "from fedsender.cli import main\n"
+        "commands.COMPLETION_SECONDS = 20\n"
+        "main()\n"
+    )
     command.chmod(0o755)
     script = """
 eval "$(_FEDSENDER_COMPLETE=source_bash fedsender)"
