@@ -189,7 +189,8 @@ class Intake:
         """Note what came for a place. All before the first place without it have their turn."""
         self._open.pop(name, None)
         self._line[name] = came
-        for first, ready in list(self._line.items()):
+        while self._line:
+            first, ready = next(iter(self._line.items()))
             if ready is None:
                 return
             del self._line[first]
