@@ -97,8 +97,8 @@ class Operations:
         if after is None:
             after = await context.homeserver.token_before(since_ms - _SLACK_MS, end)
         rows = await context.homeserver.read_events(after, end, EVENTS_AT_ONCE)
-        held = await context.store.quarantine_of_events([row.event_id for row in rows])
-        in_quarantine = {each.event_id for each in held if each.destination in (server, None)}
+        held = await context.store.quarantine_of_events([row.event_id for row in rows], server)
+        in_quarantine = {each.event_id for each in held}
         events = [
             item
             for item in await context.router.route(rows)

@@ -403,10 +403,13 @@ class SenderStore:
 
     @reading
     def quarantine_of_events(
-        self, connection: Connection, event_ids: Sequence[str]
+        self, connection: Connection, event_ids: Sequence[str], server: str | None = None
     ) -> list[Quarantined]:
-        """Our items that are one of these events, for whichever server."""
-        rows = select_rows(connection, self._entries(), quarantine.c.event_id, event_ids)
+        """Our items that are one of these events, for `server` or for all; None: for any."""
+        query, destination = self._entries(), quarantine.c.destination
+        if server is not None:
+            query = query.where(or_(destination == server, destination.is_(None)))
+        rows = select_rows(connection, query, quarantine.c.event_id, event_ids)
         return [Quarantined(**row._mapping) for row in rows]
 
     def _entries(self) -> Select[Any]:
