@@ -585,6 +585,7 @@ async def test_a_shell_completes_servers(
 
         # A part of the names has something in common that the rest need not have.
         monkeypatch.setattr("fedsender.admin.commands.COMPLETIONS", 1)
+        monkeypatch.setattr("fedsender.admin.commands.COMPLETION_SECONDS", 20)
         context = Context(get_command(app), info_name="why")
         context.params = {"config": shell.config}
         assert await trio.to_thread.run_sync(known_servers, context, "") == [B, ""]
