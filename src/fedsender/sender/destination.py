@@ -221,9 +221,9 @@ class Exchange(Alarm):
 LEAVE_AFTER_S = 300.0
 """For a longer wait than this a destination leaves memory; the registry's timer brings it back."""
 PUT_AWAY_AFTER_S = 5.0
-"""During a longer wait than this, a large transaction on record is not kept in memory."""
+"""During a longer wait than this, no large body is kept in memory."""
 PUT_AWAY_BYTES = 8192
-"""The largest body of a transaction that is kept in memory during such a wait."""
+"""The size of the largest body that is kept in memory during such a wait."""
 PATIENCE_S = 5.0
 """The time that a wake gives an attempt to end by itself."""
 HOUR_MS = 3_600_000
@@ -571,7 +571,7 @@ class Destination:
     @property
     def _due(self) -> float:
         """The time when an item may be sent, on trio's clock; infinity: there is none."""
-        if self.frozen is not None or self._unread:
+        if self.frozen is not None:
             return self._timer.not_before
         if self.state.pdu_search is None and self.state.edu_search is None:
             owes = self.outbox.owes_pdus or self.outbox.has_edus
@@ -596,7 +596,7 @@ class Destination:
 
     async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
-        if self.frozen is None and not self._unread and await self.outbox.caught_up():
+        if self.frozen is None and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
         permit, now_ms = self._permit, self._context.runtime.now_ms()
         permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
@@ -616,8 +616,8 @@ class Destination:
             return
         except GaveWay:
             return
-        if self._unread:
-            await self._recall()
+        if self.frozen is not None and not self.frozen.body:
+            await self._take_out(self.frozen)
         transaction = await self._next_transaction()
         if transaction is not None:
             permit.carries(len(transaction.body))
@@ -971,11 +971,18 @@ class Destination:
                 record.attempts,
             )
 
+    async def _take_out(self, frozen: Transaction) -> None:
+        record = await self._context.store.load_frozen(self.name)
+        if record is not None and record.transaction_id == frozen.id:
+            frozen.body = record.body
+        else:
+            self.frozen = None  # An operator has purged it.
+
     def _put_away(self) -> None:
-        """Keep a large transaction on record only: all of them would be too much memory (I7)."""
+        """Keep a large body on record only: those of all failing servers are too much (I7)."""
         frozen = self.frozen
         if frozen is not None and frozen.saved and len(frozen.body) > PUT_AWAY_BYTES:
-            self.frozen, self._unread = None, True
+            frozen.put_away()
 
     async def _put_on_record(self, transaction: Transaction) -> None:
         # A mark that moves after it is taken for another sender's, and the record would be void.

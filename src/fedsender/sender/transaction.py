@@ -211,6 +211,11 @@ class Transaction:
         """The PDUs of its record."""
         return self.record.pdus
 
+    def put_away(self) -> None:
+        """Drop the body, which is on record, and the draft, until the next attempt."""
+        self.edu_marks = self._marks
+        self.body, self.drafted = b"", None
+
     @property
     def _marks(self) -> Sequence[str]:
         if self.drafted is None:
