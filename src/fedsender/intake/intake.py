@@ -13,6 +13,7 @@ append is recognised by the caller's id, which the log keeps.
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -143,7 +144,8 @@ class Intake:
         self._life = self._runtime.entropy(6).hex()
         self._number = 0
         # All places in their order, with what came for each; None: nothing came yet.
-        self._line: dict[str, tuple[_Held, ...] | None] = {}
+        # No plain dict: it finds its first key behind all that were deleted.
+        self._line = OrderedDict[str, tuple[_Held, ...] | None]()
         for held in self._held.values():
             held.error = ReservationGone("the places before it are gone; reserve again")
             held.submitted.set()
