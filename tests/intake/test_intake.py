@@ -153,6 +153,18 @@ async def test_what_waits_is_bounded(autojump_clock: trio.testing.MockClock) -> 
         assert await intake.append([event(2, None, 4000)]) == [2]
 
 
+async def test_places_behind_one_that_is_held_count_until_their_turn() -> None:
+    async with opened() as intake:
+        (first,) = intake.reserve("a", 1)
+        for number in range(7):
+            (place,) = intake.reserve("b", 1)
+            assert await intake.append([Append(f"x{number}", [], place)]) == [None]
+        with pytest.raises(Busy):
+            intake.reserve("b", 1)
+        assert await intake.append([event(1, first)]) == [1]
+        assert len(intake.reserve("b", 8)) == 8
+
+
 async def test_all_or_nothing_of_what_can_be_checked() -> None:
     """A bad row, a place that is gone, a place used twice: nothing of the call is taken, and the
     place of it is still there."""

@@ -158,8 +158,10 @@ class Intake:
     def reserve(self, writer: str, count: int) -> list[str]:
         """Reserve places, in this order. Raises Busy."""
         self._lapse()
-        if len(self._open) + count > self.settings.max_places:
-            raise Busy(f"{len(self._open)} places are reserved already")
+        # Also those that were completed without rows, behind one that was not.
+        waiting = len(self._line) - len(self._held)
+        if waiting + count > self.settings.max_places:
+            raise Busy(f"{waiting} places are reserved already")
         names = []
         for _ in range(count):
             names.append(self._next_place())
