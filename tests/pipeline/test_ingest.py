@@ -249,6 +249,22 @@ def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
     engine.dispose()
 
 
+@pytest.mark.parametrize("metadata", ["[]", "not json", ""])
+def test_an_event_without_metadata_is_as_bad_as_the_fan_out_takes_it(
+    tmp_path: Path, metadata: str
+) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    synapse_world(url, 1, rooms=1, steps=10)
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(tables.event_json.update().values(internal_metadata=metadata))
+    engine.dispose()
+    read(lake, url, config_of(tmp_path, "synapse"))
+    bad = {row["bad"] for row in lake.read(schemas.EVENTS).to_pylist() if row["ours"]}
+    assert bad == {"the homeserver has no JSON for it"}
+
+
 def test_a_database_that_went_back_is_not_the_lakes(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/a.db"
     synapse_world(url, 1, rooms=1, steps=10)

@@ -18,7 +18,7 @@ from fedsender.pipeline.database import Reading, Slow, Source
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
-from fedsender.store.event_rows import auth_memberships, json_object, membership_in
+from fedsender.store.event_rows import auth_memberships, event_row, json_object, membership_in
 from fedsender.store.records import EventRow
 from fedsender.store.room_servers import (
     exceptions,
@@ -88,6 +88,7 @@ def _event_batches(
             table.c.sender,
             table.c.state_key,
             table.c.received_ts,
+            table.c.depth,
             table.c.outlier,
             table.c.rejection_reason,
             tables.rejections.c.event_id.label("rejection"),
@@ -95,7 +96,9 @@ def _event_batches(
             tables.rooms.c.room_version,
             likely.label("likely"),
             sa.case((likely, event_json.c.json)).label("json"),
-            *([sa.case((likely, group.scalar_subquery())).label("state_group")] if synapse else []),
+            (sa.case((likely, group.scalar_subquery())) if synapse else sa.null()).label(
+                "state_group"
+            ),
         )
         .select_from(
             table.outerjoin(event_json, event_json.c.event_id == table.c.event_id)
@@ -105,7 +108,7 @@ def _event_batches(
         .where(table.c.stream_ordering <= upto)
     )
     for page in source.pages(query, [table.c.stream_ordering], [max(after, 0)]):
-        rows = [_event_row(row) for row in page if row.likely]
+        rows = [event_row(row, redacted=False) for row in page if row.likely]
         ours = [row for row in rows if is_ours(row, server_name)]
         details = source.read(partial(_details, ours, synapse=synapse))
         yield _event_batch(page, details)
@@ -115,26 +118,6 @@ def _event_batches(
 def _metadata(text: str | None) -> Mapping[str, Any]:
     """Internal metadata, to read only: few events have other ones than most."""
     return json_object(text) or {}
-
-
-def _event_row(row: Row[Any]) -> EventRow:
-    """An event that may be ours, with what is enough to decide it."""
-    return EventRow(
-        stream_ordering=row.stream_ordering,
-        event_id=row.event_id,
-        room_id=row.room_id,
-        type=row.type,
-        sender=row.sender or "",
-        state_key=row.state_key,
-        received_ts=row.received_ts,
-        depth=0,
-        outlier=bool(row.outlier),
-        rejected=row.rejection is not None or row.rejection_reason is not None,
-        json=row.json or "",
-        internal_metadata=_metadata(row.internal_metadata),
-        room_version=row.room_version,
-        redacted=False,
-    )
 
 
 def _details(
@@ -185,9 +168,8 @@ def _event_batch(
     given["on_behalf_of"] = [name if isinstance(name, str) else None for name in behalf]
     given["sender"] = [sender or "" for sender in given["sender"]]
     given["part"] = [at // schemas.EVENTS_PER_PART for at in given["stream_ordering"]]
-    if "state_group" in given:
-        pairs = zip(given["state_group"], own, strict=True)
-        given["state_group"] = [None if each is nothing else group for group, each in pairs]
+    pairs = zip(given["state_group"], own, strict=True)
+    given["state_group"] = [None if each is nothing else group for group, each in pairs]
     columns = {
         name: given[name] if name in given else [each.get(name) for each in own]
         for name in schemas.EVENTS.columns

@@ -138,10 +138,11 @@ def _event_query(schema: Schema) -> Select[Any]:
 
 def _event_rows(connection: Connection, rows: Sequence[Row[Any]], schema: Schema) -> list[EventRow]:
     redacted = _redacted(connection, [row for row in rows if row.perhaps_redacted], schema)
-    return [_event_row(row, redacted=row.event_id in redacted) for row in rows]
+    return [event_row(row, redacted=row.event_id in redacted) for row in rows]
 
 
-def _event_row(row: Row[Any], *, redacted: bool) -> EventRow:
+def event_row(row: Row[Any], *, redacted: bool) -> EventRow:
+    """The event of a row with the columns of `_event_query`."""
     metadata = json_object(row.internal_metadata)
     return EventRow(
         stream_ordering=row.stream_ordering,
