@@ -12,7 +12,7 @@ from tests.pipeline.test_audit import config_of
 from tests.pipeline.worlds import US
 
 from fedsender.pipeline.lake import open_lake
-from fedsender.pipeline.schemas import AUDIT, FATES
+from fedsender.pipeline.schemas import AUDIT_BY_SERVER, FATES
 from fedsender.pipeline.textfile import write_textfile
 
 
@@ -21,17 +21,15 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
     fates = dict.fromkeys(FATES, 0) | {"missing": 3, "pending": 2}
     lake = open_lake(tmp_path / "lake", US, create=True)
     pending = {30: 0, 31: 2}
-    nothing: dict[str, Any] = dict.fromkeys(AUDIT.columns, 0)
+    nothing: dict[str, Any] = dict.fromkeys(AUDIT_BY_SERVER.columns, 0)
     rows = [
-        nothing
-        | {"server": "a.example", "room_id": "!r", "day": datetime.date(2026, 1, day)}
-        | {"pending": number}
+        nothing | {"server": "a.example", "day": datetime.date(2026, 1, day)} | {"pending": number}
         for day, number in pending.items()
     ]
     with lake.commit() as commit:
         for row in rows:
-            table = pa.Table.from_pylist([row], AUDIT.arrow_schema())
-            commit.append(AUDIT, table, row["day"] if AUDIT.part else "")
+            table = pa.Table.from_pylist([row], AUDIT_BY_SERVER.arrow_schema())
+            commit.append(AUDIT_BY_SERVER, table, row["day"] if AUDIT_BY_SERVER.part else "")
     before = os.umask(0o077)
     try:
         write_textfile(path, config_of(tmp_path), lake, fates)
@@ -55,7 +53,7 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
     assert samples["pending_since_timestamp_seconds", None].value == 1_769_817_600
     assert {each.labels["server_name"] for each in samples.values()} == {US}
     with lake.commit() as commit:
-        commit.clear(AUDIT)
+        commit.clear(AUDIT_BY_SERVER)
     write_textfile(path, config_of(tmp_path), lake, fates)
     assert "pending_since_timestamp_seconds{" not in path.read_text()
     assert {each.name for each in tmp_path.iterdir()} == {path.name, "lake"}

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from fedsender.config import Config
 from fedsender.pipeline.lake import Lake, replaced
-from fedsender.pipeline.schemas import AUDIT
+from fedsender.pipeline.schemas import AUDIT_BY_SERVER
 from fedsender.runtime import real_runtime
 
 
@@ -51,7 +51,7 @@ def write_textfile(path: Path, config: Config, lake: Lake, fates: Mapping[str, i
 
 def _pending_since(lake: Lake) -> date | None:
     """The day of the oldest event that is pending; None: none is."""
-    audit = lake.dataset(AUDIT, lake.files(AUDIT))
+    audit = lake.dataset(AUDIT_BY_SERVER, lake.files(AUDIT_BY_SERVER))
     rows = audit.to_table(columns=["day", "pending"], filter=ds.field("pending") != 0)
     days = rows.group_by("day").aggregate([("pending", "sum")]).to_pylist()
     return min((row["day"] for row in days if row["pending_sum"] > 0), default=None)
