@@ -2,8 +2,8 @@
 
 It is never written to: the connections are read-only. Every page of a read is a short transaction
 of its own that starts behind the last key of the page before, so that a reader that takes hours
-blocks no other work. On PostgreSQL the pages of a range, whoever reads them, see the database as it
-was at one moment.
+blocks no other work. Only `sources.newer_rooms` looks through a table in one. On PostgreSQL the
+pages of a range, whoever reads them, see the database as it was at one moment.
 """
 
 import re

@@ -305,8 +305,10 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -
     """
     table = schemas.DESTINATION_ROOMS
     files = lake.files(table)
+    if not files:
+        return None
     found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
-    if not files or found is None:
+    if found is None:
         return None
     batch, count, total = found
     (rows,) = at_rate(iter([batch]), rate)

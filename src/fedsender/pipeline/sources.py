@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, schemas
-from fedsender.pipeline.database import Reading, Slow, Source
+from fedsender.pipeline.database import Away, Reading, Slow, Source
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
@@ -319,7 +319,7 @@ def newer_rooms(source: Source, after: int) -> tuple[pa.RecordBatch, int, int] |
 
     Returns:
         the rows, the number of all rows, and the sum of all orderings, of one moment; None: there
-        are too many newer rows, or the database takes too long to look through the table.
+        are too many newer rows, or the database does not look through the table in one statement.
     """
     table = tables.destination_rooms.c
     newer = sa.select(table.destination, table.room_id, table.stream_ordering)
@@ -329,7 +329,8 @@ def newer_rooms(source: Source, after: int) -> tuple[pa.RecordBatch, int, int] |
         rows, (count, total) = source.read(
             lambda connection: (connection.execute(newer).all(), connection.execute(of_all).one())
         )
-    except Slow:
+    except (Away, Slow):
+        # A replica ends a long statement. Short ones may still do, and else say what is wrong.
         return None
     if len(rows) > MOST_ROOMS:
         return None
