@@ -79,12 +79,10 @@ _LOCAL: Final = _LOCKED | {
     "spark.driver.memory": "2g",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
-    # The other collectors keep threads and memory that a machine with two cores misses. To verify
-    # Spark's own classes at each start takes 4 s of CPU.
+    # The other collectors keep threads and memory that a machine with two cores misses.
     "spark.driver.extraJavaOptions": (
         "-XX:+UseSerialGC -XX:MaxMetaspaceSize=384m -XX:ReservedCodeCacheSize=192m"
         " -XX:MaxDirectMemorySize=384m"
-        " -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
     ),
     # Joins keep one side of a partition in memory. Small ones are put together, up to this size.
     "spark.sql.shuffle.partitions": "64",
