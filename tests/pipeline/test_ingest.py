@@ -196,6 +196,7 @@ def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
     lake = open_lake(tmp_path / "lake", US, create=True)
     config = config_of(tmp_path, "synapse")
     monkeypatch.setattr(sources, "ROOMS_OVERLAP", 100)
+    monkeypatch.setattr(ingest, "_today", lambda: 1)
     table, chance = tables.destination_rooms, random.Random(71)
 
     def owe(server: int, room: int, ordering: int) -> None:
@@ -241,6 +242,9 @@ def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
     assert taken(newest) < 100, "the sender has begun again before it"
     owe(3, 1, 400)
     assert taken(newest) > 500, "and long before it"
+    monkeypatch.setattr(ingest, "_today", lambda: 2)
+    assert taken(newest) > 500, "another day"
+    assert taken(newest) < 100
     monkeypatch.setattr(sources, "MOST_ROOMS", 3)
     assert taken(newest) > 500, "more newer rows than are looked at"
     with engine.begin() as connection:

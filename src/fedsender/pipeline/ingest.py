@@ -31,6 +31,7 @@ from fedsender.pipeline.lake import Commit, Lake
 from fedsender.pipeline.relay_source import open_relay_source
 from fedsender.pipeline.session import Steps
 from fedsender.pipeline.vacuum import vacuum
+from fedsender.runtime import real_runtime
 
 ROWS_PER_COMMIT: Final = 250_000
 """Of one connection; so many are read sooner than Spark has started its Python for more."""
@@ -39,6 +40,8 @@ ROWS_PER_NEW: Final = 1_000
 """So many rows of the lake are passed by in the time that one takes to work on."""
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
+ROOMS_READ: Final = "destination_rooms_read"
+"""The position that is the day on which all of `destination_rooms` were read."""
 MOST_NEWER: Final = 200_000
 """As many rows of `intervals` replace older ones before the table is written anew."""
 
@@ -289,6 +292,7 @@ def read_snapshots(
                 if rows is not None:
                     told.snapshots[table.name] = rows
                     continue
+                commit.set_position(ROOMS_READ, _today())
             commit.clear(table)
             told.snapshots[table.name] = _append(commit, table, at_rate(batches, rate))
 
@@ -298,14 +302,15 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -
 
     Only the fan-out's rows are newer ones. `fedsender owe` writes older ones too, and a room that
     is purged takes its rows with it: then the number of rows, or the sum of their orderings, is
-    another one than the database has.
+    another one than the database has. Changes may cancel each other in both: so all are read once
+    a day.
 
     Returns:
         the number of rows read; None: the table must be read whole.
     """
     table = schemas.DESTINATION_ROOMS
     files = lake.files(table)
-    if not files:
+    if not files or lake.position(ROOMS_READ) != _today():
         return None
     found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
     if found is None:
@@ -319,6 +324,11 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -
     orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
     same = (len(orderings), pc.sum(orderings).as_py()) == (count, total)
     return rows.num_rows if same else None
+
+
+def _today() -> int:
+    """The day, in UTC, as a number."""
+    return real_runtime().now_ms() // 86_400_000
 
 
 def read_ledger(
