@@ -120,6 +120,8 @@ def _measure_hour(
         spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
     ):
         meter = _Jobs(spark)
+        # Without what the measuring itself takes between the jobs.
+        cpu_s = meter.cpu_s() - python_s
         with meter.job("owed"):
             _read_owed(lake, config, steps, ingest.Ingested())
         with meter.job("ledger"):
@@ -132,7 +134,7 @@ def _measure_hour(
             health.health(spark, lake, config, steps)
         with meter.job("report"):
             report.report(spark, lake, config, steps, directory / "report.html")
-        cpu_s = meter.cpu_s() - python_s
+        cpu_s += sum(job["cpu_s"] for job in meter.jobs.values())
     fates = Counter({**before["fates"]})
     fates.update(more)
     first = sum(before["jobs"][name]["shuffle_mb"] for name in meter.jobs)
@@ -230,11 +232,11 @@ class _Jobs:
         self._shuffled_and_spilled()
         cpu, began = self.cpu_s(), time.perf_counter()
         yield
-        seconds = time.perf_counter() - began
+        seconds, cpu_s = time.perf_counter() - began, self.cpu_s() - cpu
         shuffled, spilled = self._shuffled_and_spilled()
         self.jobs[name] = {
             "s": round(seconds, 1),
-            "cpu_s": round(self.cpu_s() - cpu, 1),
+            "cpu_s": round(cpu_s, 1),
             "java_peak_mb": rss_kb(self._java, "VmHWM") // 1024,
             "python_peak_mb": rss_kb(self._python, "VmHWM") // 1024,
             "shuffle_mb": round(shuffled / 2**20, 1),
