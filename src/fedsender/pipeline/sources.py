@@ -334,9 +334,7 @@ def newer_rooms(source: Source, after: int) -> tuple[pa.RecordBatch, int, int] |
         return None
     if len(rows) > MOST_ROOMS:
         return None
-    names = schemas.DESTINATION_ROOMS.columns
-    columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    batch = _batch(schemas.DESTINATION_ROOMS, dict(zip(names, columns, strict=True)))
+    batch = _batch_of(schemas.DESTINATION_ROOMS, rows, list(schemas.DESTINATION_ROOMS.columns))
     return batch, count, int(total or 0)
 
 
@@ -353,4 +351,5 @@ def _batch(table: schemas.LakeTable, columns: Mapping[str, Sequence[Any]]) -> pa
 def _batch_of(
     table: schemas.LakeTable, rows: Sequence[Any], names: Sequence[str]
 ) -> pa.RecordBatch:
-    return _batch(table, dict(zip(names, zip(*rows, strict=True), strict=True)))
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return _batch(table, dict(zip(names, columns, strict=True)))
