@@ -17,10 +17,9 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from tests.pipeline.cluster import SETTINGS, Killer, open_cluster
-from tests.pipeline.test_database import driver_url
 from tests.pipeline.test_ingest import config_of, move, read
 from tests.pipeline.test_ledger_lines import line, write
-from tests.pipeline.worlds import US, synapse_world
+from tests.pipeline.worlds import US, driver_url, synapse_world
 from tests.servers import Databases
 
 from fedsender import __main__ as fedsender_main

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 from tests.pipeline.test_ingest import Killed, config_of, contents
-from tests.pipeline.worlds import US, embedded_world, synapse_world
+from tests.pipeline.worlds import US, driver_url, embedded_world, synapse_world
 from tests.servers import Databases
 
 from fedsender.config import Config
@@ -30,10 +30,6 @@ def _small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 40 rows are read by Spark, in commits of 40 for each connection."""
     monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 40)
     monkeypatch.setattr(sources, "MEMBERS_PER_GROUP", 1)
-
-
-def driver_url(url: str) -> str:
-    return url.replace("postgresql://", "postgresql+psycopg://")
 
 
 def read(lake: Lake, url: str, config: Config, spark: "SparkSession | None") -> ingest.Ingested:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from tests.pipeline.worlds import US, embedded_world, set_position, synapse_world
+from tests.pipeline.worlds import US, driver_url, embedded_world, set_position, synapse_world
 from tests.servers import Databases
 from tests.store import synapse_schema
 
@@ -80,8 +80,7 @@ def test_postgresql_and_sqlite_give_the_same(tmp_path: Path, postgres: Databases
     config = config_of(tmp_path, "synapse")
     found = []
     for name, url in (("l", f"sqlite:///{tmp_path}/a.db"), ("p", postgres.create_database())):
-        url = url.replace("postgresql://", "postgresql+psycopg://")
-        world = synapse_world(url, 7, rooms=5, steps=40)
+        world = synapse_world(driver_url(url), 7, rooms=5, steps=40)
         lake = open_lake(tmp_path / name, US, create=True)
         assert read(lake, url, config).events == world.ordering
         found.append(contents(lake))
@@ -191,7 +190,7 @@ def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
     """The lake has the table row for row, also after a change that left no newer row: those of
     `fedsender owe` and of a purge, and a sender that begins again. Then it is read whole."""
     url = f"sqlite:///{tmp_path}/main.db" if kind == "sqlite" else postgres.create_schema()
-    engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+    engine = sa.create_engine(driver_url(url))
     tables.homeserver.create_all(engine)
     lake = open_lake(tmp_path / "lake", US, create=True)
     config = config_of(tmp_path, "synapse")
@@ -305,9 +304,7 @@ def test_a_database_that_goes_away_in_the_middle(
     monkeypatch.setattr(database, "PAGE", 20)
     monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 20)
     url = postgres.create_database()
-    world = synapse_world(
-        url.replace("postgresql://", "postgresql+psycopg://"), 4, rooms=2, steps=40
-    )
+    world = synapse_world(driver_url(url), 4, rooms=2, steps=40)
     config = config_of(tmp_path, "synapse")
     whole = open_lake(tmp_path / "whole", US, create=True)
     read(whole, url, config)

@@ -268,6 +268,11 @@ class Room:
         branch.group = self.world.group(self.room_id, None, branch.state)
 
 
+def driver_url(url: str) -> str:
+    """The URL with the driver that SQLAlchemy is to take."""
+    return url.replace("postgresql://", "postgresql+psycopg://")
+
+
 def synapse_world(url: str, seed: int, *, rooms: int, steps: int) -> World:
     """A Synapse's database of random rooms at `url`."""
     world = World(Random(seed))
