@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from fedsender.bench.meter import cpu_s_of
@@ -36,11 +36,11 @@ ROUNDS = 3
 YEAR_ROWS = 10_000_000
 
 
-def hour(day: datetime.date, number: int) -> tuple[pa.Table, pa.Table]:
-    """What an ingest finds in an hour's segment: attempts and PDUs."""
+def hour(day: datetime.date, number: int) -> list[dict[str, Any]]:
+    """What an ingest finds in an hour's segment: rows of attempts, and of their PDUs."""
     start = datetime.datetime.combine(day, datetime.time(number), datetime.UTC)
     common = {"day": day, "instance": "bench", "attempt": 1, "outcome": "delivered"}
-    rows = [
+    return [
         common
         | {
             "line": f"{day}-{number}-{n}",
@@ -59,9 +59,6 @@ def hour(day: datetime.date, number: int) -> tuple[pa.Table, pa.Table]:
         }
         for n in range(ROWS)
     ]
-    tables = (schemas.ATTEMPTS, schemas.PDUS)
-    attempts, pdus = (pa.Table.from_pylist(rows, table.arrow_schema()) for table in tables)
-    return attempts, pdus
 
 
 def make(directory: Path, days: int) -> None:
@@ -70,9 +67,9 @@ def make(directory: Path, days: int) -> None:
     with open_lake(directory, US, create=True).commit() as commit:
         for day in (today - datetime.timedelta(days=n) for n in reversed(range(days))):
             for number in range(24):
-                attempts, pdus = hour(day, number)
-                commit.append(schemas.ATTEMPTS, attempts, day)
-                commit.append(schemas.PDUS, pdus, day)
+                rows = hour(day, number)
+                commit.append_rows(schemas.ATTEMPTS, rows)
+                commit.append_rows(schemas.PDUS, rows)
 
 
 def cpu_seconds(spark: SparkSession | None) -> float:

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US
@@ -53,9 +52,7 @@ def lake_of(directory: Path, rows: Rows, upto: int) -> Lake:
     (directory / "ledger").mkdir(exist_ok=True)
     with lake.commit() as commit:
         for name, entries in rows.items():
-            table = schemas.TABLES[name]
-            part = 0 if table.part == "part" else ""
-            commit.append(table, pa.Table.from_pylist(entries, table.arrow_schema()), part)
+            commit.append_rows(schemas.TABLES[name], entries)
         commit.set_position("events", upto)
         commit.set_position("intervals", upto)
     return lake

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.pipeline.test_audit import DAY_MS, EVENT_MS, SERVERS, START_MS, attempt, event, note, pdu
@@ -180,16 +179,14 @@ class Life:
     def ingest(self, spark: "SparkSession", lake: Lake) -> None:
         """A round: new events, the tables as they stand, and perhaps the ledger."""
         with lake.commit() as commit:
-            rows = pa.Table.from_pylist(self.events_pass(), schemas.EVENTS.arrow_schema())
-            commit.append(schemas.EVENTS, rows, 0)
+            commit.append_rows(schemas.EVENTS, self.events_pass())
             if not lake.rows(schemas.INTERVALS):
-                schema = schemas.INTERVALS.arrow_schema()
-                commit.append(schemas.INTERVALS, pa.Table.from_pylist(self.spans, schema))
+                commit.append_rows(schemas.INTERVALS, self.spans)
             if self.random.random() < 0.7:
                 for name, entries in self.as_they_stand().items():
                     table = schemas.TABLES[name]
                     commit.clear(table)
-                    commit.append(table, pa.Table.from_pylist(entries, table.arrow_schema()))
+                    commit.append_rows(table, entries)
             commit.set_position("events", self.at)
             commit.set_position("intervals", self.at)
         self.write_ledger()
@@ -308,12 +305,11 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
     lake = open_lake(tmp_path / "lake", US, create=True)
     (tmp_path / "ledger").mkdir()
     with lake.commit() as commit:
-        commit.append(schemas.EVENTS, pa.Table.from_pylist(rows, schemas.EVENTS.arrow_schema()), 0)
+        commit.append_rows(schemas.EVENTS, rows)
         spans = [
             {"room_id": "!r", "server": server, "first": 1, "last": None} for server in SERVERS
         ]
-        schema = schemas.INTERVALS.arrow_schema()
-        commit.append(schemas.INTERVALS, pa.Table.from_pylist(spans, schema))
+        commit.append_rows(schemas.INTERVALS, spans)
         commit.set_position("events", 200)
         commit.set_position("intervals", 200)
     lines = [attempt(SERVERS[0], pdu(at, "!r"), transaction_id=f"t{at}") for at in range(1, 201)]

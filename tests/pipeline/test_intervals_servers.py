@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from tests.pipeline.worlds import US
 
@@ -88,9 +87,10 @@ def test_rows_of_some_rooms_whether_these_are_few_or_many(
     """Of more keys than Arrow holds rows against, Spark finds the rows."""
     monkeypatch.setattr(intervals, "MOST_KEYS", most)
     lake = open_lake(tmp_path, US, create=True)
-    rooms = {"room_id": ["!a", "!b", "!c", "!c"], "server": ["1", "2", "3", "4"]}
+    pairs = (("!a", "1"), ("!b", "2"), ("!c", "3"), ("!c", "4"))
+    rows = [{"room_id": room, "server": server, "first": 1, "last": 2} for room, server in pairs]
     with lake.commit() as commit:
-        commit.append(schemas.TOLD_SERVERS, pa.table(rooms | {"first": [1] * 4, "last": [2] * 4}))
+        commit.append_rows(schemas.TOLD_SERVERS, rows)
     for wanted, expected in (["!a", "!c", "!a"], "134"), (["!b"], "2"), (["!d"], ""), ([], ""):
         keys = spark.createDataFrame([(name,) for name in wanted], "room_id STRING")
         found = intervals.among_rows(spark, lake, schemas.TOLD_SERVERS, intervals.few(keys))

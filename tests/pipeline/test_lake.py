@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,35 +25,42 @@ from fedsender.pipeline.lake import (
     Lake,
     open_lake,
 )
-from fedsender.pipeline.schemas import DESTINATIONS, EVENTS, SEGMENTS, TABLES, TOLD_SERVERS, page
+from fedsender.pipeline.schemas import (
+    DESTINATIONS,
+    EVENTS,
+    ROOM_SERVERS,
+    SEGMENTS,
+    TABLES,
+    TOLD_SERVERS,
+    page,
+)
 
 
 class Killed(BaseException):
     """The process ended here."""
 
 
-def names(*values: str) -> pa.Table:
-    return pa.table({"destination": list(values)})
+def names(*values: str) -> list[dict[str, Any]]:
+    return [{"destination": value} for value in values]
 
 
 def stored(lake: Lake) -> list[str]:
     return [row["destination"] for row in lake.read(DESTINATIONS).to_pylist()]
 
 
-def replace_with(lake: Lake, name: str, more: pa.Table | None = None) -> None:
+def replace_with(lake: Lake, name: str, *more: dict[str, Any]) -> None:
     with lake.commit() as commit:
         commit.clear(DESTINATIONS)
-        commit.append(DESTINATIONS, names(name))
-        if more is not None:
-            commit.append(DESTINATIONS, more)
+        commit.append_rows(DESTINATIONS, names(name))
+        commit.append_rows(DESTINATIONS, more)
 
 
 def parquet(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*.parquet")}
 
 
-def event(ordering: int) -> pa.Table:
-    row = {
+def event(ordering: int) -> dict[str, Any]:
+    return {
         "stream_ordering": ordering,
         "event_id": f"${ordering}",
         "room_id": "!r",
@@ -60,15 +68,13 @@ def event(ordering: int) -> pa.Table:
         "ours": True,
         "part": ordering // 1_000_000,
     }
-    return pa.Table.from_pylist([row], EVENTS.arrow_schema())
 
 
 def test_a_commit_shows_all_it_wrote_and_its_positions(tmp_path: Path) -> None:
     lake = open_lake(tmp_path, US, create=True)
     with lake.commit() as commit:
-        commit.append(DESTINATIONS, names("a", "b"))
-        commit.append(EVENTS, event(5), 0)
-        commit.append(EVENTS, event(1_000_005), 1)
+        commit.append_rows(DESTINATIONS, names("a", "b"))
+        commit.append_rows(EVENTS, [event(5), event(1_000_005)])
         commit.set_position("events", 1_000_005)
     again = open_lake(tmp_path, US)
     assert stored(again) == ["a", "b"]
@@ -96,7 +102,7 @@ def test_a_killed_commit_is_seen_whole_or_not_at_all(
             raise Killed
 
     with open_lake(tmp_path, US, create=True).commit() as commit:
-        commit.append(DESTINATIONS, names("old"))
+        commit.append_rows(DESTINATIONS, names("old"))
     with pytest.raises(Killed):
         replace_with(open_lake(tmp_path, US, faults=faults), "new")
     lake = open_lake(tmp_path, US)
@@ -113,11 +119,11 @@ def test_a_killed_commit_is_seen_whole_or_not_at_all(
 def test_a_body_that_raises_changes_nothing(tmp_path: Path) -> None:
     lake = open_lake(tmp_path, US, create=True)
     with pytest.raises(pa.ArrowInvalid):
-        replace_with(lake, "a", pa.table({"destination": ["b"], "failure_ts": ["no number"]}))
+        replace_with(lake, "a", {"destination": "b", "failure_ts": "no number"})
     assert lake.manifest.commit == 0
     assert lake.rows(DESTINATIONS) == 0
     with lake.commit() as commit:
-        commit.append(DESTINATIONS, names("b"))
+        commit.append_rows(DESTINATIONS, names("b"))
     assert stored(lake) == ["b"]
 
 
@@ -154,6 +160,7 @@ def reader_in_another_process(directory: Path) -> Iterator[None]:
     script = """
 import sys
 from pathlib import Path
+from typing import Any
 from fedsender.pipeline.lake import open_lake
 lake = open_lake(Path(sys.argv[1]), sys.argv[2])
 print(lake.manifest.commit, flush=True)
@@ -180,8 +187,8 @@ def test_two_jobs_never_write_at_once(tmp_path: Path) -> None:
 def test_a_lake_half_deleted_is_an_error_and_not_a_smaller_answer(tmp_path: Path) -> None:
     lake = open_lake(tmp_path, US, create=True)
     with lake.commit() as commit:
-        commit.append(DESTINATIONS, names("a"))
-        commit.append(DESTINATIONS, names("b"))
+        commit.append_rows(DESTINATIONS, names("a"))
+        commit.append_rows(DESTINATIONS, names("b"))
     file = tmp_path / lake.files(DESTINATIONS)[1].path
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(PipelineError, match=rf"{file}: has \d+ bytes in place of"):
@@ -194,7 +201,7 @@ def test_a_lake_half_deleted_is_an_error_and_not_a_smaller_answer(tmp_path: Path
     for left in (file, file.parent):
         # Nor is anything built on what is left of it, whichever table that is for.
         with pytest.raises(PipelineError, match=gone), lake.commit() as commit:
-            commit.append(EVENTS, event(1))
+            commit.append_rows(EVENTS, [event(1)])
         shutil.rmtree(left, ignore_errors=True)
     assert (tmp_path / MANIFEST).read_text() == before
 
@@ -256,15 +263,13 @@ def test_a_lake_belongs_to_one_homeserver(tmp_path: Path) -> None:
 def test_missing_columns_are_null_and_versions_are_the_commits(tmp_path: Path) -> None:
     lake = open_lake(tmp_path, US, create=True)
     with lake.commit() as commit:
-        commit.append(
-            TABLES["room_servers"], pa.table({"room_id": ["!r"], "server": ["a"], "joined": [1]})
-        )
+        commit.append_rows(ROOM_SERVERS, [{"room_id": "!r", "server": "a", "joined": 1}])
     with lake.commit() as commit:
-        commit.append(TABLES["segments"], pa.table({"name": ["x"], "bytes": [1]}))
-    assert lake.read(TABLES["room_servers"]).to_pylist() == [
+        commit.append_rows(SEGMENTS, [{"name": "x", "bytes": 1}])
+    assert lake.read(ROOM_SERVERS).to_pylist() == [
         {"room_id": "!r", "server": "a", "joined": 1, "left": None, "version": 1}
     ]
-    assert lake.read(TABLES["segments"]).to_pylist()[0]["version"] == 2
+    assert lake.read(SEGMENTS).to_pylist()[0]["version"] == 2
     assert lake.read(TOLD_SERVERS).num_rows == 0
 
 
@@ -284,7 +289,7 @@ def test_some_rows_of_a_table_wherever_they_are(
     lake = open_lake(tmp_path, US, create=True)
     for number in range(6):
         with lake.commit() as commit:
-            commit.append(SEGMENTS, pa.table({"name": [f"{number}"], "bytes": [number]}))
+            commit.append_rows(SEGMENTS, [{"name": f"{number}", "bytes": number}])
     monkeypatch.setattr(module, "MOST_WANTED", most)
     odd = ds.field("bytes").isin([1, 3])
     found = lake.some(spark, SEGMENTS, odd), lake.some(spark, SEGMENTS, narrow=three_and_five)

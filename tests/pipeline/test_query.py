@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.pipeline.test_commands import config_file
@@ -46,10 +45,10 @@ def config(tmp_path: Path, spark: "SparkSession", monkeypatch: pytest.MonkeyPatc
     ]
     lake = open_lake(tmp_path / "lake", US, create=True)
     with lake.commit() as commit:
-        commit.append(ATTEMPTS, pa.Table.from_pylist(rows, ATTEMPTS.arrow_schema()), DAY)
-        commit.append(SEGMENTS, pa.table({"name": ["x", "y"], "bytes": [1, 1]}))
+        commit.append_rows(ATTEMPTS, rows)
+        commit.append_rows(SEGMENTS, [{"name": name, "bytes": 1} for name in "xy"])
     with lake.commit() as commit:
-        commit.append(SEGMENTS, pa.table({"name": ["x"], "bytes": [2]}))
+        commit.append_rows(SEGMENTS, [{"name": "x", "bytes": 2}])
     return str(config_file(tmp_path))
 
 

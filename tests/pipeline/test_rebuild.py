@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from tests.pipeline.worlds import US
 
@@ -51,15 +50,14 @@ def put(lake: Lake) -> None:
     ]
     unknown = {"stream_ordering": 6, "event_id": f"$6:{US}", "room_id": ROOM, "reason": "unknown"}
     with lake.commit() as commit:
-        rows = pa.Table.from_pylist(events, schemas.EVENTS.arrow_schema())
-        commit.append(schemas.EVENTS, rows, 0)
+        commit.append_rows(schemas.EVENTS, events)
         for table, made in (
             (schemas.INTERVALS, [(ROOM, server, first, last) for server, first, last in spans]),
             (schemas.DESTINATION_ROOMS, found),
             (schemas.UNKNOWN_HOSTS, [tuple(unknown.values())]),
         ):
-            columns = list(zip(*made, strict=True))
-            commit.append(table, pa.table(dict(zip(table.columns, columns, strict=False))))
+            rows = [dict(zip(table.columns, values, strict=False)) for values in made]
+            commit.append_rows(table, rows)
         commit.set_position("intervals", UPTO)
 
 

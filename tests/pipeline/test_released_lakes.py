@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from tests.pipeline.worlds import US
 
@@ -43,9 +42,8 @@ def lake_of(release: dict[str, Any], directory: Path, tables: dict[str, LakeTabl
     with lake.commit() as commit:
         for table in tables.values():
             row = {name: VALUES[kind] for name, kind in table.columns.items()}
-            part = "" if table.part is None else row[table.part]
             for _ in range(2):
-                commit.append(table, pa.Table.from_pylist([row], table.arrow_schema()), part)
+                commit.append_rows(table, [row])
     manifest = json.loads((directory / MANIFEST).read_text())
     (directory / MANIFEST).write_text(json.dumps(manifest | {"lake": release["lake"]}))
     return open_lake(directory, US)

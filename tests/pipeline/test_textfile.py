@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 from tests.pipeline.test_audit import config_of
 from tests.pipeline.worlds import US
@@ -27,9 +26,7 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
         for day, number in pending.items()
     ]
     with lake.commit() as commit:
-        for row in rows:
-            table = pa.Table.from_pylist([row], AUDIT_BY_SERVER.arrow_schema())
-            commit.append(AUDIT_BY_SERVER, table, row["day"] if AUDIT_BY_SERVER.part else "")
+        commit.append_rows(AUDIT_BY_SERVER, rows)
     before = os.umask(0o077)
     try:
         write_textfile(path, config_of(tmp_path), lake, fates)

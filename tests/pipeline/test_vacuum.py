@@ -32,8 +32,8 @@ TODAY = datetime.datetime.now(datetime.UTC).date()
 YESTERDAY = TODAY - datetime.timedelta(days=1)
 
 
-def attempts(day: datetime.date, hour: int) -> pa.Table:
-    row = {
+def attempt_of(day: datetime.date, hour: int) -> dict[str, Any]:
+    return {
         "line": f"{day} {hour}",
         "segment": "s",
         "day": day,
@@ -45,14 +45,13 @@ def attempts(day: datetime.date, hour: int) -> pa.Table:
         "edus": [("m.typing", 2)],
         "device_lists": [["1", "@u"]],
     }
-    return pa.Table.from_pylist([row], ATTEMPTS.arrow_schema())
 
 
 def add_hours(lake: Lake, days: list[datetime.date], hours: int) -> None:
     with lake.commit() as commit:
         for day in days:
             for hour in range(hours):
-                commit.append(ATTEMPTS, attempts(day, hour), day)
+                commit.append_rows(ATTEMPTS, [attempt_of(day, hour)])
 
 
 def rows(lake: Lake, table: LakeTable = ATTEMPTS) -> list[dict[str, Any]]:
@@ -115,7 +114,7 @@ def test_a_file_of_some_size_is_not_written_again_for_a_few_rows(
     lake = open_lake(tmp_path, US, create=True)
     day = TODAY - datetime.timedelta(days=3)
     with lake.commit() as commit:
-        commit.append(ATTEMPTS, pa.concat_tables(attempts(day, n) for n in range(3_000)), day)
+        commit.append_rows(ATTEMPTS, [attempt_of(day, n) for n in range(3_000)])
     add_hours(lake, [day], 1)
     small, large = sorted(file.bytes for file in lake.files(ATTEMPTS))
     assert large > 2 * small
@@ -131,7 +130,7 @@ def test_many_small_files_of_any_table_are_merged(tmp_path: Path) -> None:
 
     def add(number: int) -> None:
         with lake.commit() as commit:
-            commit.append(SEGMENTS, pa.table({"name": [f"{number}"], "bytes": [number]}))
+            commit.append_rows(SEGMENTS, [{"name": f"{number}", "bytes": number}])
 
     for number in range(MANY_FILES - 1):
         add(number)

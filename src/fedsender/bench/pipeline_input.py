@@ -136,7 +136,7 @@ def make(
     room = _LargeRoom(shape)
     with lake.commit() as commit:
         for table, rows in room.run():
-            commit.append(table, rows)
+            commit.append(table, rows.to_batches())
         commit.append_frame(schemas.EVENTS, _events(spark, shape))
         for table, frame in _small_rooms(spark, shape):
             commit.append_frame(table, frame)

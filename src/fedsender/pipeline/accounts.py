@@ -268,10 +268,9 @@ class Days:
         here = F.get(starting, F.least((at / width).cast("int"), F.lit(number - 1)))
         return F.element_at(F.filter(here, lambda start: start["first"] <= at), -1)["day"]
 
-    def as_table(self) -> pa.Table:
+    def as_rows(self) -> list[dict[str, object]]:
         """Rows of `days`."""
-        rows = [{"day": day, "first": first} for first, day in self.starts]
-        return pa.Table.from_pylist(rows, schemas.DAYS.arrow_schema())
+        return [{"day": day, "first": first} for first, day in self.starts]
 
     def first_of(self, day: datetime.date) -> int:
         """The first event on that day or later."""

@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
@@ -124,7 +123,7 @@ def audit(
         commit.clear(schemas.CLAIMS)
         commit.append_frame(schemas.CLAIMS, claims.coalesce(1))
         commit.clear(schemas.DAYS)
-        commit.append(schemas.DAYS, days.as_table())
+        commit.append_rows(schemas.DAYS, days.as_rows())
         commit.set_position("audit", upto)
         commit.set_position("audit_days", upto)
         commit.set_position("audit_ms", real_runtime().now_ms())
@@ -209,7 +208,7 @@ def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
     row = {"at_ms": lake.position("audit_ms"), "since": since, "upto": told.upto}
     row |= {"expected": told.expected, **told.counts}
     with lake.commit() as commit:
-        commit.append(schemas.AUDITS, pa.Table.from_pylist([row], schemas.AUDITS.arrow_schema()))
+        commit.append_rows(schemas.AUDITS, [row])
 
 
 def summed_up(
@@ -350,4 +349,4 @@ def accept(lake: Lake, rows: list[dict[str, Any]]) -> None:
     """Replace the accepted deliveries by these rows."""
     with lake.commit() as commit:
         commit.clear(schemas.ACCEPTED)
-        commit.append(schemas.ACCEPTED, pa.Table.from_pylist(rows, schemas.ACCEPTED.arrow_schema()))
+        commit.append_rows(schemas.ACCEPTED, rows)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import SparkSession
 
@@ -197,7 +196,7 @@ class HomeserverReader:
             for reading in readings:
                 now = replace(reading, sources=tuple(frozen[source] for source in reading.sources))
                 if self.spark is None or parts == 1:
-                    found.append(_append(commit, now.table, now.read(after, upto)))
+                    found.append(commit.append(now.table, now.read(after, upto)))
                 else:
                     with own_errors():
                         frame = now.frame(self.spark, after, upto, parts)
@@ -214,7 +213,7 @@ class HomeserverReader:
         if after < upto:
             with self.lake.commit() as commit:
                 rows = sources.told_servers(self.main, after=after, upto=upto)
-                _append(commit, schemas.TOLD_SERVERS, rows)
+                commit.append(schemas.TOLD_SERVERS, rows)
                 commit.set_position("told_servers", upto)
         with ExitStack() as stack:
             state = self.main
@@ -246,32 +245,9 @@ class HomeserverReader:
         with self.steps.step("servers in rooms") as step, self.lake.commit() as commit:
             batches = sources.room_server_batches(self.main, after)
             rows = at_rate(batches, self.config.pipeline.rows_per_second)
-            told.room_servers = _append(commit, schemas.ROOM_SERVERS, rows)
+            told.room_servers = commit.append(schemas.ROOM_SERVERS, rows)
             commit.set_position("room_servers", upto)
             step.say(f"{told.room_servers:,} new")
-
-
-def _append(commit: Commit, table: schemas.LakeTable, batches: Iterator[pa.RecordBatch]) -> int:
-    """Add the batches, joined to files of a good size; return the number of rows."""
-    total = 0
-    waiting: list[pa.RecordBatch] = []
-
-    def write() -> None:
-        rows = pa.Table.from_batches(waiting)
-        parts = [None] if table.part is None else pc.unique(rows[table.part]).to_pylist()
-        for part in parts:
-            chosen = rows if part is None else rows.filter(pc.equal(rows[table.part], part))
-            commit.append(table, chosen, "" if part is None else part)
-        waiting.clear()
-
-    for batch in batches:
-        total += batch.num_rows
-        waiting.append(batch)
-        if sum(each.num_rows for each in waiting) >= ROWS_PER_COMMIT:
-            write()
-    if waiting:
-        write()
-    return total
 
 
 def read_snapshots(
@@ -294,7 +270,7 @@ def read_snapshots(
                     continue
                 commit.set_position(ROOMS_READ, _today())
             commit.clear(table)
-            told.snapshots[table.name] = _append(commit, table, at_rate(batches, rate))
+            told.snapshots[table.name] = commit.append(table, at_rate(batches, rate))
 
 
 def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -> int | None:
@@ -320,7 +296,7 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -
     newer = pc.binary_join_element_wise(rows["destination"], rows["room_id"], " ")
     pair = pc.binary_join_element_wise(pc.field("destination"), pc.field("room_id"), " ")
     commit.rewrite(table, files, "", only=~pair.isin(newer))
-    commit.append(table, pa.Table.from_batches([rows]))
+    commit.append(table, [rows])
     orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
     same = (len(orderings), pc.sum(orderings).as_py()) == (count, total)
     return rows.num_rows if same else None

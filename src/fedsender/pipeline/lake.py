@@ -22,7 +22,7 @@ import shutil
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -163,7 +163,6 @@ ROW_GROUP: Final = 250_000
 MOST_PASSED: Final = 100_000_000
 """Of more rows, the machines of a cluster sooner find a few than one process does."""
 MOST_WANTED: Final = 200_000
-_PARQUET: Final = ds.ParquetFileFormat()
 _LOCK: Final = struct.Struct("hhqqi0q")
 """The C library's `struct flock`."""
 Faults = Callable[[str], None]
@@ -359,6 +358,26 @@ def listed(spark: SparkSession, rows: Sequence[Mapping[str, object]], columns: s
     return spark.range(1).select(F.inline(literal(rows, columns)))
 
 
+def _in_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The rows in groups of `ROW_GROUP`, or a little more."""
+    group: list[pa.RecordBatch] = []
+    for batch in batches:
+        group.append(batch)
+        if sum(each.num_rows for each in group) >= ROW_GROUP:
+            yield pa.Table.from_batches(group)
+            group = []
+    if group:
+        yield pa.Table.from_batches(group)
+
+
+def _by_part(table: LakeTable, rows: pa.Table) -> list[tuple[str, pa.Table]]:
+    """The rows by the value of the part column, as text; "" without such a column."""
+    if table.part is None:
+        return [("", rows)]
+    parts = rows[table.part].cast("string")
+    return [(part, rows.filter(pc.equal(parts, part))) for part in pc.unique(parts).to_pylist()]
+
+
 class Commit:
     """A change under way. See `Lake.commit`."""
 
@@ -400,23 +419,18 @@ class Commit:
         """The table as this commit leaves it so far."""
         return self._lake.dataset(table, self._manifest.tables.get(table.name, []))
 
-    def append(self, table: LakeTable, rows: pa.Table, part: object = "") -> None:
-        """Add rows, all with the same value of the table's part column; no rows add no file.
+    def append(self, table: LakeTable, batches: Iterable[pa.RecordBatch]) -> int:
+        """Add rows, in one file for each value of the part column; return their number.
 
         Columns that the rows do not have are null; `version` is this commit's.
         """
-        if rows.num_rows == 0:
-            return
-        schema = table.arrow_schema()
-        for name in table.columns:
-            if name not in rows.column_names:
-                value = self.version if name == "version" else None
-                rows = rows.append_column(
-                    name, pa.array([value] * rows.num_rows, schema.field(name).type)
-                )
-        staged = self._stage(table)
-        pq.write_table(rows.select(schema.names).cast(schema), staged, compression="zstd")
-        self._adopt(table, staged, part)
+        groups = (self._complete(table, rows) for rows in _in_groups(batches))
+        return self._write(table, (each for rows in groups for each in _by_part(table, rows)))
+
+    def append_rows(self, table: LakeTable, rows: Sequence[Mapping[str, object]]) -> int:
+        """Add a few rows, as `append` does."""
+        given = (field for field in table.arrow_schema() if any(field.name in row for row in rows))
+        return self.append(table, [pa.RecordBatch.from_pylist(rows, pa.schema(given))])
 
     def rewrite(
         self,
@@ -426,22 +440,28 @@ class Commit:
         only: pc.Expression | None = None,
     ) -> None:
         """Put the rows of these files into one, in batches; `only`: the rows that stay."""
-        staging = self._stage(table)
-        staging.mkdir()
-        ds.write_dataset(
-            self._lake.dataset(table, files).scanner(filter=only, batch_readahead=2),
-            staging,
-            basename_template="{i}.parquet",
-            format=_PARQUET,
-            file_options=_PARQUET.make_write_options(compression="zstd"),
-            preserve_order=True,
-            min_rows_per_group=ROW_GROUP,
-            max_rows_per_group=ROW_GROUP,
-            existing_data_behavior="overwrite_or_ignore",
-        )
+        rows = self._lake.dataset(table, files).scanner(filter=only, batch_readahead=2)
         self._drop(table, files)
-        for path in staging.iterdir():
-            self._adopt(table, path, part)
+        self._write(table, ((part, group) for group in _in_groups(rows.to_batches())))
+
+    def _complete(self, table: LakeTable, rows: pa.Table) -> pa.Table:
+        nothing, version = pa.nulls(rows.num_rows), pa.repeat(self.version, rows.num_rows)
+        given = {"version": version} | dict(zip(rows.column_names, rows.columns, strict=True))
+        schema = table.arrow_schema()
+        columns = [given.get(field.name, nothing).cast(field.type) for field in schema]
+        return pa.table(columns, schema=schema)
+
+    def _write(self, table: LakeTable, groups: Iterable[tuple[str, pa.Table]]) -> int:
+        """Write a file for each part, with a row group for each of the groups."""
+        files: dict[str, tuple[Path, pq.ParquetWriter]] = {}
+        with ExitStack() as stack:
+            for part, rows in groups:
+                if part not in files:
+                    path = self._stage(table)
+                    writer = pq.ParquetWriter(path, rows.schema, compression="zstd")
+                    files[part] = path, stack.enter_context(writer)
+                files[part][1].write_table(rows)
+        return sum(self._adopt(table, path, part) for part, (path, _) in files.items())
 
     def _stage(self, table: LakeTable) -> Path:
         """A path for files of this table that are to be adopted."""
@@ -476,7 +496,7 @@ class Commit:
             total += self._adopt(table, path, part)
         return total
 
-    def _adopt(self, table: LakeTable, staged: Path, part: object) -> int:
+    def _adopt(self, table: LakeTable, staged: Path, part: str) -> int:
         """Take a staged file into the lake, unless it is empty; return the number of its rows."""
         rows = int(pq.read_metadata(staged).num_rows)
         if rows == 0:
@@ -485,16 +505,14 @@ class Commit:
         name = f"{self._manifest.commit:08d}-{self._files:04d}.parquet"
         directory = self._directory / table.name
         if table.part is not None:
-            directory /= f"{table.part}={quote(str(part), safe='-')}"
+            directory /= f"{table.part}={quote(part, safe='-')}"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.chmod(staged, 0o600)
         flush(staged)
         path = directory / name
         os.replace(staged, path)
         self._changed |= {directory, directory.parent}
-        file = LakeFile(
-            str(path.relative_to(self._directory)), rows, path.stat().st_size, str(part)
-        )
+        file = LakeFile(str(path.relative_to(self._directory)), rows, path.stat().st_size, part)
         self._manifest.tables.setdefault(table.name, []).append(file)
         self._faults(f"{table.name}: written")
         return rows

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
@@ -168,8 +167,8 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
         commit.set_position(FIRST_LIVE, min(row["live"], lake.position(FIRST_LIVE, row["live"])))
     fresh.unpersist()
     lines.unpersist()
-    names = [path.name for path in batch]
-    commit.append(schemas.SEGMENTS, pa.table({"name": names, "bytes": list(batch.values())}))
+    sizes = [{"name": path.name, "bytes": size} for path, size in batch.items()]
+    commit.append_rows(schemas.SEGMENTS, sizes)
     return Read(attempts, pdus, rejected, row["unknown"])
 
 
