@@ -1,6 +1,7 @@
 """The lake: what a commit shows, what a crash leaves, and what is said of a damaged one."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from fedsender.pipeline.lake import (
     STAGING,
     Lake,
     open_lake,
+    replaced,
 )
 from fedsender.pipeline.schemas import (
     DESTINATIONS,
@@ -212,6 +214,7 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
     replace_with(lake, "a")
     manifest = (tmp_path / MANIFEST).read_text()
     (tmp_path / MANIFEST).unlink()
+    (tmp_path / f"{MANIFEST}.killed.new").mkdir()
     open_lake(tmp_path, US, create=True)
     (tmp_path / MANIFEST).write_text(manifest)
     replace_with(lake, "b")
@@ -237,6 +240,46 @@ def test_a_manifest_that_cannot_be_read(tmp_path: Path, manifest: str, said: str
     (tmp_path / MANIFEST).write_text(manifest)
     with pytest.raises(PipelineError, match=said):
         open_lake(tmp_path, US)
+
+
+def durable_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files and directories that are flushed or renamed from now on, in that order."""
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.replace
+
+    def flushed(descriptor: int) -> None:
+        fsync(descriptor)
+        steps.append(f"flushed {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        steps.append(f"renamed {target.name}")
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    return steps
+
+
+def test_a_file_is_replaced_whole_and_durable_or_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that a killed job left goes after days; one of a job that may still run stays."""
+    path = tmp_path / "out" / "figures.prom"
+    path.parent.mkdir()
+    drafts = [path.with_name(f"{path.name}.{age}.new") for age in ("old", "young")]
+    for draft in drafts:
+        draft.mkdir()
+        (draft / path.name).write_text("half")
+    os.utime(drafts[0], (0, 0))
+    steps = durable_steps(monkeypatch)
+    with replaced(path, 0o640) as file:
+        file.write("one")
+    assert steps == ["flushed figures.prom", "renamed figures.prom", "flushed out"]
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("one", 0o640)
+    with pytest.raises(UnicodeError), replaced(path) as file:
+        file.writelines(["two", b"\xff".decode()])
+    assert path.read_text() == "one"
+    assert set(path.parent.iterdir()) == {path, drafts[1]}
 
 
 def test_wrong_paths_are_named(tmp_path: Path) -> None:

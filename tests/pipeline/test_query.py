@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow.parquet as pq
 import pytest
 from tests.pipeline.test_commands import config_file
+from tests.pipeline.test_lake import durable_steps
 from tests.pipeline.worlds import US
 
 from fedsender.cli import run_command
@@ -112,13 +113,21 @@ def test_a_query_changes_nothing(
         select(spark, lake_of(config), query)
 
 
-def test_a_table_as_a_file(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_as_a_file(
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = durable_steps(monkeypatch)
     stored = lake_of(config).read(ATTEMPTS)
     out = tmp_path / "out"
     out.mkdir()
     for kind in ("parquet", "csv", "json", "parquet"):
         command = ["pipeline", "export", "attempts", "-c", config, "-o", str(out)]
         assert run_command([*command, "--format", kind]) == 0
+        done = [f"flushed attempts.{kind}", f"renamed attempts.{kind}", "flushed out"]
+        assert steps[-3:] == done
         assert capsys.readouterr().out == f"{out}/attempts.{kind}\n"
     assert {path.name for path in out.iterdir()} == {f"attempts.{kind}" for kind in
                                                      ("parquet", "csv", "json")}  # fmt: skip

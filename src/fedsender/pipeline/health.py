@@ -12,10 +12,8 @@ again. So every line counts exactly once.
 
 import datetime
 import math
-import os
 import sqlite3
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -33,7 +31,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.config import Config
 from fedsender.health import SCHEMA, VERSION
 from fedsender.pipeline import PipelineError, latest_ms, ledger_lines, ledger_source, schemas
-from fedsender.pipeline.lake import Lake, flush, in_days
+from fedsender.pipeline.lake import Lake, draft_of, in_days
 from fedsender.pipeline.schemas import FAILURES
 from fedsender.pipeline.session import Steps, kept
 from fedsender.segments import segments
@@ -479,21 +477,9 @@ def _write(state: DataFrame, path: Path, told: Absorbed) -> int:
 
 
 def _replace(path: Path, servers: Iterable[tuple[Any, ...]], meta: dict[str, int]) -> None:
-    """Write the SQLite file beside the old one, and rename it over that."""
-    for old in path.parent.glob(f"{path.name}.*.new"):
-        if time.time() - old.stat().st_mtime > 3600:  # Of a job that was killed.
-            old.unlink(missing_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".new", dir=path.parent)
-    os.close(descriptor)
-    draft = Path(name)
-    try:
-        with closing(sqlite3.connect(draft)) as connection:
-            connection.executescript(SCHEMA)
-            connection.executemany("INSERT INTO servers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", servers)
-            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-            connection.commit()
-        flush(draft)
-        os.replace(draft, path)
-        flush(path.parent)
-    finally:
-        draft.unlink(missing_ok=True)
+    """Write the SQLite file in place of the old one."""
+    with draft_of(path) as draft, closing(sqlite3.connect(draft)) as connection:
+        connection.executescript(SCHEMA)
+        connection.executemany("INSERT INTO servers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", servers)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.commit()

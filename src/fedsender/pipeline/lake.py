@@ -37,7 +37,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.pipeline import Busy, PipelineError, Usage
 from fedsender.pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
-from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME, LONGEST_JOB_S
+from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME, LONGEST_JOB_S, own_directory
 from fedsender.runtime import real_runtime
 
 MANIFEST: Final = "MANIFEST.json"
@@ -127,19 +127,24 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def replaced(path: Path, mode: int = 0o600) -> Iterator[TextIO]:
-    """A file to write to, which is durable and in the place of `path` when the body ends.
+    """A text file to write to; see `draft_of`."""
+    with draft_of(path, mode) as draft, draft.open("w", encoding="utf-8", errors="replace") as file:
+        yield file
+
+
+@contextmanager
+def draft_of(path: Path, mode: int = 0o600) -> Iterator[Path]:
+    """A path, in a directory of its own, whose file is durable and in the place of `path` after.
 
     Raises:
         OSError: it cannot be written; `path` is as it was, as it is if the body raises.
     """
-    draft = path.with_name(f"{path.name}.new")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-        os.fchmod(descriptor, mode)
-        yield file
-        file.flush()
-        os.fsync(descriptor)
-    os.replace(draft, path)
+    with own_directory(path) as directory:
+        draft = directory / path.name
+        yield draft
+        draft.chmod(mode)
+        flush(draft)
+        os.replace(draft, path)
     flush(path.parent)
 
 
@@ -566,7 +571,11 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
         known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, LOG_NAME, *TABLES}
-        strange = sorted({path.name for path in directory.iterdir()} - known)
+        strange = sorted(
+            path.name
+            for path in directory.iterdir()
+            if path.name not in known and path.suffix != ".new"
+        )
     except OSError as error:
         raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
     # What a killed first commit left is no loss; a later one followed a manifest.

@@ -2,7 +2,6 @@
 
 import csv
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from itertools import chain
@@ -15,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.console import json_line
 from fedsender.pipeline import Usage, intervals
-from fedsender.pipeline.lake import Lake, replaced
+from fedsender.pipeline.lake import Lake, draft_of, replaced
 from fedsender.pipeline.schemas import INTERVALS, TABLES, LakeTable
 from fedsender.pipeline.session import in_one_line
 
@@ -60,11 +59,11 @@ def export(frame: DataFrame, target: Path, kind: str) -> None:
         OSError: the file cannot be written.
     """
     if kind == "parquet":
-        draft = target.with_name(f"{target.name}.new")
-        frame.coalesce(1).write.mode("overwrite").parquet(f"file://{draft}", compression="zstd")
-        (written,) = draft.glob("*.parquet")
-        os.replace(written, target)
-        shutil.rmtree(draft)
+        with draft_of(target) as draft:
+            written = draft.with_name("spark")
+            frame.coalesce(1).write.parquet(f"file://{written}", compression="zstd")
+            (only,) = written.glob("*.parquet")
+            os.replace(only, draft)
         return
     line = as_csv if kind == "csv" else as_json
     with replaced(target) as file:

@@ -7,6 +7,7 @@ no job of ours needs. Spark's standard error goes to a file from the first line 
 that it writes, also in /tmp, are for our user alone.
 """
 
+import glob
 import logging
 import os
 import re
@@ -40,7 +41,7 @@ LOG_NAME: Final = "spark.log"
 CHECKPOINTS: Final = "checkpoints"
 """The directory, below the lake's, for what `kept` writes on a cluster."""
 LONGEST_JOB_S: Final = 7 * 86_400
-"""A checkpoint of that age is of a job that was killed."""
+"""A directory of that age is of a job that was killed."""
 _LOG_BYTES: Final = 10 * 2**20
 _VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
 
@@ -141,15 +142,24 @@ def _checkpoints(session: SparkSession, directory: Path) -> Iterator[None]:
         yield
         return
     directory.mkdir(exist_ok=True, mode=0o700)
-    for path in directory.iterdir():
-        if time.time() - path.stat().st_mtime > LONGEST_JOB_S:
-            shutil.rmtree(path, ignore_errors=True)
-    own = tempfile.mkdtemp(dir=directory)
-    try:
+    with own_directory(directory / "job") as own:
         session.sparkContext.setCheckpointDir(f"file://{own}")
         yield
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
+
+
+@contextmanager
+def own_directory(path: Path) -> Iterator[Path]:
+    """A directory beside `path`, with a name like it, that goes with the body.
+
+    Those that killed jobs left go first.
+    """
+    for old in path.parent.glob(f"{glob.escape(path.name)}.*.new"):
+        with suppress(FileNotFoundError):
+            if time.time() - old.stat().st_mtime > LONGEST_JOB_S:
+                shutil.rmtree(old, ignore_errors=True)
+    place = (".new", f"{path.name}.", path.parent)
+    with tempfile.TemporaryDirectory(*place, ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 def kept(frame: DataFrame) -> DataFrame:
