@@ -18,8 +18,8 @@ from typer.exceptions import TyperException
 
 from fedsender import version
 from fedsender.admin import commands
-from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake, Server
-from fedsender.console import say, say_alarm, say_json, say_text, show
+from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Server
+from fedsender.console import Mistake, say, say_alarm, say_json, say_text, show
 from fedsender.pipeline import commands as pipeline_commands
 from fedsender.relay import commands as relay_commands
 

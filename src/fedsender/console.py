@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+class Mistake(Exception):
+    """A mistake that the user must mend; the text is one line."""
+
+
 def safe(value: object) -> str:
     """`value` on one line, with characters that cannot be printed as Python escapes."""
     text = str(value)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedsender.admin.commands import Mistake
 from fedsender.config import from_values
+from fedsender.console import Mistake
 from fedsender.demo import DemoOptions, run_demo
 from fedsender.demo.play import KICKED, MIN_EVENTS, MIN_SERVERS, ROLES, calm, chaotic
 from fedsender.demo.process import (

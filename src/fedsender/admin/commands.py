@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fedsender.console import json_line, safe, say, say_answer, say_json, say_live, show
+from fedsender.console import Mistake, json_line, safe, say, say_answer, say_json, say_live, show
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -22,7 +22,6 @@ __all__ = [
         "WRONG",
         "AsJson",
         "ConfigFile",
-        "Mistake",
         "Server",
         "app",
         "known_servers",
@@ -83,10 +82,6 @@ ServersGiven = Annotated[
 Pattern = Annotated[str | None, typer.Option(metavar="GLOB", help="Every server it covers.")]
 Reason = Annotated[str | None, typer.Option(help="Shown wherever the servers' state is.")]
 Ids = Annotated[list[int], typer.Argument(metavar="ID...", min=1)]
-
-
-class Mistake(Exception):
-    """A mistake that the user must mend; the text is one line."""
 
 
 def _client(config: Path) -> "AdminClient":

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import trio
 
-from fedsender.admin.commands import Mistake
 from fedsender.config import Log
+from fedsender.console import Mistake
 from fedsender.demo import process
 from fedsender.demo.hostile import run_hostile
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons

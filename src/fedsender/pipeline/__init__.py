@@ -12,6 +12,8 @@ Spark, when the job runs.
 
 from typing import Final
 
+from fedsender.console import Mistake
+
 SKEW_MS: Final = 300_000
 
 
@@ -35,5 +37,5 @@ class Busy(PipelineError):
     """Another job works on the lake: this one has found no fault, and may be tried later."""
 
 
-class Usage(PipelineError):
+class Usage(PipelineError, Mistake):
     """The job cannot be done with this configuration."""

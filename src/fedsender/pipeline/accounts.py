@@ -291,7 +291,7 @@ def read_days(spark: SparkSession, lake: Lake) -> Days:
     known = sorted((row["first"], row["day"]) for row in lake.read(schemas.DAYS).to_pylist())
     newest = known[-1][1] if known else datetime.date.min
     received_ms = F.least(F.coalesce("received_ts", F.lit(0)), F.lit(latest_ms()))
-    events = intervals.ours(spark, lake, lake.position("audit_days"))
+    events = intervals.ours(spark, lake, lake.position("audit"))
     rows = (
         events.groupBy(F.to_date(F.timestamp_millis(received_ms)).alias("day"))
         .agg(F.min("stream_ordering").alias("first"))

@@ -125,7 +125,6 @@ def audit(
         commit.clear(schemas.DAYS)
         commit.append_rows(schemas.DAYS, days.as_rows())
         commit.set_position("audit", upto)
-        commit.set_position("audit_days", upto)
         commit.set_position("audit_ms", real_runtime().now_ms())
         commit.set_position("audit_version", commit.version)
         commit.set_position("audit_rules", accounts.rules(known, owned, config, upto))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
-from fedsender.console import safe, say, say_answer, say_json, say_text, show
+from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
+from fedsender.console import Mistake, safe, say, say_answer, say_json, say_text, show
 from fedsender.pipeline import Busy, PipelineError, Usage
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def opened(name: str, config: Path, *, create: bool = False) -> Iterator[tuple["
     try:
         with _interrupted_by_sigterm():
             yield open_lake(loaded.pipeline.lake, loaded.server_name, create=create), loaded
-    except Usage as error:
-        raise Mistake(str(error)) from None
+    except Usage:
+        raise
     except Busy as error:
         text, code = f"{error}; try again when it has ended", BUSY
     except PipelineError as error:
@@ -284,10 +284,7 @@ def audit(
 
     first = _day(since)
     repaired = failed = None
-    try:
-        rows = None if accept is None else module.read_accepted(accept)
-    except Usage as error:
-        raise Mistake(str(error)) from None
+    rows = None if accept is None else module.read_accepted(accept)
     with job("audit", config) as (spark, lake, loaded, steps):
         if rows is not None:
             module.accept(lake, rows)
@@ -375,10 +372,7 @@ def plan(
     """Show the load of each sender in another list of senders, and the servers that would move."""
     from fedsender.pipeline import plan as module
 
-    try:
-        chosen = None if names is None else module.checked_names(names)
-    except Usage as error:
-        raise Mistake(str(error)) from None
+    chosen = None if names is None else module.checked_names(names)
     with job("plan", config) as (spark, lake, loaded, steps):
         now = module.current_names(loaded)
         wanted = (

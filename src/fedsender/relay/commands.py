@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
 from fedsender.admin.display import Column, Sheet, duration, lasting
-from fedsender.console import say, say_answer, say_json, say_text, show
+from fedsender.console import Mistake, say, say_answer, say_json, say_text, show
 
 Answer = Mapping[str, Any]
 
