@@ -104,7 +104,7 @@ def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[
         upto = sources.events_position(main, "master")
         for name, readings, last in (
             ("events", [sources.events(main, config)], upto),
-            ("state", sources.state(main, main, config), newest),
+            ("state", sources.state(main, main), newest),
         ):
             used, served = _reader_cpu_s(server), _server_cpu_s(server)
             began = time.perf_counter()

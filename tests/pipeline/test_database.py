@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 from tests.pipeline.test_ingest import Killed, config_of, contents
@@ -16,7 +15,7 @@ from tests.servers import Databases
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, database, ingest, schemas, sources
-from fedsender.pipeline.database import Away, Reading, Source, at_rate, open_source, own_errors
+from fedsender.pipeline.database import Away, Reading, Source, open_source, own_errors
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import showing
 from fedsender.store import connections, tables
@@ -245,7 +244,7 @@ def test_no_more_connections_than_configured_and_one(
 
 
 def test_a_rate_is_not_exceeded_and_time_lost_not_made_up_for(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, slept = 0.0, []
 
@@ -256,12 +255,20 @@ def test_a_rate_is_not_exceeded_and_time_lost_not_made_up_for(
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     monkeypatch.setattr(database, "time", clock)
-    batch = pa.RecordBatch.from_pydict({"n": list(range(100))})
-    for taken_s in (0.0, 0.0, 0.5, 3.0, 0.0):
-        rated = at_rate(iter([batch]), 100)
-        assert next(rated) is batch
-        now += taken_s
-        assert next(rated, None) is None
+    monkeypatch.setattr(database, "PAGE", 100)
+    url = f"sqlite:///{tmp_path}/n.db"
+    engine = sa.create_engine(url)
+    table = sa.Table("n", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True))
+    table.create(engine)
+    with engine.begin() as connection:
+        connection.execute(table.insert(), [{"n": n} for n in range(1, 501)])
+    engine.dispose()
+    with open_source(url, "homeserver", 100) as source:
+        pages = source.pages(sa.select(table.c.n), [table.c.n])
+        for taken_s in (0.0, 0.0, 0.5, 3.0, 0.0):
+            assert len(next(pages)) == 100
+            now += taken_s
+        assert next(pages, None) is None
     assert slept == [1.0, 1.0, 0.5, 1.0]
 
 

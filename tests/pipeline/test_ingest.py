@@ -162,7 +162,6 @@ def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
     engine = sa.create_engine(url)
     tables.sender.create_all(engine)
     lake = open_lake(tmp_path / "lake", US, create=True)
-    config = config_of(tmp_path, "synapse")
     for room in ("!a", "!b"):
         with engine.begin() as connection:
             connection.execute(
@@ -175,7 +174,7 @@ def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
             )
         told = ingest.Ingested()
         with showing(quiet=True) as steps, open_source(url, "sender") as source:
-            ingest.read_snapshots(lake, source, "sender", config, steps, told)
+            ingest.read_snapshots(lake, source, "sender", steps, told)
     engine.dispose()
     rows = [tuple(row.values()) for row in lake.read(schemas.CATCH_UPS).to_pylist()]
     assert rows == [("x", 3, "!a", 4), ("x", 3, "!b", 4), ("y", 3, None, None)]
@@ -193,7 +192,6 @@ def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
     engine = sa.create_engine(driver_url(url))
     tables.homeserver.create_all(engine)
     lake = open_lake(tmp_path / "lake", US, create=True)
-    config = config_of(tmp_path, "synapse")
     monkeypatch.setattr(sources, "ROOMS_OVERLAP", 100)
     monkeypatch.setattr(ingest, "_today", lambda: 1)
     table, chance = tables.destination_rooms, random.Random(71)
@@ -210,7 +208,7 @@ def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
         with lake.commit() as commit:
             commit.set_position("events", position)
         with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
-            ingest.read_snapshots(lake, source, "homeserver", config, steps, told)
+            ingest.read_snapshots(lake, source, "homeserver", steps, told)
         query = sa.select(table.c.destination, table.c.room_id, table.c.stream_ordering)
         with engine.connect() as connection:
             stands = sorted(tuple(row) for row in connection.execute(query))

@@ -58,7 +58,7 @@ def rebuilt(
     lake, told = open_lake(directory / "lake", config.server_name, create=True), ingest.Ingested()
     with showing(quiet=True) as steps, open_source(config.homeserver.database, "main") as main:
         ingest.HomeserverReader(lake, main, config, steps, told).read()
-        ingest.read_snapshots(lake, main, "homeserver", config, steps, told)
+        ingest.read_snapshots(lake, main, "homeserver", steps, told)
         ingest.derive(spark, lake, config.server_name, steps)
 
     def of_the_rooms(frame: "DataFrame") -> "DataFrame":

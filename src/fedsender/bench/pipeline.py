@@ -193,7 +193,7 @@ def _jobs(
 def _read_owed(lake: Lake, config: Config, steps: Steps, told: ingest.Ingested) -> None:
     """Read `destinations` and `destination_rooms`."""
     with open_source(config.homeserver.database, "homeserver") as source:
-        ingest.read_snapshots(lake, source, "homeserver", config, steps, told)
+        ingest.read_snapshots(lake, source, "homeserver", steps, told)
 
 
 def _broken(figures: dict[str, Any], made: Made) -> list[str]:

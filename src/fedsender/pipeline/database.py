@@ -6,11 +6,12 @@ blocks no other work. Only `sources.newer_rooms` looks through a table in one. O
 pages of a range, whoever reads them, see the database as it was at one moment.
 """
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -58,21 +59,28 @@ class Source:
     """One database, for reading, by one connection at a time. See `open_source`.
 
     A copy in another process connects anew. What travels there is the URL, with its password.
+
+    Attributes:
+        rows_per_s: the limit for `pages`.
     """
 
-    def __init__(self, url: str, name: str, snapshot: str | None = None) -> None:
+    def __init__(
+        self, url: str, name: str, rows_per_s: float = math.inf, snapshot: str | None = None
+    ) -> None:
         parsed = checked_url(url)
         self.is_file = parsed.get_backend_name() == "sqlite"
         if self.is_file and not Path(parsed.database or "").is_file():
             raise PipelineError(f"{name} database: there is no file {parsed.database}")
-        self._arguments = (url, name, snapshot)
+        self._arguments = (url, name, rows_per_s, snapshot)
         self._name = name
+        self.rows_per_s = rows_per_s
+        self._due = time.monotonic()
         self._snapshot = snapshot
         self._engine = make_engine("read", parsed, 1, DatabaseOptions(ours=False))
         if not self.is_file:
             sa.event.listen(self._engine, "connect", _set_up)
 
-    def __reduce__(self) -> tuple[type["Source"], tuple[str, str, str | None]]:
+    def __reduce__(self) -> tuple[type["Source"], tuple[str, str, float, str | None]]:
         return Source, self._arguments
 
     def close(self) -> None:
@@ -124,8 +132,7 @@ class Source:
             limit = "SET LOCAL idle_in_transaction_session_timeout"
             holder.exec_driver_sql(f"{limit} = {SNAPSHOT_MS}")
             snapshot = holder.execute(sa.select(sa.func.pg_export_snapshot())).scalar_one()
-            url, name, _ = self._arguments
-            with closing(Source(url, name, snapshot)) as frozen:
+            with closing(Source(*self._arguments[:3], snapshot)) as frozen:
                 yield frozen
 
     def pages(
@@ -137,7 +144,7 @@ class Source:
         """The query's rows in pages, in the order of `key`, which identifies a row and is not null.
 
         The first columns of the query must be those of the key. Where a page takes the database too
-        long, the next are smaller.
+        long, the next are smaller. Between them are pauses.
         """
         keys, ordered = sa.tuple_(*key), query.order_by(*key)
         limit, last = PAGE, after
@@ -154,9 +161,17 @@ class Source:
                 continue
             if rows:
                 yield rows
+                self.pause(len(rows))
             if len(rows) < limit:
                 return
             last = rows[-1][: len(key)]
+
+    def pause(self, rows: int) -> None:
+        """Wait after so many rows, so that a second has no more than `rows_per_s`."""
+        # What was slower is not caught up with.
+        self._due = max(self._due + rows / self.rows_per_s, time.monotonic())
+        if (pause := self._due - time.monotonic()) > 0:
+            time.sleep(pause)
 
 
 _SETTINGS: Final = (
@@ -174,13 +189,13 @@ def _set_up(connection: Any, _record: object) -> None:
 
 
 @contextmanager
-def open_source(url: str, name: str) -> Iterator[Source]:
+def open_source(url: str, name: str, rows_per_s: float = math.inf) -> Iterator[Source]:
     """Open a database to read; `name` is its name in errors.
 
     Raises:
         PipelineError: there is no such database.
     """
-    with closing(Source(url, name)) as source:
+    with closing(Source(url, name, rows_per_s)) as source:
         yield source
 
 
@@ -194,14 +209,12 @@ class Reading:
     Attributes:
         batches: called with the sources, `after` and `upto`; yields rows with
             after < number <= upto, with all columns of the table but `version`.
-        rows_per_s: the limit, for all that read side by side.
         rows_per_number: about; 1 is the most where numbers are of rows.
     """
 
     table: schemas.LakeTable
     sources: tuple[Source, ...]
     batches: Callable[..., Iterator[pa.RecordBatch]]
-    rows_per_s: float
     rows_per_number: int = 1
 
     def read(self, after: int, upto: int) -> Iterator[pa.RecordBatch]:
@@ -212,7 +225,7 @@ class Reading:
         """
         where = f"{self.table.name} {after + 1} to {upto}"
         try:
-            yield from at_rate(self.batches(*self.sources, after, upto), self.rows_per_s)
+            yield from self.batches(*self.sources, after, upto)
         except PipelineError as error:
             raise type(error)(f"{error} ({where})") from None
         except (ValueError, TypeError) as error:
@@ -227,17 +240,6 @@ class Reading:
         return spark.read.format(_NAME).schema(ddl).load()
 
 
-def at_rate(batches: Iterator[pa.RecordBatch], rows_per_s: float) -> Iterator[pa.RecordBatch]:
-    """The batches, with pauses between them, so that a second has no more rows."""
-    due = time.monotonic()
-    for batch in batches:
-        yield batch
-        # What was slower is not caught up with.
-        due = max(due + batch.num_rows / rows_per_s, time.monotonic())
-        if (pause := due - time.monotonic()) > 0:
-            time.sleep(pause)
-
-
 _NAME: Final = "fedsender"
 
 
@@ -248,7 +250,6 @@ def _data_source(reading: Reading, after: int, upto: int, parts: int) -> type[Da
     to its Python processes as bytes, and shows nowhere.
     """
     bounds = [after + (upto - after) * part // parts for part in range(parts + 1)]
-    share = replace(reading, rows_per_s=reading.rows_per_s / parts)
 
     class Reader(DataSourceReader):
         def partitions(self) -> Sequence[InputPartition]:
@@ -256,9 +257,10 @@ def _data_source(reading: Reading, after: int, upto: int, parts: int) -> type[Da
 
         def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
             with ExitStack() as stack:
-                for source in share.sources:
+                for source in set(reading.sources):
+                    source.rows_per_s /= parts
                     stack.enter_context(closing(source))
-                yield from share.read(*partition.value)
+                yield from reading.read(*partition.value)
 
     class Ranges(DataSource):
         @classmethod

@@ -20,7 +20,6 @@ from fedsender.pipeline import PipelineError, intervals, ledger_lines, schemas, 
 from fedsender.pipeline.database import (
     Reading,
     Source,
-    at_rate,
     open_source,
     own_errors,
     patiently,
@@ -92,15 +91,15 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
         PipelineError: a source cannot be read; earlier commits stay.
     """
     told = Ingested()
-    homeserver = config.homeserver
+    homeserver, rate = config.homeserver, config.pipeline.rows_per_second
     main_url = database_url(homeserver.database, homeserver.database_password_file)
-    with open_source(main_url, "homeserver") as main:
+    with open_source(main_url, "homeserver", rate) as main:
         with _rooms(lake, main, config, steps, told) as rooms:
             HomeserverReader(lake, rooms, config, steps, told, spark).read()
-        read_snapshots(lake, main, "homeserver", config, steps, told)
+        read_snapshots(lake, main, "homeserver", steps, told)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
-    with open_source(own_url, "sender") as own:
-        read_snapshots(lake, own, "sender", config, steps, told)
+    with open_source(own_url, "sender", rate) as own:
+        read_snapshots(lake, own, "sender", steps, told)
     read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
     with steps.step("files of the lake") as step:
@@ -219,7 +218,8 @@ class HomeserverReader:
             state = self.main
             if homeserver.state_database is not None:
                 url = database_url(homeserver.state_database, homeserver.database_password_file)
-                state = stack.enter_context(open_source(url, "state"))
+                opened = open_source(url, "state", self.config.pipeline.rows_per_second)
+                state = stack.enter_context(opened)
             self._read_groups(state)
 
     def _read_groups(self, state: Source) -> None:
@@ -229,7 +229,7 @@ class HomeserverReader:
         if newest <= after:
             return
         start = max(after - sources.GROUP_OVERLAP, -1)
-        readings, told = sources.state(self.main, state, self.config), self.told
+        readings, told = sources.state(self.main, state), self.told
         with self.steps.step("state groups", newest - start) as step:
             for last, rows in self.ranges(readings, start, newest):
                 told.state_groups += rows[0]
@@ -244,25 +244,21 @@ class HomeserverReader:
             return
         with self.steps.step("servers in rooms") as step, self.lake.commit() as commit:
             batches = sources.room_server_batches(self.main, after)
-            rows = at_rate(batches, self.config.pipeline.rows_per_second)
-            told.room_servers = commit.append(schemas.ROOM_SERVERS, rows)
+            told.room_servers = commit.append(schemas.ROOM_SERVERS, batches)
             commit.set_position("room_servers", upto)
             step.say(f"{told.room_servers:,} new")
 
 
-def read_snapshots(
-    lake: Lake, source: Source, database: str, config: Config, steps: Steps, told: Ingested
-) -> None:
+def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps, told: Ingested) -> None:
     """Read the tables that are taken as they stand, of the `homeserver` or the `sender` database.
 
     Raises:
         PipelineError: the database cannot be read.
     """
-    rate = config.pipeline.rows_per_second
     with steps.step(f"{database} as it stands"), lake.commit() as commit:
         for table, batches in sources.snapshots(source, database):
             if table is schemas.DESTINATION_ROOMS:
-                rows = _read_newer_rooms(lake, commit, source, rate)
+                rows = _read_newer_rooms(lake, commit, source)
                 # What is at or below the fan-out's position was there before its events were read.
                 commit.set_position(table.name, lake.position("events", 0))
                 if rows is not None:
@@ -270,10 +266,10 @@ def read_snapshots(
                     continue
                 commit.set_position(ROOMS_READ, _today())
             commit.clear(table)
-            told.snapshots[table.name] = commit.append(table, at_rate(batches, rate))
+            told.snapshots[table.name] = commit.append(table, batches)
 
 
-def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -> int | None:
+def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
     """Put newer rows of `destination_rooms` in the place of those with the same server and room.
 
     Only the fan-out's rows are newer ones. `fedsender owe` writes older ones too, and a room that
@@ -291,8 +287,7 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source, rate: float) -
     found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
     if found is None:
         return None
-    batch, count, total = found
-    (rows,) = at_rate(iter([batch]), rate)
+    rows, count, total = found
     newer = pc.binary_join_element_wise(rows["destination"], rows["room_id"], " ")
     pair = pc.binary_join_element_wise(pc.field("destination"), pc.field("room_id"), " ")
     commit.rewrite(table, files, "", only=~pair.isin(newer))

@@ -233,7 +233,10 @@ def open_relay_source(
                     engine.dispose()
                     store.unlink()
                     _prepare(engine, store, instance)
-                with steps.step("relay") as step, open_source(relay_url, "relay") as relay:
+                with (
+                    steps.step("relay") as step,
+                    open_source(relay_url, "relay", sender.rows_per_s) as relay,
+                ):
                     told = _Follower(engine, relay, sender, instance).follow(step)
             with open_source(url, "relay") as source:
                 yield source, told
@@ -364,6 +367,7 @@ class _Follower:
             look = partial(read_log, after=at - base, upto=upto - base, max_bytes=BYTES_AT_ONCE)
             batch = self.relay.read(look)
             self._store(base, batch)
+            self.relay.pause(len(batch))
             told.records += len(batch)
             at = batch[-1].token + base
             step.show(at, upto)

@@ -65,7 +65,7 @@ def events(main: Source, config: Config) -> Reading:
     """`events`, by stream ordering."""
     synapse = config.homeserver.kind == "synapse"
     batches = partial(_event_batches, server_name=config.server_name, synapse=synapse)
-    return Reading(schemas.EVENTS, (main,), batches, config.pipeline.rows_per_second)
+    return Reading(schemas.EVENTS, (main,), batches)
 
 
 def _event_batches(
@@ -186,18 +186,16 @@ def newest_state_group(connection: Connection) -> int:
     return -1 if found is None else found
 
 
-def state(main: Source, state: Source, config: Config) -> tuple[Reading, Reading]:
+def state(main: Source, state: Source) -> tuple[Reading, Reading]:
     """`state_groups` and `state_members`, by the number of the group.
 
     Args:
         main: the database that has the membership of a membership event.
         state: that of the state groups; mostly the same one.
     """
-    rate = config.pipeline.rows_per_second
-    groups = Reading(schemas.STATE_GROUPS, (state,), _state_group_batches, rate)
-    both = (main, state)
-    return groups, Reading(
-        schemas.STATE_MEMBERS, both, _state_member_batches, rate, MEMBERS_PER_GROUP
+    return (
+        Reading(schemas.STATE_GROUPS, (state,), _state_group_batches),
+        Reading(schemas.STATE_MEMBERS, (main, state), _state_member_batches, MEMBERS_PER_GROUP),
     )
 
 
@@ -332,6 +330,7 @@ def newer_rooms(source: Source, after: int) -> tuple[pa.RecordBatch, int, int] |
     except (Away, Slow):
         # A replica ends a long statement. Short ones may still do, and else say what is wrong.
         return None
+    source.pause(len(rows))
     if len(rows) > MOST_ROOMS:
         return None
     batch = _batch_of(schemas.DESTINATION_ROOMS, rows, list(schemas.DESTINATION_ROOMS.columns))
