@@ -31,7 +31,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
-from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config, ConfigError, from_values
@@ -253,8 +253,8 @@ class Days:
 
     starts: tuple[tuple[int, datetime.date], ...]
 
-    def of(self, at: Column) -> Column:
-        """The day of a stream ordering; it looks at a few days only, by a table of stretches."""
+    def of(self, at: str) -> str:
+        """The day of a stream ordering, as SQL; it looks at a few days only, by a table."""
         starts = [(0, self.starts[0][1]), *self.starts[1:]]
         number = len(starts)
         width = starts[-1][0] // number + 1
@@ -262,11 +262,10 @@ class Days:
         for (first, day), (end, _) in zip(starts, [*starts[1:], (_FOR_EVER, None)], strict=True):
             for stretch in range(first // width, min((end - 1) // width + 1, number)):
                 stretches[stretch].append({"first": first, "day": str(day)})
-        starting = F.from_json(
-            F.lit(json.dumps(stretches)), "ARRAY<ARRAY<STRUCT<first: BIGINT, day: DATE>>>"
-        )
-        here = F.get(starting, F.least((at / width).cast("int"), F.lit(number - 1)))
-        return F.element_at(F.filter(here, lambda start: start["first"] <= at), -1)["day"]
+        kind = "ARRAY<ARRAY<STRUCT<first: BIGINT, day: DATE>>>"
+        here = f"get(from_json('{json.dumps(stretches)}', '{kind}'),"
+        here += f" least(cast({at} / {width} as int), {number - 1}))"
+        return f"element_at(filter({here}, start -> start.first <= {at}), -1).day"
 
     def as_rows(self) -> list[dict[str, object]]:
         """Rows of `days`."""
@@ -334,13 +333,11 @@ class Look:
 
 def placed(events: DataFrame, days: Days) -> DataFrame:
     """room_id, stream_ordering, event_id, day, place (1 for the first of its room)."""
-    in_room = Window.partitionBy("room_id").orderBy("stream_ordering")
-    return events.select(
-        "room_id",
-        "stream_ordering",
-        "event_id",
-        days.of(F.col("stream_ordering")).alias("day"),
-        F.row_number().over(in_room).cast("bigint").alias("place"),
+    number = "row_number() over (partition by room_id order by stream_ordering)"
+    return events.selectExpr(
+        *("room_id", "stream_ordering", "event_id"),
+        f"{days.of('stream_ordering')} as day",
+        f"cast({number} as bigint) as place",
     )
 
 
@@ -433,21 +430,23 @@ def stretches(ends: DataFrame) -> DataFrame:
         .selectExpr("server", "room_id", "kind", f"inline({here})")
         .groupBy("server", "room_id", "lo")
         .agg(
-            *(F.sum(F.when(F.col("kind") == kind, F.col("n"))).alias(kind) for kind in _KINDS),
-            F.bool_or(F.col("kind").isin("superseded", "stand_in_refused")).alias("stands_in"),
+            *(F.expr(f"sum(if(kind = '{kind}', n, null)) as {kind}") for kind in _KINDS),
+            F.expr("bool_or(kind in ('superseded', 'stand_in_refused')) as stands_in"),
         )
         # Where one run of deliveries goes over into the next, nothing changes. But where one event
         # stands in for what follows and another for what is before, the stretches are two.
         .where(" or ".join([*(f"{kind} != 0" for kind in _KINDS), "stands_in"]))
     )
-    key = ("server", "room_id")
-    levels = {kind: F.sum(kind).over(upto_here(key, "lo")) for kind in _KINDS}
-    upto = F.lead("lo").over(Window.partitionBy(*key).orderBy("lo")) - 1
+    here = "over (partition by server, room_id order by lo"
+    upto_here = f"{here} rows between unbounded preceding and current row)"
     first = " ".join(f"when {kind} > 0 then '{kind}'" for kind in FATES[:-1])
     return (
-        changes.withColumns({**levels, "hi": upto})
+        changes.selectExpr(
+            *("server", "room_id", "lo", f"lead(lo) {here}) - 1 as hi"),
+            *(f"sum({kind}) {upto_here} as {kind}" for kind in _KINDS),
+        )
         .where(f"{EXPECTED} > 0")
-        .selectExpr(*key, "lo", "hi", f"case {first} else '{FATES[-1]}' end as fate")
+        .selectExpr("server", "room_id", "lo", "hi", f"case {first} else '{FATES[-1]}' end as fate")
     )
 
 
@@ -480,13 +479,13 @@ def counts_of(found: DataFrame) -> DataFrame:
 
 def summed(rows: DataFrame, *key: str) -> DataFrame:
     """Rows of counts, summed up by a key; where nothing is left, there is no row."""
-    sums = rows.groupBy(*key).agg(*(F.sum(name).alias(name) for name in COUNTS))
+    sums = rows.groupBy(*key).agg(*(F.expr(f"sum({name}) as {name}") for name in COUNTS))
     return sums.where(" or ".join(f"{name} != 0" for name in COUNTS))
 
 
 def negative(rows: DataFrame) -> DataFrame:
-    """Rows of counts, with the other sign."""
-    return rows.withColumns({name: -F.col(name) for name in COUNTS})
+    """Rows of `audit`, with the other sign."""
+    return rows.selectExpr("server", "room_id", "day", *(f"-{name} as {name}" for name in COUNTS))
 
 
 def but(rows: DataFrame, units: DataFrame | None) -> DataFrame:
@@ -510,7 +509,7 @@ def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
         older = among(
             intervals.ours(spark, lake, look.first - 1, look.after),
             few(look.units.select("room_id")),
-        ).withColumn("day", look.days.of(F.col("stream_ordering")))
+        ).withColumn("day", F.expr(look.days.of("stream_ordering")))
         older = among(older, few(look.units.select("room_id", "day")))
         events = events.unionByName(older.drop("day"))
     unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering")
@@ -629,10 +628,10 @@ def touched(
         found = found.unionByName(of_all.select(*columns))
     # Of lines that were let go, nothing new can be said.
     lowest = max(lake.position("audit_from"), lake.position(LET_GO) + 1)
-    first = F.greatest("first", F.lit(lowest))
-    last = F.least("last", F.lit(after))  # Null, an open end, is passed over.
-    day = F.explode(F.sequence(days.of(first), days.of(last))).alias("day")
-    return few(found.where(first <= last).select("server", "room_id", day))
+    # Null, an open end, is passed over.
+    first, last = f"greatest(first, {lowest})", f"least(last, {after})"
+    day = f"explode(sequence({days.of(first)}, {days.of(last)})) as day"
+    return few(found.where(f"{first} <= {last}").selectExpr("server", "room_id", day))
 
 
 def _said_by_lines(spark: SparkSession, lake: Lake, known: "Known", after: int) -> DataFrame:
@@ -886,8 +885,8 @@ class Accounts:
         """The server of a user turned away by an event that other senders do not tell it (W26)."""
         events = intervals.ours(self._spark, self._lake, self.look.first - 1)
         alone = events.where(intervals.TOLD_BY_US_ALONE)
-        server = intervals.server_of(F.col("state_key")).alias("server")
-        return alone.select(server, "stream_ordering", F.lit(intervals.W26).alias("weakness"))
+        server = f"{intervals.server_of('state_key')} as server"
+        return alone.selectExpr(server, "stream_ordering", f"'{intervals.W26}' as weakness")
 
 
 def explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:

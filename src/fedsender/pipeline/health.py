@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,20 +65,17 @@ def hours(attempts: DataFrame, waited: DataFrame | None = None) -> DataFrame:
         rows = rows.withColumn("waited", F.lit(None).cast("bigint"))
     else:
         rows = rows.unionByName(waited, allowMissingColumns=True)
-    delivered = F.col("outcome") == "delivered"
-    failed_ms = F.when(F.col("outcome").isin(*FAILURES), F.col("ms"))
-    hour_ms = F.col("ms") - F.col("ms") % HOUR_MS
-    counted = rows.groupBy("server", hour_ms.alias("hour_ms"), "day").agg(
-        F.count("outcome").alias("attempts"),
+    counted = rows.groupBy("server", F.expr(f"ms - ms % {HOUR_MS} as hour_ms"), "day").agg(
+        F.expr("count(outcome) as attempts"),
         F.expr("sum(if(outcome = 'delivered', pdu_count, 0)) as pdus"),
         F.expr("sum(coalesce(bytes, 0)) as bytes"),
         F.expr("count_if(status is not null and not reused) as connections"),
-        *(F.count_if(F.col("outcome") == name).alias(name) for name in ("delivered", *FAILURES)),
-        F.max("ms").alias("last_ms"),
-        F.max(F.when(delivered, F.col("ms"))).alias("well_ms"),
-        F.collect_list(failed_ms).alias("ill_ms"),
-        F.kll_sketch_agg_bigint(F.when(delivered, F.col("took_ms"))).alias("took"),
-        F.kll_sketch_agg_bigint("waited").alias("waited"),
+        *(F.expr(f"count_if(outcome = '{name}') as {name}") for name in ("delivered", *FAILURES)),
+        F.expr("max(ms) as last_ms"),
+        F.expr("max(if(outcome = 'delivered', ms, null)) as well_ms"),
+        F.expr(f"collect_list(if(outcome in {FAILURES}, ms, null)) as ill_ms"),
+        F.expr("kll_sketch_agg_bigint(if(outcome = 'delivered', took_ms, null)) as took"),
+        F.expr("kll_sketch_agg_bigint(waited) as waited"),
     )
     return _first_after(counted)
 
@@ -88,29 +83,28 @@ def hours(attempts: DataFrame, waited: DataFrame | None = None) -> DataFrame:
 def merged(rows: DataFrame, *key: str | Column) -> DataFrame:
     """Rows of `health` or `health_days`, summed up by `key`."""
     summed = rows.groupBy(*key).agg(
-        *(F.sum(name).alias(name) for name in SUMS),
-        *(F.max(name).alias(name) for name in ("last_ms", "well_ms")),
-        F.collect_list("ill_ms").alias("ill_ms"),
-        *(F.kll_merge_agg_bigint(name).alias(name) for name in SKETCHES),
+        *(F.expr(f"sum({name}) as {name}") for name in SUMS),
+        *(F.expr(f"max({name}) as {name}") for name in ("last_ms", "well_ms")),
+        F.expr("collect_list(ill_ms) as ill_ms"),
+        *(F.expr(f"kll_merge_agg_bigint({name}) as {name}") for name in SKETCHES),
     )
     return _first_after(summed)
 
 
 def _first_after(rows: DataFrame) -> DataFrame:
     """The rows; of the times of failures in `ill_ms`, the first after the last success is left."""
-    well_ms = F.coalesce("well_ms", F.lit(-1))
-    return rows.withColumn("ill_ms", F.array_min(F.filter("ill_ms", lambda ms: ms > well_ms)))
+    first = "array_min(filter(ill_ms, failed_ms -> failed_ms > coalesce(well_ms, -1)))"
+    return rows.withColumn("ill_ms", F.expr(first))
 
 
-def failed() -> Column:
-    """The number of attempts that failed by the server's fault."""
-    return reduce(add, map(F.col, FAILURES))
+FAILED: Final = f"({' + '.join(FAILURES)})"
+"""The number of attempts that failed by the server's fault, as SQL."""
 
 
-def quantile(sketch: str, q: float) -> Column:
-    """A quantile of a sketch, within 2 % of the ranks; null: it has no values."""
-    known = F.kll_sketch_get_n_bigint(sketch) > 0
-    return F.when(known, F.kll_sketch_get_quantile_bigint(sketch, F.lit(q)))
+def quantile(sketch: str, q: float) -> str:
+    """A quantile of a sketch, within 2 % of the ranks, as SQL; null: it has no values."""
+    value = f"kll_sketch_get_quantile_bigint({sketch}, {q}D)"
+    return f"if(kll_sketch_get_n_bigint({sketch}) > 0, {value}, null)"
 
 
 # --- the tables -----------------------------------------------------------------------------------
@@ -280,12 +274,11 @@ def service_level(spark: SparkSession, lake: Lake, config: Config) -> Level:
     """The level of service of the seven days up to the newest one."""
     within_ms = round(config.pipeline.service_within * 1000)
     week = merged(days_of(spark, lake, schemas.HEALTH_DAYS, 6).where(OF_SERVERS), "server")
-    answered = F.kll_sketch_get_n_bigint("waited") > 0
-    in_time = F.when(answered, F.kll_sketch_get_rank_bigint("waited", F.lit(within_ms)))
-    row = week.agg(
-        F.avg(in_time).alias("share"),
-        F.count_if(F.col("delivered") > 0).alias("servers"),
-        F.count_if(F.col("delivered") == 0).alias("silent"),
+    rank = f"kll_sketch_get_rank_bigint(waited, {within_ms}L)"
+    row = week.selectExpr(
+        f"avg(if(kll_sketch_get_n_bigint(waited) > 0, {rank}, null)) as share",
+        "count_if(delivered > 0) as servers",
+        "count_if(delivered = 0) as silent",
     ).first()
     assert row is not None
     return Level(within_ms, config.pipeline.service_share, *row)
@@ -293,11 +286,11 @@ def service_level(spark: SparkSession, lake: Lake, config: Config) -> Level:
 
 def measures(rows: DataFrame) -> DataFrame:
     """server, failed, waited: what is compared with other days; null where there is too little."""
-    enough = F.kll_sketch_get_n_bigint("waited") >= LEAST
-    return rows.select(
+    return rows.selectExpr(
         "server",
-        F.when(F.col("attempts") >= LEAST, failed() / F.col("attempts")).alias("failed"),
-        F.when(enough, F.log(quantile("waited", 0.9) + 1)).alias("waited"),
+        f"if(attempts >= {LEAST}, {FAILED} / attempts, null) as failed",
+        f"if(kll_sketch_get_n_bigint(waited) >= {LEAST}, log({quantile('waited', 0.9)} + 1), null)"
+        " as waited",
     )
 
 
@@ -309,29 +302,25 @@ def worse_than_usual(now: DataFrame, usual: DataFrame) -> DataFrame:
     for a few bad days.
     """
 
-    def middle(values: Column) -> Column:
-        return F.element_at(F.sort_array(values), F.floor((F.size(values) + 1) / 2).cast("int"))
+    def middle(values: str) -> str:
+        return f"element_at(sort_array({values}), cast((size({values}) + 1) / 2 as int))"
 
     def tall(rows: DataFrame, value: str) -> DataFrame:
         each = rows.unpivot(["server"], ["failed", "waited"], "what", value)
-        return each.where(F.col(value).isNotNull())
+        return each.where(f"{value} is not null")
 
-    past = tall(usual, "value").groupBy("server", "what").agg(F.collect_list("value").alias("days"))
-    days, median, is_share = F.col("days"), F.col("usual"), F.col("what") == "failed"
-    spread = middle(F.transform(days, lambda value: F.abs(value - median)))
-    least = F.when(is_share, MORE_FAILED).otherwise(math.log(LONGER))
+    past = tall(usual, "value").groupBy("server", "what").agg(F.expr("collect_list(value) as days"))
+    spread = middle("transform(days, value -> abs(value - usual))")
+    least = f"if(what = 'failed', {MORE_FAILED}, {math.log(LONGER)})"
     found = (
         tall(now, "now")
         .join(past, on=["server", "what"], how="inner")
-        .where(F.size(days) >= LEAST_DAYS)
-        .withColumn("usual", middle(days))
-        .where(F.col("now") > median + F.greatest(FAR * 1.4826 * spread, least))
+        .where(f"size(days) >= {LEAST_DAYS}")
+        .selectExpr("*", f"{middle('days')} as usual")
+        .where(f"now > usual + greatest({FAR} * 1.4826 * {spread}, {least})")
     )
-    said = (
-        F.when(is_share, F.col(name)).otherwise(F.exp(name) - 1).alias(name)
-        for name in ("now", "usual")
-    )
-    return found.select("server", "what", *said)
+    said = (f"if(what = 'failed', {name}, exp({name}) - 1) as {name}" for name in ("now", "usual"))
+    return found.selectExpr("server", "what", *said)
 
 
 def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
@@ -450,13 +439,12 @@ def _follow(
 
 def _of_a_day(rows: DataFrame, newest_ms: int) -> DataFrame:
     """The rows; those before the last 24 hours only say since when a server is ill."""
-    recent = F.col("hour_ms") > newest_ms - DAY_MS
-    return rows.withColumns(
-        {
-            "hour_ms": F.when(recent, F.col("hour_ms")).otherwise(0),
-            **{name: F.when(recent, F.col(name)).otherwise(0) for name in SUMS},
-            **{name: F.when(recent, F.col(name)) for name in SKETCHES},
-        }
+    recent = f"hour_ms > {newest_ms - DAY_MS}"
+    others = (name for name in rows.columns if name not in ("hour_ms", *SUMS, *SKETCHES))
+    return rows.selectExpr(
+        *others,
+        *(f"if({recent}, {name}, 0) as {name}" for name in ("hour_ms", *SUMS)),
+        *(f"if({recent}, {name}, null) as {name}" for name in SKETCHES),
     )
 
 
@@ -465,7 +453,7 @@ def _write(state: DataFrame, path: Path, told: Absorbed) -> int:
     row = state.agg(F.max("last_ms").alias("newest")).first()
     newest_ms: int = (row and row["newest"]) or 0
     rows = _of_a_day(state, newest_ms)
-    servers = merged(rows, "server").select(
+    servers = merged(rows, "server").selectExpr(
         *("server", "attempts", "delivered"),
         *(quantile("took", q) for q in (0.5, 0.9, 0.99)),
         *("last_ms", "ill_ms"),

@@ -39,11 +39,9 @@ from fedsender.pipeline.session import kept
 _HEX_DIGITS_OF_SHA256: Final = 64
 
 
-def server_of(user: Column) -> Column:
-    """The part behind an identifier's first colon; null if there is none (`matrix.server_of`)."""
-    colon = F.instr(user, ":")
-    name = F.substring(user, colon + F.lit(1), F.length(user))
-    return F.when((colon > 0) & (F.length(name) > 0), name)
+def server_of(user: str) -> str:
+    """The part behind an identifier's first colon, as SQL; null if none (`matrix.server_of`)."""
+    return f"if({user} like '%:%', nullif(substr({user}, instr({user}, ':') + 1), ''), null)"
 
 
 def shard_of(server: Column, shards: int) -> Column:
@@ -212,11 +210,11 @@ def server_counts(
     Returns:
         room_id, server, place, joined (users from this place on); also for the pseudo-server.
     """
-    others = members.select(
+    others = members.selectExpr(
         "state_group",
         "user_id",
-        server_of(F.col("user_id")).alias("server"),
-        F.expr("coalesce(membership, '') = 'join' as is_in"),
+        f"{server_of('user_id')} as server",
+        "coalesce(membership, '') = 'join' as is_in",
     ).where(F.col("server") != server_name)
     anybody = members.selectExpr(
         "state_group", "'' as user_id", f"'{ANYBODY}' as server", "true as is_in"
@@ -522,7 +520,7 @@ def _swapped(placed: DataFrame, counts: DataFrame) -> DataFrame:
     The server of a user that it removes was in the room before; a server with only the user that it
     brings was not.
     """
-    members = placed.where("is_member").withColumn("server", server_of(F.col("state_key")))
+    members = placed.where("is_member").selectExpr("*", f"{server_of('state_key')} as server")
     was_in = members.where("prior_membership = 'join'").selectExpr(
         *_EXCEPTION_KEY, "true as gets", f"{SWAPPED} as strength"
     )
@@ -588,16 +586,12 @@ def _narrowing(events: DataFrame) -> DataFrame:
     The server of a user that an event turns away gets it. The server that it is sent on behalf of
     does not.
     """
-    server = server_of(F.col("state_key"))
-    target = (
-        events.where(_TURNS_AWAY)
-        .withColumn("server", server)
-        .selectExpr(*_EXCEPTION_KEY, "true as gets", f"{TARGET} as strength")
+    at = ("room_id", "stream_ordering")
+    target = events.where(_TURNS_AWAY).selectExpr(
+        *(*at, f"{server_of('state_key')} as server", "true as gets", f"{TARGET} as strength")
     )
-    behalf = (
-        events.where("on_behalf_of is not null")
-        .withColumn("server", F.col("on_behalf_of"))
-        .selectExpr(*_EXCEPTION_KEY, "false as gets", f"{ON_BEHALF} as strength")
+    behalf = events.where("on_behalf_of is not null").selectExpr(
+        *(*at, "on_behalf_of as server", "false as gets", f"{ON_BEHALF} as strength")
     )
     return target.unionByName(behalf)
 
@@ -616,14 +610,13 @@ def strongest(exceptions: DataFrame, server_name: str) -> DataFrame:
 
 def paired(changes: DataFrame, key: Sequence[str] = ("room_id", "server")) -> DataFrame:
     """Intervals from changes (the key, at), each from in to out or from out to in."""
-    in_server = Window.partitionBy(*key).orderBy("at")
+    in_order = f"over (partition by {', '.join(key)} order by at)"
     return (
         changes.groupBy(*key, "at")
-        .agg(F.count(F.lit(1)).alias("turns"))
+        .agg(F.expr("count(1) as turns"))
         .where("turns % 2 = 1")
-        .withColumn("number", F.row_number().over(in_server))
-        .withColumn("next", F.lead("at").over(in_server))
-        .where("number % 2 = 1")
+        .selectExpr(*key, "at", f"row_number() {in_order} as n", f"lead(at) {in_order} as next")
+        .where("n % 2 = 1")
         .selectExpr(*key, "at as first", "next - 1 as last")
     )
 

@@ -345,8 +345,8 @@ def empty_frame(spark: SparkSession, table: LakeTable) -> DataFrame:
 
     Spark sees that it is always empty, and leaves operations that only work on it out of a plan.
     """
-    columns = (F.lit(None).cast(kind).alias(name) for name, kind in table.columns.items())
-    return spark.range(0).where(F.lit(False)).select(*columns)
+    columns = (f"cast(null as {kind}) as `{name}`" for name, kind in table.columns.items())
+    return spark.range(0).where("false").selectExpr(*columns)
 
 
 def literal(rows: Sequence[Mapping[str, object]], columns: str) -> Column:
@@ -481,18 +481,18 @@ class Commit:
         each of the frame's partitions (and of the table's parts): repartition it before.
         """
         staging = self._stage(table)
-        given = {"version": F.lit(self.version)} | {name: F.col(name) for name in frame.columns}
-        contract = frame.select(
-            *(
-                given.get(name, F.lit(None)).cast(kind).alias(name)
-                for name, kind in table.columns.items()
-            )
-        )
+        given = {"version": f"{self.version}L"} | {name: f"`{name}`" for name in frame.columns}
+        values = {
+            name: f"cast({given.get(name, 'null')} as {kind})"
+            for name, kind in table.columns.items()
+        }
+        columns = [f"{value} as `{name}`" for name, value in values.items()]
         if table.part is None:
-            writer = contract.write
+            writer = frame.selectExpr(*columns).write
         else:
             # The column stays in the files: the copy names the directories and goes.
-            writer = contract.withColumn("_part", F.col(table.part)).write.partitionBy("_part")
+            columns.append(f"{values[table.part]} as _part")
+            writer = frame.selectExpr(*columns).write.partitionBy("_part")
         writer.option("compression", "zstd").parquet(f"file://{staging}")
         self._faults(f"{table.name}: staged")
         total = 0

@@ -124,7 +124,7 @@ def _explained(differing: DataFrame, events: DataFrame) -> DataFrame:
 
     A reason may be a weakness of other senders (docs/weaknesses.md).
     """
-    its_server = intervals.server_of(F.col("state_key")) == F.col("destination")
+    its_server = F.expr(f"{intervals.server_of('state_key')} = destination")
     untold = F.expr(intervals.TOLD_BY_US_ALONE) & F.col("kind").isin(*WRONG) & its_server
     reason = F.when(untold, intervals.W26).when(F.col("event_id").isNull(), "no event of ours")
     return (

@@ -19,12 +19,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, audit, health, schemas
-from fedsender.pipeline.health import DAY_MS, DAYS, HOUR_MS, LEAST, OF_ALL, OF_SERVERS, Level, Worse
+from fedsender.pipeline.health import (
+    DAY_MS,
+    DAYS,
+    FAILED,
+    HOUR_MS,
+    LEAST,
+    OF_ALL,
+    OF_SERVERS,
+    Level,
+    Worse,
+)
 from fedsender.pipeline.lake import Lake, replaced
 from fedsender.pipeline.schemas import FAILURES
 from fedsender.pipeline.session import Steps
@@ -37,7 +47,6 @@ AGES: Final = (("today", 0), ("1 day", 1), ("2-3 days", 3), ("4-7 days", 7), ("8
 OLDER: Final = "older"
 NOW, BEFORE = -1, -2
 """In place of an hour: all of the last 24 hours, and of the 24 before."""
-_Z: Final = 1.96
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +124,8 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         real_runtime().now_ms(),
         lake.position("events"),
         newest_ms,
-        _points(health.merged(_with_totals(recent, newest_ms), "hour_ms"), F.col("hour_ms")),
-        _points(days.where(OF_ALL), F.unix_millis(F.col("day").cast("timestamp"))),
+        _points(health.merged(_with_totals(recent, newest_ms), "hour_ms"), "hour_ms"),
+        _points(days.where(OF_ALL), "unix_millis(cast(day as timestamp))"),
         health.service_level(spark, lake, config),
         health.worse(spark, lake, today),
         counted[0],
@@ -133,55 +142,52 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
 
 def _with_totals(recent: DataFrame, newest_ms: int) -> DataFrame:
     """The hours of two days, and each once more for the total of its 24 hours."""
-    total = F.when(F.col("hour_ms") > newest_ms - DAY_MS, NOW).otherwise(BEFORE)
-    both = F.explode(F.array(F.col("hour_ms"), total.cast("bigint")))
-    last = recent.where(OF_ALL).where(F.col("hour_ms") > newest_ms - 2 * DAY_MS)
-    return last.withColumn("hour_ms", both)
+    total = f"if(hour_ms > {newest_ms - DAY_MS}, {NOW}L, {BEFORE}L)"
+    last = recent.where(f"{OF_ALL} and hour_ms > {newest_ms - 2 * DAY_MS}")
+    return last.withColumn("hour_ms", F.expr(f"explode(array(hour_ms, {total}))"))
 
 
 _POINT: Final = ("attempts", "failed", "pdus", "messages", "p50", "p90", "p99")
 
 
-def _points(rows: DataFrame, at_ms: Column) -> dict[int, dict[str, Any]]:
+def _points(rows: DataFrame, at_ms: str) -> dict[int, dict[str, Any]]:
     """Time -> figures of all servers; p50 to p99: of the time to a message's answer, in ms."""
-    found = rows.select(
-        at_ms.alias("at_ms"),
+    found = rows.selectExpr(
+        f"{at_ms} as at_ms",
         *("attempts", "pdus"),
-        health.failed().alias("failed"),
-        F.kll_sketch_get_n_bigint("waited").alias("messages"),
-        *(health.quantile("waited", q / 100).alias(f"p{q}") for q in (50, 90, 99)),
+        f"{FAILED} as failed",
+        "kll_sketch_get_n_bigint(waited) as messages",
+        *(f"{health.quantile('waited', q / 100)} as p{q}" for q in (50, 90, 99)),
     )
     return {row["at_ms"]: {name: row[name] for name in _POINT} for row in found.collect()}
 
 
-def wilson(failed: Column, attempts: Column) -> Column:
-    """The lower bound of a share, by Wilson's score with 95 %: few attempts prove little."""
-    share, z2 = failed / attempts, _Z * _Z
-    width = F.sqrt(share * (1 - share) / attempts + z2 / (4 * attempts * attempts))
-    return (share + z2 / (2 * attempts) - _Z * width) / (1 + z2 / attempts)
+_SHARE: Final = f"({FAILED} / attempts)"
+_Z, _Z2 = "1.96D", f"{1.96**2}D"
+_WIDTH: Final = f"sqrt({_SHARE} * (1 - {_SHARE}) / attempts + {_Z2} / (4 * attempts * attempts))"
+_BOUND: Final = f"({_SHARE} + {_Z2} / (2 * attempts) - {_Z} * {_WIDTH}) / (1 + {_Z2} / attempts)"
+"""The lower bound of the share, by Wilson's score with 95 %: few attempts prove little."""
 
 
 def _worst(servers: DataFrame, today: DataFrame, days: DataFrame) -> list[dict[str, Any]]:
-    bound = wilson(F.col("failed"), F.col("attempts"))
+    failed = f"{FAILED} as failed"
     most = (
-        servers.withColumn("failed", health.failed())
-        .where("failed > 0")
-        .orderBy(F.desc(bound), "server")
+        servers.where(f"{FAILED} > 0")
+        .orderBy(F.expr(_BOUND).desc(), "server")
         .limit(SERVERS)
-        .select("server", "attempts", "failed", "ill_ms", *FAILURES)
+        .selectExpr("server", "attempts", failed, "ill_ms", *FAILURES)
     )
-    worst = {row["server"]: row.asDict() | {"strip": {}} for row in most.collect()}
+    worst = {row["server"]: row.asDict() for row in most.collect()}
     those = F.col("server").isin(list(worst))
     # Sketches cost more to merge than all the rest: only of those.
-    p90 = health.quantile("waited", 0.9).alias("p90")
-    for row in health.merged(days.where(those), "server").select("server", p90).collect():
-        worst[row["server"]]["p90"] = row["p90"]
-    share = (health.failed() / F.col("attempts")).alias("share")
-    for row in days.where(those).select("server", "day", share).collect():
-        worst[row["server"]]["strip"][row["day"]] = row["share"]
+    p90 = health.quantile("kll_merge_agg_bigint(waited)", 0.9)
+    strip = f"map_from_entries(collect_list(struct(day, {_SHARE}))) as strip"
+    past = days.where(those).groupBy("server").agg(F.expr(f"{p90} as p90"), F.expr(strip))
+    for row in past.collect():
+        worst[row["server"]] |= row.asDict()
     now = health.merged(today.where(those), "server")
-    for row in now.select("server", "attempts", health.failed().alias("failed")).collect():
-        worst[row["server"]] |= {"attempts_now": row["attempts"], "failed_now": row["failed"]}
+    for row in now.selectExpr("server", "attempts as attempts_now", f"{failed}_now").collect():
+        worst[row["server"]] |= row.asDict()
     return list(worst.values())
 
 
