@@ -328,7 +328,7 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
         claims = accounts.claims(spark, lake, owned, accounts.owed_ranges(spark, lake))
         units = accounts.touched(spark, lake, known, claims, days)
         assert units is not None
-        assert [tuple(row) for row in units.collect()] == [
+        assert [tuple(row) for row in units.frame.collect()] == [
             (SERVERS[0], "!r", datetime.date(2026, 1, 1))
         ]
         assert audit(spark, lake, config, steps).counts["delivered"] == 200

@@ -92,7 +92,8 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     dates = accounts.read_days(spark, lake)
     units = accounts.touched(spark, lake, known, claims, dates)
     assert units is not None
-    later = Accounts(spark, lake, config, known, owned, owed, Look(dates, 1, units, (_DAY,)))
+    assert units.rows
+    later = Accounts(spark, lake, config, known, owned, owed, Look(dates, 1, units))
     yield "stretches of what was touched", later.stretches()
     view = Accounts(spark, lake, config, known, owned, owed, Look(dates))
     places = view.places

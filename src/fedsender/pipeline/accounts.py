@@ -37,7 +37,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
 from fedsender.pipeline import PipelineError, intervals, latest_ms, ledger_lines, schemas
-from fedsender.pipeline.intervals import among, among_rows, few, near, upto_here
+from fedsender.pipeline.intervals import Keys, among, among_rows, few, near, upto_here
 from fedsender.pipeline.lake import LET_GO, Lake, listed, literal
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import kept
@@ -311,14 +311,12 @@ class Look:
     """The events that an audit looks at: all above `after`, and older ones.
 
     Attributes:
-        units: the older ones: server, room_id, day (`few`); None: there are none.
-        unit_days: the days of the units, ascending.
+        units: the older ones: server, room_id, day; None: there are none.
     """
 
     days: Days
     after: int = -1
-    units: DataFrame | None = None
-    unit_days: tuple[datetime.date, ...] = ()
+    units: Keys | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -326,9 +324,15 @@ class Look:
         return self.after < 0
 
     @property
+    def unit_days(self) -> set[datetime.date]:
+        """The days of the units."""
+        rows = None if self.units is None else self.units.rows
+        return set() if rows is None else set(rows["day"].to_pylist())
+
+    @property
     def first(self) -> int:
         """The first event to look at."""
-        return self.days.first_of(self.unit_days[0]) if self.unit_days else self.after + 1
+        return self.days.first_of(min(self.unit_days)) if self.unit_days else self.after + 1
 
 
 def placed(events: DataFrame, days: Days) -> DataFrame:
@@ -488,9 +492,11 @@ def negative(rows: DataFrame) -> DataFrame:
     return rows.selectExpr("server", "room_id", "day", *(f"-{name} as {name}" for name in COUNTS))
 
 
-def but(rows: DataFrame, units: DataFrame | None) -> DataFrame:
+def but(rows: DataFrame, units: Keys | None) -> DataFrame:
     """The rows that are of none of the units; None: all rows."""
-    return rows if units is None else rows.join(units, on=units.columns, how="left_anti")
+    if units is None:
+        return rows
+    return rows.join(units.frame, on=units.frame.columns, how="left_anti")
 
 
 def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
@@ -507,10 +513,9 @@ def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     events = intervals.ours(spark, lake, look.after)
     if look.units is not None:
         older = among(
-            intervals.ours(spark, lake, look.first - 1, look.after),
-            few(look.units.select("room_id")),
+            intervals.ours(spark, lake, look.first - 1, look.after), look.units.only("room_id")
         ).withColumn("day", F.expr(look.days.of("stream_ordering")))
-        older = among(older, few(look.units.select("room_id", "day")))
+        older = among(older, look.units.only("room_id", "day"))
         events = events.unionByName(older.drop("day"))
     unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering")
     known = events.join(unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti")
@@ -593,7 +598,7 @@ def claims(spark: SparkSession, lake: Lake, owned: Ownership, owed: DataFrame) -
 
 def touched(
     spark: SparkSession, lake: Lake, known: "Known", now: DataFrame, days: Days
-) -> DataFrame | None:
+) -> Keys | None:
     """The units of events up to the last audit whose fates may be others now; None: any.
 
     Args:
@@ -608,7 +613,7 @@ def touched(
     if not elsewhere.isEmpty():
         if not elsewhere.where(_EVERYWHERE).isEmpty():
             return None
-        servers = elsewhere.select("server").distinct().hint("broadcast")
+        servers = few(elsewhere.select("server"))
         spans = intervals.current(spark, lake, servers)
         of_rooms = elsewhere.where("event_id is null").drop("room_id", "event_id")
         ranges.append(clipped(of_rooms, spans))
@@ -692,8 +697,9 @@ def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataF
     pairs = None
     if look.units is not None:
         names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
-        pairs = few(look.units.selectExpr(names, "room_id"))
-        wanted |= ((at >= look.first) | (upto >= look.first)) & near(pairs.toArrow())
+        pairs = few(look.units.frame.selectExpr(names, "room_id"))
+        if pairs.rows is not None:
+            wanted |= ((at >= look.first) | (upto >= look.first)) & near(pairs.rows)
     pdus = lake.some(spark, _SAID, wanted)
     if known.unread is not None:
         pdus = pdus.unionByName(known.unread.select(*_SAID.columns))
@@ -736,7 +742,7 @@ class Accounts:
         """Rows that are used several times: few are computed now, which makes later plans small."""
         return rows.persist() if self.look.is_whole else kept(rows)
 
-    def _expected(self, look: Look, rooms: DataFrame | None) -> DataFrame:
+    def _expected(self, look: Look, rooms: Keys | None) -> DataFrame:
         """room_id, server, first, last: the part of `intervals` that is looked at."""
         spans = intervals.sent_to(intervals.current(self._spark, self._lake, rooms), self._config)
         newer = spans.where(F.col("last").isNull() | (F.col("last") > look.after)).withColumn(
@@ -747,7 +753,7 @@ class Accounts:
         if look.units is None:
             return kept(newer)
         days = look.days.rows(self._spark).hint("broadcast")
-        units = look.units.join(days, on="day", how="inner").drop("day")
+        units = look.units.frame.join(days, on="day", how="inner").drop("day")
         first, last = "greatest(first, begins) as first", f"least(last, ends, {look.after}) as last"
         older = (
             spans.join(units.hint("broadcast"), on=["room_id", "server"], how="inner")

@@ -33,7 +33,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
-from fedsender.pipeline import PipelineError, Usage, accounts, intervals, ledger_lines, schemas
+from fedsender.pipeline import PipelineError, Usage, accounts, ledger_lines, schemas
 from fedsender.pipeline.accounts import Accounts, Days, Known, Look, Ownership
 from fedsender.pipeline.intervals import among_rows
 from fedsender.pipeline.lake import Commit, Lake, in_days
@@ -160,10 +160,9 @@ def _goes_on(
     if lake.position("audit_rules") != accounts.rules(known, owned, config, after):
         return None
     units = accounts.touched(spark, lake, known, claims, days)
-    if units is None or units.count() > intervals.MOST_KEYS:
+    if units is None or units.rows is None:
         return None
-    unit_days = sorted(row["day"] for row in units.select("day").distinct().collect())
-    return Look(days, after, units if unit_days else None, tuple(unit_days))
+    return Look(days, after, units if units.rows.num_rows else None)
 
 
 def _look_at(

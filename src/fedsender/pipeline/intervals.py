@@ -22,6 +22,7 @@ several where the step goes from one branch to another.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import Final
@@ -89,15 +90,43 @@ def upto_here(key: Sequence[str], *order: str) -> WindowSpec:
     return window.rowsBetween(Window.unboundedPreceding, Window.currentRow)
 
 
-def few(keys: DataFrame) -> DataFrame:
-    """Keys, each once, for `among`: held against a table without spreading it, if they are few."""
-    found = kept(keys.distinct())
-    return found.hint("broadcast" if found.count() <= MOST_KEYS else "shuffle_hash")
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys, each once, against which a table is held. See `few`.
+
+    Attributes:
+        frame: for joins.
+        rows: the same, in this process; None: they are more than `MOST_KEYS`.
+    """
+
+    frame: DataFrame
+    rows: pa.Table | None
+
+    def only(self, *columns: str) -> "Keys":
+        """The same keys by some of their columns."""
+        if self.rows is None:
+            return few(self.frame.select(*columns))
+        return _in_this_process(self.frame.sparkSession, self.rows.group_by(columns).aggregate([]))
 
 
-def among(rows: DataFrame, keys: DataFrame | None) -> DataFrame:
+def few(keys: DataFrame) -> Keys:
+    """The keys: in this process, and with a table not spread for them, if they are few."""
+    found = keys.distinct()
+    rows = found.limit(MOST_KEYS + 1).toArrow()
+    if rows.num_rows > MOST_KEYS:
+        return Keys(kept(found).hint("shuffle_hash"), None)
+    return _in_this_process(keys.sparkSession, rows)
+
+
+def _in_this_process(spark: SparkSession, rows: pa.Table) -> Keys:
+    return Keys(spark.createDataFrame(rows.combine_chunks()).hint("broadcast"), rows)
+
+
+def among(rows: DataFrame, keys: Keys | None) -> DataFrame:
     """The rows that have one of the keys in columns of the same names; None: all rows."""
-    return rows if keys is None else rows.join(keys, on=keys.columns, how="left_semi")
+    if keys is None:
+        return rows
+    return rows.join(keys.frame, on=keys.frame.columns, how="left_semi")
 
 
 def near(keys: pa.Table) -> ds.Expression:
@@ -106,17 +135,14 @@ def near(keys: pa.Table) -> ds.Expression:
 
 
 def among_rows(
-    spark: SparkSession, lake: Lake, table: schemas.LakeTable, keys: DataFrame | None
+    spark: SparkSession, lake: Lake, table: schemas.LakeTable, keys: Keys | None
 ) -> DataFrame:
-    """The rows of a table that have one of the keys (`few`); None: all rows."""
-    if keys is None:
-        return lake.frame(spark, table)
-    found = keys.limit(MOST_KEYS + 1).toArrow()
-    if not found.num_rows:
-        return empty_frame(spark, table)
-    if found.num_rows > MOST_KEYS:
+    """The rows of a table that have one of the keys; None: all rows."""
+    if keys is None or keys.rows is None:
         return among(lake.frame(spark, table), keys)
-    return among(lake.some(spark, table, near(found)), keys)
+    if not keys.rows.num_rows:
+        return empty_frame(spark, table)
+    return among(lake.some(spark, table, near(keys.rows)), keys)
 
 
 def newest_version(frame: DataFrame) -> DataFrame:
@@ -281,7 +307,7 @@ def _ancestry(events: DataFrame, places: DataFrame, branches: DataFrame) -> Data
         "transform(sequence(0, size(way) - 2, 2), i -> struct(way[i] branch, way[i + 1] upto))"
     )
     ends = (
-        places.join(few(events.select("state_group")), on="state_group", how="left_semi")
+        among(places, few(events.select("state_group")))
         .join(branches.hint("shuffle_hash"), on="branch", how="inner")
         .select(F.concat("path", F.array("state_group")).alias("way"))
         .select(F.inline(way))
@@ -399,8 +425,8 @@ NEWER_INTERVALS: Final = "newer_intervals"
 """The position that counts the rows of `intervals` which replace older ones, with a version > 0."""
 
 
-def current(spark: SparkSession, lake: Lake, rooms: DataFrame | None = None) -> DataFrame:
-    """The rows of `intervals` that hold, without `version`; of all rooms, or of some (`few`)."""
+def current(spark: SparkSession, lake: Lake, rooms: Keys | None = None) -> DataFrame:
+    """The rows of `intervals` that hold, without `version`; of all rooms, or of some."""
     rows = among_rows(spark, lake, schemas.INTERVALS, rooms)
     if not lake.position(NEWER_INTERVALS, 0):
         return rows.drop("version")
