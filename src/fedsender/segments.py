@@ -124,16 +124,16 @@ def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
     closed = []
     for path in torn:
         with path.open("r+b") as segment:
-            segment.truncate(whole_bytes(path))
+            segment.truncate(whole_bytes(path.with_suffix("")))
         closed.append(path.with_suffix(".jsonl"))
         os.replace(path, closed[-1])
     return closed
 
 
-def whole_bytes(path: Path) -> int:
-    """The size of the file's whole lines in bytes, found from its end."""
+def whole_bytes(name: Path) -> int:
+    """The size in bytes of the whole lines of a segment (`open_segment`), found from its end."""
     piece = 1 << 16
-    with path.open("rb") as segment:
+    with open_segment(name) as segment:
         end = segment.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - piece)

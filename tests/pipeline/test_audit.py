@@ -70,6 +70,8 @@ def pdu(at: int, room: str, lane: str = "live", **more: Any) -> dict[str, Any]:
 
 
 def run(spark: "SparkSession", lake: Lake, directory: Path, **options: Any) -> Audited:
+    """As the command does it."""
+    ingest_ledger(spark, lake, directory)
     with showing(quiet=True) as steps:
         return audit(spark, lake, config_of(directory), steps, **options)
 
@@ -98,7 +100,7 @@ def fates(lake: Lake) -> dict[tuple[str, str, str], dict[str, int]]:
 
 def test_every_fate_is_told_apart(spark: "SparkSession", tmp_path: Path) -> None:
     """One room, one server, and an event for each thing that can become of it; the last lines are
-    in a segment that is still open, and no ingest has read it."""
+    in a segment that is still open."""
     room, server = "!r", "a.example"
     turned_away = {"type": "m.room.member", "state_key": "@x:a.example",
                    "membership": "leave", "auth_membership": "knock"}  # fmt: skip
@@ -419,6 +421,7 @@ def test_a_clock_that_was_ahead_makes_no_loss(
 
 def test_there_is_nothing_to_audit(spark: "SparkSession", tmp_path: Path) -> None:
     lake = open_lake(tmp_path / "lake", US, create=True)
+    (tmp_path / "ledger").mkdir()
     with pytest.raises(PipelineError, match="nothing was ingested: run `pipeline ingest`"):
         run(spark, lake, tmp_path)
     lake = lake_of(tmp_path, {}, 5)

@@ -281,7 +281,7 @@ def test_a_second_job_is_told_to_come_back_later_and_not_that_something_is_wrong
 
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
     monkeypatch.setattr(ingest, "ingest", work)
-    monkeypatch.setattr(audit, "audit", work)
+    monkeypatch.setattr(ingest, "read_ledger", work)
     config = str(config_file(tmp_path))
     for said in ("another job is writing here", "another job has written to the lake"):
         assert run_command(["pipeline", job, "-c", config]) == 75
@@ -315,6 +315,7 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     counts = dict.fromkeys(FATES, 0) | {"missing": 1}
     found = audit.Audited(upto=7, expected=3, counts=counts, unknown_hosts=0, shown=[])
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
+    monkeypatch.setattr(ingest, "read_ledger", lambda *_: None)
     monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
     monkeypatch.setattr(audit, "missing_pairs", lambda *_, **__: [[["a.example", "$1"]]])
     config = config_file(tmp_path)

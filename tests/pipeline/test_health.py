@@ -39,6 +39,8 @@ A, B = "a.example", "b.example"
 
 
 def run(spark: "SparkSession", lake: Lake, directory: Path) -> Absorbed:
+    """As the command does it."""
+    ingest_ledger(spark, lake, directory)
     with showing(quiet=True) as steps:
         return health.health(spark, lake, config_of(directory), steps)
 

@@ -49,6 +49,7 @@ class Life:
     spans: list[dict[str, Any]] = field(default_factory=list)
     lines: list[Any] = field(default_factory=list)
     segment: int = 0
+    torn: str = ""
     denied: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,25 +123,41 @@ class Life:
             lists = random.choice((None, json.dumps({"deny": ["a.*"]})))
             yield note("denied", random.randint(0, self.at), reason=lists)
 
-    def write_ledger(self) -> None:
-        """Close the open segment or leave it; some segments come again, as a copy."""
-        directory = self.directory / "ledger"
+    def read_ledger(self, spark: "SparkSession", lake: Lake) -> None:
+        with showing(quiet=True) as steps:
+            read_ledger(spark, lake, self.directory / "ledger", steps, Ingested())
+
+    def audit(self, spark: "SparkSession", lake: Lake) -> None:
+        with showing(quiet=True) as steps:
+            audit(spark, lake, self.config, steps)
+
+    def write_ledger(self) -> Iterator[None]:
+        """What the ledger gets, in two parts; some lines come again, as a copy."""
         new = list(self.lines_pass())
         late = [line for line in new if self.random.random() < 0.1]
         new = [line for line in new if line not in late] + self.lines
         self.lines = late
-        opened = directory / "f.b.000000.open"
-        if opened.exists():
-            self.segment += 1
-            opened.rename(directory / f"f.b.{self.segment:06d}.jsonl")
         half = self.random.randint(0, len(new))
-        self.segment += 1
-        write(directory, f"f.b.{self.segment:06d}.jsonl", *new[:half])
+        self._write(new[:half])
+        yield
+        self._write(new[half:])
         if self.random.random() < 0.5:
-            write(directory, opened.name, *new[half:])
-        else:
+            write(self.directory / "ledger", f"copy.b.{self.at:06d}.jsonl", *new[:5])
+
+    def _write(self, lines: list[Any]) -> None:
+        """Write to the open segment, and close it or leave it, perhaps with half a line."""
+        path = self.directory / "ledger" / f"f.b.{self.segment:06d}.open"
+        text = self.torn + "".join(json.dumps(line) + "\n" for line in lines)
+        end = len(text)
+        if closes := self.random.random() < 0.5:
             self.segment += 1
-            write(directory, f"f.b.{self.segment:06d}.jsonl", *new[half:], *new[:5])
+        elif text and self.random.random() < 0.5:
+            end -= self.random.randint(1, min(300, end))
+        with path.open("a") as file:
+            file.write(text[:end])
+        self.torn = text[end:]
+        if closes:
+            path.rename(path.with_suffix(".jsonl"))
 
     def as_they_stand(self) -> dict[str, list[dict[str, Any]]]:
         """The tables that are read whole at each ingest."""
@@ -177,7 +194,7 @@ class Life:
         }  # fmt: skip
 
     def ingest(self, spark: "SparkSession", lake: Lake) -> None:
-        """A round: new events, the tables as they stand, and perhaps the ledger."""
+        """A round: new events, the tables as they stand, and the ledger, which is perhaps read."""
         with lake.commit() as commit:
             commit.append_rows(schemas.EVENTS, self.events_pass())
             if not lake.rows(schemas.INTERVALS):
@@ -189,10 +206,9 @@ class Life:
                     commit.append_rows(table, entries)
             commit.set_position("events", self.at)
             commit.set_position("intervals", self.at)
-        self.write_ledger()
-        if self.random.random() < 0.8:
-            with showing(quiet=True) as steps:
-                read_ledger(spark, lake, self.directory / "ledger", steps, Ingested())
+        for _ in self.write_ledger():
+            if self.random.random() < 0.5:
+                self.read_ledger(spark, lake)
         if self.random.random() < 0.3:
             accept(lake, list(self.accepted()))
         if self.random.random() < 0.1:
@@ -236,8 +252,7 @@ def from_scratch(spark: "SparkSession", life: Life, lake: Lake) -> dict[str, Any
         other.manifest.tables.pop(table.name, None)
     write_manifest(copy, other.manifest)
     other = open_lake(copy, US)
-    with showing(quiet=True) as steps:
-        audit(spark, other, life.config, steps)
+    life.audit(spark, other)
     found = findings(other)
     shutil.rmtree(copy)
     return found
@@ -248,9 +263,9 @@ def from_scratch(spark: "SparkSession", life: Life, lake: Lake) -> dict[str, Any
 def test_audits_one_after_the_other_find_what_one_of_everything_finds(
     spark: "SparkSession", seed: int
 ) -> None:
-    """With late lines, copies, repairs, stand-ins, catch-up, quarantine, purges, hand-overs, lists,
-    accepted deliveries, wrong clocks, and audits that are killed; whether Arrow or Spark passes by
-    the rows that are not wanted."""
+    """With late lines, copies, segments that grow between two looks, repairs, stand-ins, catch-up,
+    quarantine, purges, hand-overs, lists, accepted deliveries, wrong clocks, and jobs that are
+    killed; whether Arrow or Spark passes by the rows that are not wanted."""
     looks = []
     most = Random(seed).choice((2, lake_module.MOST_WANTED))
 
@@ -268,11 +283,11 @@ def test_audits_one_after_the_other_find_what_one_of_everything_finds(
         lake = open_lake(life.directory / "lake", US, create=True)
         for number in range(ROUNDS):
             life.ingest(spark, lake)
-            with showing(quiet=True) as steps:
-                if life.random.random() < 0.2:
+            for job in (life.read_ledger, life.audit):
+                if life.random.random() < 0.15:
                     killed(spark, lake, life)
                     lake = open_lake(life.directory / "lake", US)
-                audit(spark, lake, life.config, steps)
+                job(spark, lake)
             if number == ROUNDS - 1:
                 found = findings(lake)
                 for table, rows in from_scratch(spark, life, lake).items():
@@ -281,18 +296,18 @@ def test_audits_one_after_the_other_find_what_one_of_everything_finds(
 
 
 def killed(spark: "SparkSession", lake: Lake, life: Life) -> None:
-    """An audit that ends in the middle of its commit."""
+    """An audit, as the command does it, that ends in the middle of its first commit."""
 
     def fault(point: str) -> None:
         if point == "before commit":
             raise Killed
 
     dying = open_lake(lake.directory, US, faults=fault)
-    with showing(quiet=True) as steps:
-        try:
-            audit(spark, dying, life.config, steps)
-        except Killed:
-            return
+    try:
+        life.read_ledger(spark, dying)
+        life.audit(spark, dying)
+    except Killed:
+        return
     raise AssertionError("it went on")
 
 
@@ -322,11 +337,10 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
         late = START_MS + 200 * EVENT_MS
         write(tmp_path / "ledger", "f.b.000002.jsonl", lines[4] | {"ms": late})
         read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
-        known = module.known_lines(spark, lake, tmp_path / "ledger")
         days = accounts.read_days(spark, lake)
-        owned = accounts.ownership(known.attempts, config.instance_name)
+        owned = accounts.ownership(spark, lake, config.instance_name)
         claims = accounts.claims(spark, lake, owned, accounts.owed_ranges(spark, lake))
-        units = accounts.touched(spark, lake, known, claims, days)
+        units = accounts.touched(spark, lake, claims, days)
         assert units is not None
         assert [tuple(row) for row in units.frame.collect()] == [
             (SERVERS[0], "!r", datetime.date(2026, 1, 1))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.pipeline.test_ingest import Killed
 from tests.pipeline.worlds import US
 
 from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
@@ -86,14 +87,13 @@ def test_the_lake_knows_the_fields_that_a_line_has() -> None:
 
 
 def test_lines_become_attempts_and_pdus(spark: "SparkSession", lake: Lake, tmp_path: Path) -> None:
-    """Typed, by day; an attempt without a transaction has no PDUs; an open segment waits."""
+    """Typed, by day; an attempt without a transaction has no PDUs."""
     ledger = tmp_path / "ledger [1]"
     unreachable = line(
         transaction_id=None, attempt=0, outcome="unreachable", status=None, pdus=[], refused={},
         ms=NOW_MS - DAY_MS, reused=False, lsso=None, reason="no route",
     )  # fmt: skip
     write(ledger, "fedsender.b.000001.jsonl", line(), unreachable)
-    write(ledger, "fedsender.b.000002.open", line(transaction_id="t2"))
     told = read(spark, lake, ledger)
     assert (told.attempts, told.pdus, told.rejects, told.segments) == (2, 2, 0, 1)
     rows = sorted(lake.frame(spark, schemas.ATTEMPTS).collect(), key=lambda row: row["ms"])
@@ -164,25 +164,73 @@ def test_a_line_of_the_future_is_of_now(
         assert {file.part for file in lake.files(table)} == {"2026-01-06"}
 
 
-def test_a_segment_that_is_closed_while_an_audit_looks_is_read(
-    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_segment_that_is_read_while_it_is_open_counts_once(
+    spark: "SparkSession", lake: Lake, tmp_path: Path
 ) -> None:
-    """Whatever the daemon closes between one look at the directory and the next."""
+    """It grows, by the end of a torn line too, and a reader is killed; it is closed. What is the
+    same then is not read again."""
+    ledger, half = tmp_path / "ledger", json.dumps(line(transaction_id="t3"))
+
+    def add(text: str) -> None:
+        with (ledger / "f.b.000001.open").open("a") as segment:
+            segment.write(text)
+
+    def read_so_far() -> tuple[int, int, int]:
+        told = read(spark, lake, ledger)
+        return told.attempts, told.pdus, told.rejects
+
+    def kill(point: str) -> None:
+        if point == "before commit":
+            raise Killed
+
+    write(ledger, "f.b.000001.open", line(), line(transaction_id="t2"), half[:40])
+    write(ledger, "f.b.000002.open", line(transaction_id="t5"))
+    assert read_so_far() == (3, 6, 0)
+    commit = lake.manifest.commit
+    assert read_so_far() == (0, 0, 0)
+    assert lake.manifest.commit == commit
+    add(half[40:] + "\n{bad\n")
+    with pytest.raises(Killed):
+        read(spark, open_lake(lake.directory, US, faults=kill), ledger)
+    assert read_so_far() == (1, 2, 1)
+    for path in list(ledger.glob("*.open")):
+        path.rename(path.with_suffix(".jsonl"))
+    assert new_segments(lake, ledger) == []
+    with (ledger / "f.b.000002.jsonl").open("a") as segment:
+        segment.write(json.dumps(line(transaction_id="t6")) + "\n")
+    assert read_so_far() == (1, 2, 0)
+    rows = lake.read(schemas.ATTEMPTS, ["segment", "transaction_id"]).to_pylist()
+    assert sorted(tuple(row.values()) for row in rows) == [
+        ("f.b.000001.jsonl", "t1"), ("f.b.000001.jsonl", "t2"), ("f.b.000001.jsonl", "t3"),
+        ("f.b.000002.jsonl", "t5"), ("f.b.000002.jsonl", "t6")]  # fmt: skip
+    sizes = {path.stem: path.stat().st_size for path in ledger.iterdir()}
+    assert ledger_lines.bytes_read(lake) == sizes
+
+
+def test_what_the_daemon_does_to_an_open_segment_meanwhile_takes_no_line_away_and_adds_none(
+    spark: "SparkSession", lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes one after the directory was listed, and writes to another before its bytes are
+    read: those are for the next time, as `health --follow` goes on behind what was read."""
     ledger = tmp_path / "ledger"
-    write(ledger, "f.b.000001.jsonl", line())
-    write(ledger, "f.b.000002.open", line())
-    looks = 0
+    first = write(ledger, "f.b.000001.open", line())
+    second = write(ledger, "f.b.000002.open", line(transaction_id="t2"))
 
-    def closing(directory: Path) -> list[Path]:
-        nonlocal looks
-        looks += 1
-        if looks == 2:
-            (ledger / "f.b.000002.open").rename(ledger / "f.b.000002.jsonl")
-        return segments(directory)
+    def listed(directory: Path) -> list[Path]:
+        found = segments(directory)
+        first.rename(first.with_suffix(".jsonl"))
+        return found
 
-    monkeypatch.setattr(ledger_lines, "segments", closing)
-    found = {path.name.rpartition(".")[0] for path in ledger_lines.unread_segments(lake, ledger)}
-    assert found == {"f.b.000001", "f.b.000002"}
+    def batches(*_: object) -> list[dict[Path, int]]:
+        found = [dict(batch) for batch in new_segments(lake, ledger)]
+        write(ledger, second.name, line(transaction_id="t2"), line(transaction_id="t3"))
+        return found
+
+    monkeypatch.setattr(ledger_lines, "segments", listed)
+    monkeypatch.setattr(ledger_lines, "new_segments", batches)
+    assert read(spark, lake, ledger).attempts == 2
+    monkeypatch.undo()
+    assert read(spark, lake, ledger).attempts == 1
 
 
 def test_what_cannot_be_read_is_set_apart_whole(

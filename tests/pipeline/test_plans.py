@@ -11,8 +11,9 @@ from tests.pipeline.test_audit import config_of, event, lake_of
 from tests.pipeline.test_ledger_lines import line, write
 
 from fedsender.pipeline import accounts, health, intervals, ledger_lines, plan, rebuild, schemas
-from fedsender.pipeline.accounts import Accounts, Known, Look
-from fedsender.pipeline.lake import Lake
+from fedsender.pipeline.accounts import Accounts, Look
+from fedsender.pipeline.intervals import few
+from fedsender.pipeline.lake import Lake, listed
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -84,18 +85,16 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     expected = rebuild.rebuild(spark, lake, config)
     yield "rebuild", expected
     yield "differences", rebuild.differences(spark, lake, expected)
-    known = Known(lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS))
-    owned = accounts.ownership(known.attempts, config.instance_name)
+    owned = accounts.ownership(spark, lake, config.instance_name)
     owed = accounts.owed_ranges(spark, lake)
     claims = accounts.claims(spark, lake, owned, owed)
     yield "claims", claims
     dates = accounts.read_days(spark, lake)
-    units = accounts.touched(spark, lake, known, claims, dates)
-    assert units is not None
-    assert units.rows
-    later = Accounts(spark, lake, config, known, owned, owed, Look(dates, 1, units))
+    unit = {"server": "a.example", "room_id": "!r", "day": str(_DAY)}
+    units = few(listed(spark, [unit], "server: STRING, room_id: STRING, day: DATE"))
+    later = Accounts(spark, lake, config, owned, owed, Look(dates, 1, units))
     yield "stretches of what was touched", later.stretches()
-    view = Accounts(spark, lake, config, known, owned, owed, Look(dates))
+    view = Accounts(spark, lake, config, owned, owed, Look(dates))
     places = view.places
     yield "stretches", view.stretches()
     # What is made of these is planned for itself.
@@ -107,12 +106,8 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     yield "superseded", view.superseded(by_day)
     yield "missing", view.missing(by_day)
     yield "reasons", accounts.explained(spark, lake, lake.frame(spark, schemas.MISSING))
-    ledger = lake.directory.parent / "ledger"
-    fresh = ledger_lines.fresh_lines(spark, lake, ledger)
-    assert fresh is not None
-    yield "new lines", ledger_lines.pdus_of(fresh)
-    segments = tuple(ledger.iterdir())
-    lines = ledger_lines.parsed(spark, segments)
+    lines = ledger_lines.parsed(spark, (lake.directory.parent / "ledger").iterdir())
+    yield "new lines", ledger_lines.pdus_of(ledger_lines._unseen(spark, lake, lines))
     waited = health.waits(lake.frame(spark, schemas.PDUS), events)
     yield "hours", health.hours(ledger_lines.attempts_of(lines), waited)
     days = lake.frame(spark, schemas.HEALTH_DAYS)

@@ -89,8 +89,9 @@ class Ownership:
     purged: list[Range] = field(default_factory=list)
 
 
-def ownership(attempts: DataFrame, instance: str) -> Ownership:
-    """The ownership by this sender's notes in `attempts`."""
+def ownership(spark: SparkSession, lake: Lake, instance: str) -> Ownership:
+    """The ownership by this sender's notes in the ledger."""
+    attempts = lake.frame(spark, schemas.ATTEMPTS)
     notes = (
         attempts.where(attempts["outcome"].isin(*_RANK) & (attempts["instance"] == instance))
         .where("position is not null")
@@ -596,9 +597,7 @@ def claims(spark: SparkSession, lake: Lake, owned: Ownership, owed: DataFrame) -
     return rows.select(*schemas.CLAIMS.columns).distinct()
 
 
-def touched(
-    spark: SparkSession, lake: Lake, known: "Known", now: DataFrame, days: Days
-) -> Keys | None:
+def touched(spark: SparkSession, lake: Lake, now: DataFrame, days: Days) -> Keys | None:
     """The units of events up to the last audit whose fates may be others now; None: any.
 
     Args:
@@ -609,7 +608,7 @@ def touched(
     both = intervals.changes_of(now, _CLAIM).unionByName(intervals.changes_of(was, _CLAIM))
     changed = kept(intervals.paired(both, _CLAIM).where(f"first <= {after}"))
     elsewhere = changed.where("room_id is null")
-    ranges = [_said_by_lines(spark, lake, known, after), changed.where("room_id is not null")]
+    ranges = [_said_by_lines(spark, lake, after), changed.where("room_id is not null")]
     if not elsewhere.isEmpty():
         if not elsewhere.where(_EVERYWHERE).isEmpty():
             return None
@@ -639,12 +638,10 @@ def touched(
     return few(found.where(f"{first} <= {last}").selectExpr("server", "room_id", day))
 
 
-def _said_by_lines(spark: SparkSession, lake: Lake, known: "Known", after: int) -> DataFrame:
+def _said_by_lines(spark: SparkSession, lake: Lake, after: int) -> DataFrame:
     """server, room_id, first, last: the events up to `after` of which the ledger has new lines."""
     older = lake.frame(spark, schemas.PDUS)
     new = older.where(f"version > {lake.position('audit_version')}")
-    if known.unread is not None:
-        new = new.unionByName(known.unread)
     new = new.where(f"stream_ordering <= {after} or supersedes_from <= {after}")
     says = F.expr("outcome in ('delivered', 'unknown', 'dropped')")
     missing = lake.frame(spark, schemas.MISSING).selectExpr("server as destination", "event_id")
@@ -664,21 +661,6 @@ def _said_by_lines(spark: SparkSession, lake: Lake, known: "Known", after: int) 
 _RANGE: Final = "first: BIGINT, last: BIGINT"
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The ledger's lines, as rows of `attempts` and of `pdus`.
-
-    Attributes:
-        unread: those of `pdus` that the lake does not have; None: it has all.
-        began: the last event before the ledger; None: it has no live event.
-    """
-
-    attempts: DataFrame
-    pdus: DataFrame
-    unread: DataFrame | None = None
-    began: int | None = None
-
-
 _SAID: Final = schemas.PDUS.only(
     *("destination", "room_id", "event_id", "stream_ordering", "ms", "instance"),
     *("outcome", "refused", "supersedes_from", "supersedes_to"),
@@ -686,7 +668,7 @@ _SAID: Final = schemas.PDUS.only(
 """The columns that an audit of what is new reads: Arrow takes a third of the CPU for these."""
 
 
-def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataFrame:
+def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     """The PDUs that say something of the events to look at.
 
     Not by time: the homeserver's clock and the ledger's may differ by any time.
@@ -701,8 +683,6 @@ def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataF
         if pairs.rows is not None:
             wanted |= ((at >= look.first) | (upto >= look.first)) & near(pairs.rows)
     pdus = lake.some(spark, _SAID, wanted)
-    if known.unread is not None:
-        pdus = pdus.unionByName(known.unread.select(*_SAID.columns))
     newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
     if pairs is None:
         return newer
@@ -720,7 +700,6 @@ class Accounts:
         spark: SparkSession,
         lake: Lake,
         config: Config,
-        known: Known,
         owned: Ownership,
         owed: DataFrame,
         look: Look,
@@ -729,9 +708,10 @@ class Accounts:
         self._spark = spark
         self._lake = lake
         self._config = config
-        self._known = known
         self.look = look
-        self._pdus = known.pdus if look.is_whole else kept(selected(spark, lake, known, look))
+        self._pdus = (
+            lake.frame(spark, schemas.PDUS) if look.is_whole else kept(selected(spark, lake, look))
+        )
         self._owned = owned
         self.places = self.keep(places_of(spark, lake, look))
         rooms = None if look.is_whole else few(self.places.select("room_id"))
@@ -771,7 +751,7 @@ class Accounts:
             .unionByName(self._owed)
             .unionByName(self._accepted())
         )
-        gone = let_go(self._owned, self._known.attempts, self._spans, self._config)
+        gone = let_go(self._owned, self._table(schemas.ATTEMPTS), self._spans, self._config)
         if gone is not None:
             spans = spans.unionByName(gone)
         proven = points(answers(self._pdus), self.places)
@@ -800,7 +780,7 @@ class Accounts:
         the lines that the lake has let go.
         """
         let_go = self._lake.position(LET_GO)
-        last = began(self._known, self._owned) if let_go < 0 else let_go
+        last = began(self._lake, self._owned) if let_go < 0 else let_go
         end = F.lit(last).cast("bigint")
         return self._spans.withColumns({"last": end, "kind": F.lit("before_ledger")})
 
@@ -923,16 +903,18 @@ def explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
     )
 
 
-def began(known: Known, owned: Ownership) -> int | None:
+def began(lake: Lake, owned: Ownership) -> int | None:
     """The last event before the ledger's start; None: it has not started."""
-    return min((at for at in (known.began, owned.began) if at is not None), default=None)
+    live = lake.manifest.positions.get(ledger_lines.FIRST_LIVE)
+    starts = (None if live is None else live - 1, owned.began)
+    return min((at for at in starts if at is not None), default=None)
 
 
-def rules(known: Known, owned: Ownership, config: Config, upto: int) -> int:
+def rules(lake: Lake, owned: Ownership, config: Config, upto: int) -> int:
     """A number that is another one where notes or lists say otherwise of events up to `upto`."""
     senders = config.homeserver.federation_sender_instances or ()
     said: list[object] = [
-        began(known, owned),
+        began(lake, owned),
         [config.instance_name, *senders],
         [repr(config.allow), repr(config.deny)],
     ]

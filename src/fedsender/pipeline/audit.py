@@ -1,10 +1,9 @@
 """`fedsender pipeline audit`: the expected deliveries, compared with those that are proven.
 
 Expected: the lake's intervals and events, up to the position that the last ingest read. Proven: the
-ledger, from the lake and, for newer lines, from the segments themselves, also the open ones. A line
-is in the ledger before the homeserver's database has it. So all that this database counted as
-delivered at the ingest is there. A delivery is missing if it is not proven, and the databases did
-not owe it at the ingest.
+ledger, as the lake has read it, open segments too. A line is in the ledger before the homeserver's
+database has it, and the ledger is read after the databases. So all that a database counted as
+delivered is there. A delivery is missing if it is not proven, and the databases did not owe it.
 
 `audit --accept FILE`: deliveries that an operator accepts as not made, so that they are not
 missing. A line is a server (`*`: every one) and an event, or a range of stream orderings:
@@ -34,7 +33,7 @@ from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, Usage, accounts, ledger_lines, schemas
-from fedsender.pipeline.accounts import Accounts, Days, Known, Look, Ownership
+from fedsender.pipeline.accounts import Accounts, Days, Look, Ownership
 from fedsender.pipeline.intervals import among_rows
 from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.schemas import FATES
@@ -98,19 +97,18 @@ def audit(
         since: the first day of events that count.
 
     Raises:
-        PipelineError: nothing was ingested, or the ledger cannot be read.
+        PipelineError: nothing was ingested.
     """
     upto = lake.position("intervals")
     if upto < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
-    with steps.spark("ledger since then", spark):
+    with steps.spark("what may have changed", spark):
         days = accounts.read_days(spark, lake)
-        known = known_lines(spark, lake, config.ledger.directory)
-        owned = accounts.ownership(known.attempts, config.instance_name)
+        owned = accounts.ownership(spark, lake, config.instance_name)
         owed = kept(accounts.owed_ranges(spark, lake))
         claims = kept(accounts.claims(spark, lake, owned, owed))
     first = 0 if since is None else days.first_of(since)
-    look = _goes_on(spark, lake, config, days, known, owned, claims, first)
+    look = _goes_on(spark, lake, config, days, owned, claims, first)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
         anew = look is None
         if look is None:
@@ -118,7 +116,7 @@ def audit(
             for table in _FINDINGS:
                 commit.clear(table)
             commit.set_position("audit_from", first)
-        view = Accounts(spark, lake, config, known, owned, owed, look)
+        view = Accounts(spark, lake, config, owned, owed, look)
         _look_at(spark, lake, commit, view, anew=anew)
         commit.clear(schemas.CLAIMS)
         commit.append_frame(schemas.CLAIMS, claims.coalesce(1))
@@ -127,7 +125,7 @@ def audit(
         commit.set_position("audit", upto)
         commit.set_position("audit_ms", real_runtime().now_ms())
         commit.set_position("audit_version", commit.version)
-        commit.set_position("audit_rules", accounts.rules(known, owned, config, upto))
+        commit.set_position("audit_rules", accounts.rules(lake, owned, config, upto))
         step.say("")
     with steps.spark("summing up", spark) as step:
         told = summed_up(spark, lake, since=since)
@@ -144,7 +142,6 @@ def _goes_on(
     lake: Lake,
     config: Config,
     days: Days,
-    known: Known,
     owned: Ownership,
     claims: DataFrame,
     first: int,
@@ -157,9 +154,9 @@ def _goes_on(
     after = lake.position("audit")
     if after < 0 or lake.position("audit_from") > first:
         return None
-    if lake.position("audit_rules") != accounts.rules(known, owned, config, after):
+    if lake.position("audit_rules") != accounts.rules(lake, owned, config, after):
         return None
-    units = accounts.touched(spark, lake, known, claims, days)
+    units = accounts.touched(spark, lake, claims, days)
     if units is None or units.rows is None:
         return None
     return Look(days, after, units if units.rows.num_rows else None)
@@ -276,30 +273,7 @@ def missing_pairs(
         yield [list(row) for row in some]
 
 
-# --- what the ledger says -------------------------------------------------------------------------
-
-
-def known_lines(spark: SparkSession, lake: Lake, directory: Path) -> Known:
-    """The ledger's lines: from the lake, and from segments that it has not read.
-
-    Lines that are not in the lake are read at once, as the daemon goes on writing.
-
-    Raises:
-        PipelineError: the ledger cannot be read.
-    """
-    fresh = ledger_lines.fresh_lines(spark, lake, directory)
-    attempts, pdus = lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS)
-    live = lake.manifest.positions.get(ledger_lines.FIRST_LIVE)
-    unread = None
-    if fresh is not None:
-        attempts = attempts.unionByName(ledger_lines.attempts_of(fresh))
-        unread = ledger_lines.pdus_of(fresh).withColumn("version", F.lit(None).cast("bigint"))
-        pdus = pdus.unionByName(unread)
-        row = unread.where("lane = 'live'").agg(F.min("stream_ordering").alias("live")).first()
-        found = [at for at in (live, None if row is None else row["live"]) if at is not None]
-        live = min(found, default=None)
-    return Known(attempts, pdus, unread, None if live is None else live - 1)
-
+# --- what an operator accepts ---------------------------------------------------------------------
 
 MOST_BYTES: Final = 64 * 2**20
 _LINE: Final = re.compile(

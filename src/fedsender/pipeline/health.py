@@ -5,9 +5,9 @@ times are KLL sketches, which Spark merges for any window. A day with new attemp
 and whole, so a job that is repeated changes nothing.
 
 `fedsender pipeline health` writes one small SQLite file for the daemon (`fedsender.health`), out of
-those rows and the lines of the ledger that the lake has not read. With `--follow` a Spark stream
-goes on from there. It keeps no state of its own: after a kill the next start begins with the lake
-again. So every line counts exactly once.
+those rows. With `--follow` a Spark stream goes on with the lines of the ledger that the lake has
+not read. It keeps no state of its own: after a kill the next start begins with the lake again. So
+every line counts exactly once.
 """
 
 import datetime
@@ -373,9 +373,6 @@ def health(
     with steps.spark("health", spark) as step:
         update(spark, lake)
         state = _recent(spark, lake)
-        fresh = None if every_seconds else ledger_lines.fresh_lines(spark, lake, ledger)
-        if fresh is not None:
-            state = kept(state.unionByName(_hours_of(fresh)))
         newest_ms = _write(state, path, told)
         if every_seconds is not None:
             _follow(spark, lake, config, state, newest_ms, told, every_seconds)
@@ -391,11 +388,6 @@ def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
     return rows.unionByName(before).where(OF_SERVERS)
 
 
-def _hours_of(lines: DataFrame) -> DataFrame:
-    """The hours of valid lines."""
-    return hours(ledger_lines.attempts_of(lines)).drop("day")
-
-
 def _follow(
     spark: SparkSession,
     lake: Lake,
@@ -408,14 +400,14 @@ def _follow(
     """Add the lines that the lake does not have, and those that come, until interrupted."""
     ledger = config.ledger.directory
     there = {path.stem for path in segments(ledger)}
-    known = lake.read(schemas.SEGMENTS, ["name", "bytes"]).to_pylist()
-    sizes = {row["name"].removesuffix(".jsonl"): row["bytes"] for row in known}
-    after = {name: size for name, size in sizes.items() if name in there}
+    read = ledger_lines.bytes_read(lake)
+    after = {name: size for name, size in read.items() if name in there}
 
     def absorb(batch: DataFrame, _number: int) -> None:
         nonlocal state, newest_ms
         lines = ledger_lines.parsed_text(batch).where("why is null").dropDuplicates(["line"])
-        rows = _of_a_day(state, newest_ms).unionByName(_hours_of(lines))
+        new = hours(ledger_lines.attempts_of(lines)).drop("day")
+        rows = _of_a_day(state, newest_ms).unionByName(new)
         state = kept(merged(rows, "server", "hour_ms"))
         newest_ms = _write(state, config.pipeline.health, told)
         told.batches += 1

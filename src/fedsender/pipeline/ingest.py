@@ -305,7 +305,11 @@ def _today() -> int:
 def read_ledger(
     spark: SparkSession, lake: Lake, directory: Path, steps: Steps, told: Ingested
 ) -> None:
-    """Read the ledger's closed segments that are new."""
+    """Bring the ledger's new lines into the lake: those of an audit or health that comes next.
+
+    Raises:
+        PipelineError: the ledger cannot be read.
+    """
 
     def read_new() -> None:
         for batch in ledger_lines.new_segments(lake, directory):

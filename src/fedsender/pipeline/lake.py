@@ -462,14 +462,14 @@ class Commit:
         with ExitStack() as stack:
             for part, rows in groups:
                 if part not in files:
-                    path = self._stage(table)
+                    path = self.stage(table)
                     writer = pq.ParquetWriter(path, rows.schema, compression="zstd")
                     files[part] = path, stack.enter_context(writer)
                 files[part][1].write_table(rows)
         return sum(self._adopt(table, path, part) for part, (path, _) in files.items())
 
-    def _stage(self, table: LakeTable) -> Path:
-        """A path for files of this table that are to be adopted."""
+    def stage(self, table: LakeTable) -> Path:
+        """A path for files about this table, which is gone after the commit."""
         self._files += 1
         (self._directory / STAGING).mkdir(exist_ok=True, mode=0o700)
         return self._directory / STAGING / f"{table.name}-{self._files:03d}"
@@ -480,7 +480,7 @@ class Commit:
         Columns that the rows do not have are null; `version` is this commit's. It makes a file for
         each of the frame's partitions (and of the table's parts): repartition it before.
         """
-        staging = self._stage(table)
+        staging = self.stage(table)
         given = {"version": f"{self.version}L"} | {name: f"`{name}`" for name in frame.columns}
         values = {
             name: f"cast({given.get(name, 'null')} as {kind})"

@@ -1,14 +1,15 @@
-"""From the ledger's closed segments to `attempts`, `pdus` and `rejects`, by Spark.
+"""From the ledger's segments, open ones too, to `attempts`, `pdus` and `rejects`, by Spark.
 
 A line that cannot be read is not lost: it goes to `rejects`, complete, with the reason. A line is
 identified by its text. So a line that comes twice (a segment restored from a backup, a copy) counts
 once, and a late line goes to its own day.
 """
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -17,12 +18,10 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.pipeline import PipelineError, latest_ms, schemas
 from fedsender.pipeline.lake import Commit, Lake, in_days
-from fedsender.pipeline.session import kept
-from fedsender.segments import segments
+from fedsender.segments import open_segment, segments, whole_bytes
 
 Batch = Mapping[Path, int]
-"""Segments that are read together, and the bytes of each."""
-T = TypeVar("T")
+"""Segments that are read together, and the bytes to read of each."""
 
 MAX_BATCH_BYTES: Final = 2**30
 _TRIES: Final = 3
@@ -57,8 +56,8 @@ class Read:
     unknown_fields: int
 
 
-def from_segments(directory: Path, read: Callable[[], T]) -> T:
-    """The result of `read`, which is called again where a segment that it reads has gone.
+def from_segments(directory: Path, read: Callable[[], None]) -> None:
+    """Call `read`, and again where a segment that it reads has gone.
 
     The daemon gives a segment that it closes another name, and deletes segments by age.
 
@@ -70,64 +69,43 @@ def from_segments(directory: Path, read: Callable[[], T]) -> T:
     tries = 0
     while True:
         try:
-            return read()
-        except PySparkException as error:
+            read()
+        except (PySparkException, OSError) as error:
             tries += 1
-            gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
+            text = f"{type(error).__name__}: {error}"
+            gone = "FileNotFound" in text or "PATH_NOT_FOUND" in text
             if not gone or tries == _TRIES:
                 raise PipelineError(f"ledger: {str(error)[:500]}") from None
+        else:
+            return
+
+
+def bytes_read(lake: Lake) -> dict[str, int]:
+    """The bytes of each segment that the lake has read, by the segment's name without suffix."""
+    rows = lake.read(schemas.SEGMENTS).sort_by("version").to_pylist()
+    return {row["name"].removesuffix(".jsonl"): row["bytes"] for row in rows}
 
 
 def new_segments(lake: Lake, directory: Path) -> Sequence[Batch]:
-    """Closed segments that the lake has not read, or not at their present size, in batches."""
-    return _unread(lake, [path for path in segments(directory) if path.suffix == ".jsonl"])
+    """Segments with lines that the lake has not read, in batches.
 
-
-def _unread(lake: Lake, closed: Iterable[Path]) -> Sequence[Batch]:
-    known = lake.read(schemas.SEGMENTS).to_pylist()
-    sizes = {row["name"]: row["bytes"] for row in sorted(known, key=lambda row: row["version"])}
+    A closed one is new, too, if it has another size than when it was read. An open one ends at its
+    last whole line: a torn one waits for its end, or is cut off by the daemon's next start.
+    """
+    known = bytes_read(lake)
     batches: list[dict[Path, int]] = []
-    for path in closed:
+    for path in segments(directory):
         try:
-            size = path.stat().st_size
-        except FileNotFoundError:
+            is_open = path.suffix == ".open"
+            size = whole_bytes(path.with_suffix("")) if is_open else path.stat().st_size
+        except FileNotFoundError:  # Deleted by age.
             continue
-        if sizes.get(path.name) == size:
+        if known.get(path.stem, 0) == size:
             continue
         if not batches or sum(batches[-1].values()) + size > MAX_BATCH_BYTES:
             batches.append({})
         batches[-1][path] = size
     return batches
-
-
-def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
-    """Segments with lines that the lake does not have yet, also open ones.
-
-    The directory is listed once: a segment that is closed between two listings would be in neither
-    result.
-    """
-    found = segments(directory)
-    closed = _unread(lake, [path for path in found if path.suffix == ".jsonl"])
-    return (
-        *(path for batch in closed for path in batch),
-        *(path for path in found if path.suffix == ".open"),
-    )
-
-
-def fresh_lines(spark: SparkSession, lake: Lake, directory: Path) -> DataFrame | None:
-    """The valid lines that are not in the lake, computed now; None: there is no such segment.
-
-    Raises:
-        PipelineError: the ledger cannot be read.
-    """
-
-    def read_new() -> DataFrame | None:
-        paths = unread_segments(lake, directory)
-        if not paths:
-            return None
-        return kept(_unseen(spark, lake, kept(parsed(spark, paths).where("why is null"))))
-
-    return from_segments(directory, read_new)
 
 
 def _unseen(spark: SparkSession, lake: Lake, lines: DataFrame) -> DataFrame:
@@ -148,7 +126,15 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
     Raises:
         PySparkException: a segment was deleted while it was read; do not commit the batch.
     """
-    lines = parsed(spark, tuple(batch)).persist()
+    copies = commit.stage(schemas.SEGMENTS)
+    copies.mkdir()
+    lines = parsed(
+        spark,
+        [
+            path if path.suffix == ".jsonl" else _copied(path, size, copies)
+            for path, size in batch.items()
+        ],
+    ).persist()
     good, bad = lines.where("why is null"), lines.where("why is not null")
     fresh = _unseen(spark, lake, good).persist()
     attempts = commit.append_frame(schemas.ATTEMPTS, by_day(attempts_of(fresh)))
@@ -167,12 +153,24 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
         commit.set_position(FIRST_LIVE, min(row["live"], lake.position(FIRST_LIVE, row["live"])))
     fresh.unpersist()
     lines.unpersist()
-    sizes = [{"name": path.name, "bytes": size} for path, size in batch.items()]
+    sizes = [{"name": f"{path.stem}.jsonl", "bytes": size} for path, size in batch.items()]
     commit.append_rows(schemas.SEGMENTS, sizes)
     return Read(attempts, pdus, rejected, row["unknown"])
 
 
-def parsed(spark: SparkSession, paths: tuple[Path, ...]) -> DataFrame:
+def _copied(path: Path, size: int, directory: Path) -> Path:
+    """A copy of an open segment up to that size, under the name that it has when it is closed.
+
+    The daemon goes on writing to the segment itself, and Spark would read what comes meanwhile.
+    """
+    copy = directory / f"{path.stem}.jsonl"
+    with open_segment(path.with_suffix("")) as segment, copy.open("wb") as file:
+        shutil.copyfileobj(segment, file)
+        file.truncate(size)
+    return copy
+
+
+def parsed(spark: SparkSession, paths: Iterable[Path]) -> DataFrame:
     """Every line: its text, segment and fields, and `why` it is invalid (null: it is valid)."""
     text = spark.read.text([url(path) for path in paths], lineSep="\n")
     return parsed_text(text.select("value", F.col("_metadata.file_name").alias("segment")))

@@ -42,7 +42,7 @@ def unread(directory: Path, after: Offsets, most: int = BATCH_BYTES) -> dict[str
         known = ends[path.stem] = after.get(path.stem, 0)
         try:
             if new < most and path.stat().st_size > known:
-                ends[path.stem] = max(known, whole_bytes(path))
+                ends[path.stem] = max(known, whole_bytes(path.with_suffix("")))
         except FileNotFoundError:  # Closed meanwhile, or deleted by age: the next look knows.
             continue
         new += ends[path.stem] - known
