@@ -225,20 +225,28 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
     assert parquet(tmp_path) == files
 
 
+MANIFEST_TEXT = """
+{"lake": 4, "server_name": "us.example", "commit": 1, "positions": {}, "dropped": [],
+ "tables": {"events": [{"path": "events/1.parquet", "rows": "many", "bytes": 1, "part": ""}]}}
+"""
+
+
 @pytest.mark.parametrize(
     ("manifest", "said"),
     [
-        ("{", "is not a manifest"),
-        ("[]", "is not a manifest"),
-        ("{}", "is not a manifest"),
+        ("{", "manifest: Invalid JSON: EOF"),
+        ("[]", "manifest: Input should be "),
+        ("{}", "lake: Field required"),
         ('{"lake": 99}', "the lake has version 99, and this fedsender knows 4: use a newer one"),
         ('{"lake": 3}', "the lake has version 3, and this fedsender knows 4: ingest into a new"),
-        ('{"lake": 4, "tables": 3}', "is not a manifest"),
+        ('{"lake": "4"}', "lake: Input should be a valid integer"),
+        ('{"lake": 4, "server_name": "us.example"}', "commit: Field required"),
+        (MANIFEST_TEXT, r"tables\.events\.0\.rows: Input should be a valid integer$"),
     ],
 )
 def test_a_manifest_that_cannot_be_read(tmp_path: Path, manifest: str, said: str) -> None:
     (tmp_path / MANIFEST).write_text(manifest)
-    with pytest.raises(PipelineError, match=said):
+    with pytest.raises(PipelineError, match=rf"^{tmp_path}/MANIFEST.json: .*{said}"):
         open_lake(tmp_path, US)
 
 

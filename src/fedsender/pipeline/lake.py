@@ -23,15 +23,17 @@ import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Annotated, Final, TextIO
 from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -64,6 +66,17 @@ class LakeFile:
         return int(Path(self.path).name.split("-")[0])
 
 
+def _supported(version: int) -> int:
+    """The version that a lake of this one becomes."""
+    if FIRST_VERSION <= version <= LAKE_VERSION:
+        return LAKE_VERSION
+    remedy = (
+        "use a newer one" if version > LAKE_VERSION else "ingest into a new lake (pipeline.lake)"
+    )
+    said = f"the lake has version {version}, and this fedsender knows {LAKE_VERSION}: {remedy}"
+    raise PydanticCustomError("version", said)
+
+
 @dataclass(slots=True)
 class Manifest:
     """The manifest of a commit: immutable once it is on disk.
@@ -74,12 +87,15 @@ class Manifest:
         dropped: [path, time of its replacement in ms, commit of it] of files that may be deleted.
     """
 
+    lake: Annotated[int, AfterValidator(_supported)]
     server_name: str
-    lake: int = LAKE_VERSION
-    commit: int = 0
-    positions: dict[str, int] = field(default_factory=dict)
-    tables: dict[str, list[LakeFile]] = field(default_factory=dict)
-    dropped: list[tuple[str, int, int]] = field(default_factory=list)
+    commit: int
+    positions: dict[str, int]
+    tables: dict[str, list[LakeFile]]
+    dropped: list[tuple[str, int, int]]
+
+
+_MANIFEST: Final = TypeAdapter(Manifest)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -87,42 +103,27 @@ def read_manifest(directory: Path) -> Manifest | None:
 
     Raises:
         Usage: the lake's path is not a directory.
-        PipelineError: it cannot be read.
+        PipelineError: it cannot be read; the text names the field.
     """
     path = directory / MANIFEST
     try:
-        text = path.read_text()
+        return _MANIFEST.validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
         raise Usage(f"pipeline.lake: {directory}: is not a directory") from None
     except OSError as error:
         raise PipelineError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise PipelineError(f"{path}: is not a manifest of a lake: {error}") from None
-    try:
-        values: dict[str, Any] = json.loads(text)
-        version = values["lake"]
-        if not FIRST_VERSION <= version <= LAKE_VERSION:
-            newer = version > LAKE_VERSION
-            raise PipelineError(
-                f"{path}: the lake has version {version}, and this fedsender knows {LAKE_VERSION}:"
-                f" {'use a newer one' if newer else 'ingest into a new lake (pipeline.lake)'}"
-            )
-        tables = {
-            name: [LakeFile(**file) for file in files] for name, files in values["tables"].items()
-        }
-        dropped = [(str(name), int(ms), int(commit)) for name, ms, commit in values["dropped"]]
-        known = {"lake": LAKE_VERSION, "tables": tables, "dropped": dropped}
-        return Manifest(**(values | known))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PipelineError(f"{path}: is not a manifest of a lake: {error!r}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "manifest"
+        raise PipelineError(f"{path}: {field}: {first['msg']}") from None
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Put the manifest in place of the one on disk, by rename, durable."""
     with replaced(directory / MANIFEST) as file:
-        json.dump(asdict(manifest), file, indent=None, separators=(",", ":"))
+        file.write(_MANIFEST.dump_json(manifest).decode())
 
 
 @contextmanager
@@ -393,8 +394,8 @@ class Commit:
         self._dropped: list[str] = []
         self._changed: set[Path] = set()
         self._files = 0
-        self._manifest = Manifest(
-            base.server_name,
+        self._manifest = replace(
+            base,
             commit=base.commit + 1,
             positions=dict(base.positions),
             tables={name: list(files) for name, files in base.tables.items()},
@@ -555,7 +556,7 @@ def open_lake(
         if not create:
             raise Usage(f"{directory}: there is no lake; `fedsender pipeline ingest` makes it")
         _make(directory)
-        manifest = Manifest(server_name)
+        manifest = Manifest(LAKE_VERSION, server_name, 0, {}, {}, [])
     if manifest.server_name != server_name:
         raise Usage(
             f"{directory}: is the lake of {manifest.server_name}, and server_name is {server_name}"
