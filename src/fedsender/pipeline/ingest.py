@@ -45,7 +45,7 @@ MOST_NEWER: Final = 200_000
 
 
 @dataclass(slots=True)
-class Ingested:
+class Ingested(ledger_lines.Read):
     """The counts of a run, in rows; `from_sender`: events that the relay does not have."""
 
     events: int = 0
@@ -53,11 +53,6 @@ class Ingested:
     state_members: int = 0
     room_servers: int = 0
     from_sender: int = 0
-    segments: int = 0
-    attempts: int = 0
-    pdus: int = 0
-    rejects: int = 0
-    unknown_fields: int = 0
     snapshots: dict[str, int] = field(default_factory=dict)
 
 
@@ -314,12 +309,7 @@ def read_ledger(
     def read_new() -> None:
         for batch in ledger_lines.new_segments(lake, directory):
             with lake.commit() as commit:
-                read = ledger_lines.read_batch(spark, lake, commit, batch)
-            told.segments += len(batch)
-            told.attempts += read.attempts
-            told.pdus += read.pdus
-            told.rejects += read.rejects
-            told.unknown_fields += read.unknown_fields
+                ledger_lines.read_batch(spark, lake, commit, batch, told)
 
     with steps.spark("ledger", spark) as step:
         ledger_lines.from_segments(directory, read_new)

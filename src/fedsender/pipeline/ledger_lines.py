@@ -46,14 +46,15 @@ FIELDS: Final = {
 _NEEDED: Final = ("ms", "instance", "destination", "attempt", "outcome")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Read:
-    """The counts of a batch, in rows; `unknown_fields`: lines with fields we do not know."""
+    """The counts of what was read, in rows; `unknown_fields`: lines with fields we do not know."""
 
-    attempts: int
-    pdus: int
-    rejects: int
-    unknown_fields: int
+    segments: int = 0
+    attempts: int = 0
+    pdus: int = 0
+    rejects: int = 0
+    unknown_fields: int = 0
 
 
 def from_segments(directory: Path, read: Callable[[], None]) -> None:
@@ -120,8 +121,8 @@ def _unseen(spark: SparkSession, lake: Lake, lines: DataFrame) -> DataFrame:
     return _new(lines, lake.frame(spark, schemas.ATTEMPTS, parts))
 
 
-def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) -> Read:
-    """Add a batch's lines to the lake.
+def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, told: Read) -> None:
+    """Add a batch's lines to the lake, and their numbers to `told`.
 
     Raises:
         PySparkException: a segment was deleted while it was read; do not commit the batch.
@@ -155,7 +156,12 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
     lines.unpersist()
     sizes = [{"name": f"{path.stem}.jsonl", "bytes": size} for path, size in batch.items()]
     commit.append_rows(schemas.SEGMENTS, sizes)
-    return Read(attempts, pdus, rejected, row["unknown"])
+    # At the end: until here the batch may have to be read again.
+    told.segments += len(batch)
+    told.attempts += attempts
+    told.pdus += pdus
+    told.rejects += rejected
+    told.unknown_fields += row["unknown"]
 
 
 def _copied(path: Path, size: int, directory: Path) -> Path:
