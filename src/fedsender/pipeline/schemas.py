@@ -309,10 +309,10 @@ REJECTS = _table(
 )
 SEGMENTS = _table(
     "segments",
-    "A segment of the ledger that was read, with its size then.",
+    "A segment of the ledger, and the bytes of it that were read.",
     """
-    name STRING NOT NULL
-    bytes BIGINT NOT NULL
+    name STRING NOT NULL  -- the one that it has, or will have, when it is closed
+    bytes BIGINT NOT NULL  -- of an open segment: those of its whole lines
     version BIGINT NOT NULL
     """,
     key=("name",),
