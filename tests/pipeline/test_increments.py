@@ -339,7 +339,7 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
         read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
         days = accounts.read_days(spark, lake)
         owned = accounts.ownership(spark, lake, config.instance_name)
-        claims = accounts.claims(spark, lake, owned, accounts.owed_ranges(spark, lake))
+        claims = accounts.claims(spark, lake, owned)
         units = accounts.touched(spark, lake, claims, days)
         assert units is not None
         assert [tuple(row) for row in units.frame.collect()] == [

@@ -86,15 +86,14 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     yield "rebuild", expected
     yield "differences", rebuild.differences(spark, lake, expected)
     owned = accounts.ownership(spark, lake, config.instance_name)
-    owed = accounts.owed_ranges(spark, lake)
-    claims = accounts.claims(spark, lake, owned, owed)
+    claims = accounts.claims(spark, lake, owned)
     yield "claims", claims
     dates = accounts.read_days(spark, lake)
     unit = {"server": "a.example", "room_id": "!r", "day": str(_DAY)}
     units = few(listed(spark, [unit], "server: STRING, room_id: STRING, day: DATE"))
-    later = Accounts(spark, lake, config, owned, owed, Look(dates, 1, units))
+    later = Accounts(spark, lake, config, owned, claims, Look(dates, 1, units))
     yield "stretches of what was touched", later.stretches()
-    view = Accounts(spark, lake, config, owned, owed, Look(dates))
+    view = Accounts(spark, lake, config, owned, claims, Look(dates))
     places = view.places
     yield "stretches", view.stretches()
     # What is made of these is planned for itself.

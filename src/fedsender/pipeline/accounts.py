@@ -24,7 +24,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -143,14 +143,14 @@ def _in_order(note: dict[str, Any]) -> tuple[int, int, int, bool]:
 def let_go(
     owned: Ownership, attempts: DataFrame, spans: DataFrame, config: Config
 ) -> DataFrame | None:
-    """The expected ranges that were not this sender's or were given up; None: there are none.
+    """The expected ranges that were not this sender's or were denied; None: there are none.
 
     Columns: room_id, server, first, last, kind (`not_ours` or `given_up`).
 
     Raises:
         PipelineError: a note's lists cannot be read.
     """
-    ranges = [*owned.purged, *_denied(owned, spans, config)]
+    ranges = _denied(owned, spans, config)
     ranges += [
         Range(server, floor + 1, gap.upto, "not_ours")
         for gap in owned.gaps
@@ -566,34 +566,31 @@ def owed_ranges(spark: SparkSession, lake: Lake) -> DataFrame:
     )
 
 
-def claims(spark: SparkSession, lake: Lake, owned: Ownership, owed: DataFrame) -> DataFrame:
+def claims(spark: SparkSession, lake: Lake, owned: Ownership) -> DataFrame:
     """Rows of `claims`: what an audit takes from elsewhere than the ledger, each once."""
-
-    def points(table: schemas.LakeTable, server: str, kind: str) -> DataFrame:
-        rows = lake.frame(spark, table).where(
-            "event_id is not null and stream_ordering is not null"
-        )
-        at = ("stream_ordering as first", "stream_ordering as last")
-        return rows.selectExpr(f"{server} as server", "room_id", *at, f"'{kind}' as kind")
-
+    at = ("room_id", "event_id", "stream_ordering as first", "stream_ordering as last")
+    redeliveries = lake.frame(spark, schemas.REDELIVERIES).selectExpr(
+        "destination as server", *at, "'pending' as kind"
+    )
+    quarantined = lake.frame(spark, schemas.QUARANTINE).selectExpr(
+        f"coalesce(destination, '{EVERY_SERVER}') as server", *at, "'quarantined' as kind"
+    )
     accepted = lake.frame(spark, schemas.ACCEPTED).selectExpr(
-        "server",
-        "event_id",
-        "coalesce(first, 0) as first",
-        "coalesce(last, 0) as last",
+        *("server", "event_id", "coalesce(first, 0) as first", "coalesce(last, 0) as last"),
+        "'accepted' as kind",
+    )
+    purged = listed(spark, [asdict(each) for each in owned.purged], _NOTE_RANGE)
+    frames = (
+        owed_ranges(spark, lake),
+        redeliveries,
+        quarantined.where("event_id is not null and first is not null"),
         # Ranges may overlap, so that each is of a kind of its own.
-        "concat_ws(' ', 'accepted', first, last) as kind",
+        *(
+            rows.withColumn("kind", F.expr("concat_ws(' ', kind, first, last)"))
+            for rows in (accepted, purged)
+        ),
     )
-    purged = [asdict(each) | {"kind": f"purged {each.first} {each.last}"} for each in owned.purged]
-    rows = (
-        owed.unionByName(points(schemas.REDELIVERIES, "destination", "redelivery"))
-        .unionByName(
-            points(schemas.QUARANTINE, f"coalesce(destination, '{EVERY_SERVER}')", "quarantined")
-        )
-        .unionByName(accepted, allowMissingColumns=True)
-    )
-    if purged:
-        rows = rows.unionByName(listed(spark, purged, _NOTE_RANGE), allowMissingColumns=True)
+    rows = reduce(partial(DataFrame.unionByName, allowMissingColumns=True), frames)
     return rows.select(*schemas.CLAIMS.columns).distinct()
 
 
@@ -658,7 +655,7 @@ def _said_by_lines(spark: SparkSession, lake: Lake, after: int) -> DataFrame:
     )
 
 
-_RANGE: Final = "first: BIGINT, last: BIGINT"
+_RANGE: Final = "first: BIGINT, last: BIGINT, kind: STRING"
 
 
 _SAID: Final = schemas.PDUS.only(
@@ -701,10 +698,9 @@ class Accounts:
         lake: Lake,
         config: Config,
         owned: Ownership,
-        owed: DataFrame,
+        claims: DataFrame,
         look: Look,
     ) -> None:
-        """`owed`: as `owed_ranges` has it."""
         self._spark = spark
         self._lake = lake
         self._config = config
@@ -715,7 +711,10 @@ class Accounts:
         self._owned = owned
         self.places = self.keep(places_of(spark, lake, look))
         rooms = None if look.is_whole else few(self.places.select("room_id"))
-        self._owed = among(owed, rooms)
+        of_rooms = claims.where("room_id is null").unionByName(
+            among(claims.where("room_id is not null"), rooms)
+        )
+        self._claims = self.keep(of_rooms.withColumn("kind", F.expr("split(kind, ' ')[0]")))
         self._spans = self._expected(look, rooms)
 
     def keep(self, rows: DataFrame) -> DataFrame:
@@ -748,14 +747,13 @@ class Accounts:
             self._spans.withColumn("kind", F.lit(EXPECTED))
             .unionByName(self._before_ledger())
             .unionByName(self._stood_in().drop("by", "ms", "refused"))
-            .unionByName(self._owed)
-            .unionByName(self._accepted())
+            .unionByName(self._claimed())
         )
         gone = let_go(self._owned, self._table(schemas.ATTEMPTS), self._spans, self._config)
         if gone is not None:
             spans = spans.unionByName(gone)
         proven = points(answers(self._pdus), self.places)
-        told = points(self._taken_out().unionByName(self._to_redeliver()), self.places)
+        told = points(self._taken_out(), self.places)
         return stretches(ends_in_places(spans, self.places).unionByName(proven).unionByName(told))
 
     def _table(self, table: schemas.LakeTable) -> DataFrame:
@@ -784,55 +782,40 @@ class Accounts:
         end = F.lit(last).cast("bigint")
         return self._spans.withColumns({"last": end, "kind": F.lit("before_ledger")})
 
-    def _accepted(self) -> DataFrame:
-        """Ranges that the operator accepts, where events are expected."""
-        ranges = self._table(schemas.ACCEPTED).where("event_id is null")
-        everywhere = ranges.where(_EVERYWHERE).select("first", "last").collect()
-        found = ranges.where(f"not {_EVERYWHERE}").select("server", "first", "last")
+    def _claimed(self) -> DataFrame:
+        """The claims of ranges, where events are expected."""
+        ranges = self._claims.where("event_id is null").drop("event_id")
+        everywhere = ranges.where(_EVERYWHERE).select("first", "last", "kind").collect()
+        found = ranges.where(f"room_id is null and not {_EVERYWHERE}").drop("room_id")
         if everywhere:
             rows = F.inline(literal([each.asDict() for each in everywhere], _RANGE))
-            found = found.unionByName(
-                self._spans.select("server").distinct().select("server", rows)
-            )
-        return clipped(found.withColumn("kind", F.lit("accepted")), self._spans)
+            every = self._spans.select("server").distinct()
+            found = found.unionByName(every.select("server", rows))
+        of_rooms = ranges.where("room_id is not null")
+        return clipped(found, self._spans).unionByName(of_rooms)
 
     def _taken_out(self) -> DataFrame:
-        """Single events that are in quarantine, were dropped from it, or are accepted.
+        """The claims of single events, and those that were dropped from quarantine.
 
         An event for every server has a row for each server that should get it: these are few.
         """
-        quarantined = self._table(schemas.QUARANTINE).where("event_id is not null and kind = 'pdu'")
+        at = ("server", "room_id", "stream_ordering", "event_id", "kind")
+        claimed = self._claims.where("event_id is not null")
+        items = claimed.where("room_id is not null").withColumnRenamed("first", "stream_ordering")
+        accepted = claimed.where("room_id is null").select("server", "event_id", "kind")
+        placed = accepted.join(self.places.hint("shuffle_hash"), on="event_id", how="inner")
         dropped = self._pdus.where(
             (F.col("outcome") == "dropped") & (F.col("instance") == self._config.instance_name)
-        )
-        accepted = (
-            self._table(schemas.ACCEPTED)
-            .selectExpr("server as destination", "event_id")
-            .join(self.places.hint("shuffle_hash"), on="event_id", how="inner")
-        )
-        kinds = {"quarantined": quarantined, "given_up": dropped, "accepted": accepted}
-        named = (
-            rows.selectExpr(
-                f"nullif(destination, '{EVERY_SERVER}') as server",
-                *("room_id", "stream_ordering", "event_id", f"'{kind}' as kind"),
-            )
-            for kind, rows in kinds.items()
-        )
-        items = reduce(DataFrame.unionByName, named)
+        ).selectExpr("destination as server", *at[1:4], "'given_up' as kind")
+        found = items.select(*at).unionByName(placed.select(*at)).unionByName(dropped)
         everywhere = (
-            items.where("server is null")
+            found.where(_EVERYWHERE)
             .drop("server")
             .distinct()  # Of several senders each has one.
             .join(self._spans.hint("shuffle_hash"), on="room_id", how="inner")
             .where("stream_ordering >= first and (last is null or stream_ordering <= last)")
         )
-        found = ("server", "stream_ordering", "event_id", "kind")
-        return items.where("server is not null").select(*found).union(everywhere.select(*found))
-
-    def _to_redeliver(self) -> DataFrame:
-        return self._table(schemas.REDELIVERIES).selectExpr(
-            "destination as server", "stream_ordering", "event_id", "'pending' as kind"
-        )
+        return found.where(f"not {_EVERYWHERE}").unionByName(everywhere.select(*at))
 
     def superseded(self, found: DataFrame) -> DataFrame:
         """The stretches that catch-up left out, each with the first event that stood in for it."""

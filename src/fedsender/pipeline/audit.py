@@ -105,8 +105,7 @@ def audit(
     with steps.spark("what may have changed", spark):
         days = accounts.read_days(spark, lake)
         owned = accounts.ownership(spark, lake, config.instance_name)
-        owed = kept(accounts.owed_ranges(spark, lake))
-        claims = kept(accounts.claims(spark, lake, owned, owed))
+        claims = kept(accounts.claims(spark, lake, owned))
     first = 0 if since is None else days.first_of(since)
     look = _goes_on(spark, lake, config, days, owned, claims, first)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
@@ -116,7 +115,7 @@ def audit(
             for table in _FINDINGS:
                 commit.clear(table)
             commit.set_position("audit_from", first)
-        view = Accounts(spark, lake, config, owned, owed, look)
+        view = Accounts(spark, lake, config, owned, claims, look)
         _look_at(spark, lake, commit, view, anew=anew)
         commit.clear(schemas.CLAIMS)
         commit.append_frame(schemas.CLAIMS, claims.coalesce(1))

@@ -452,7 +452,8 @@ CLAIMS = _table(
     """
     server STRING NOT NULL  -- `*`: each
     room_id STRING  -- null: all rooms, or that of the event
-    event_id STRING  -- null: the range from first to last; else first and last say nothing
+    event_id STRING  -- null: the range from first to last
+        -- (of an event whose room is not named, these say nothing)
     first BIGINT NOT NULL
     last BIGINT
     kind STRING NOT NULL
