@@ -124,24 +124,23 @@ def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
     closed = []
     for path in torn:
         with path.open("r+b") as segment:
-            segment.truncate(whole_bytes(path.with_suffix("")))
+            segment.truncate(whole_bytes(segment))
         closed.append(path.with_suffix(".jsonl"))
         os.replace(path, closed[-1])
     return closed
 
 
-def whole_bytes(name: Path) -> int:
-    """The size in bytes of the whole lines of a segment (`open_segment`), found from its end."""
+def whole_bytes(segment: BinaryIO) -> int:
+    """The size in bytes of the whole lines of an open file, found from its end."""
     piece = 1 << 16
-    with open_segment(name) as segment:
-        end = segment.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - piece)
-            segment.seek(start)
-            last = segment.read(end - start).rfind(b"\n")
-            if last >= 0:
-                return start + last + 1
-            end = start
+    end = segment.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - piece)
+        segment.seek(start)
+        last = segment.read(end - start).rfind(b"\n")
+        if last >= 0:
+            return start + last + 1
+        end = start
     return 0
 
 

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.pipeline.test_audit import DAY_MS, EVENT_MS, SERVERS, START_MS, attempt, event, note, pdu
@@ -22,7 +23,7 @@ from tests.pipeline.test_ledger_lines import write
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import accounts, schemas
+from fedsender.pipeline import accounts, intervals, schemas
 from fedsender.pipeline import audit as module
 from fedsender.pipeline import lake as lake_module
 from fedsender.pipeline.audit import accept, audit
@@ -346,3 +347,31 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
             (SERVERS[0], "!r", datetime.date(2026, 1, 1))
         ]
         assert audit(spark, lake, config, steps).counts["delivered"] == 200
+
+
+def test_of_more_servers_than_are_held_here_no_line_is_passed_by(
+    spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late lines of two servers are two units, and four pairs with those of every server."""
+    monkeypatch.setattr(intervals, "MOST_KEYS", 2)
+    two = SERVERS[:2]
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    with lake.commit() as commit:
+        commit.append_rows(schemas.EVENTS, [event(at, "!r") for at in range(1, 201)])
+        spans = [{"room_id": "!r", "server": name, "first": 1, "last": None} for name in two]
+        commit.append_rows(schemas.INTERVALS, spans)
+        commit.set_position("events", 200)
+        commit.set_position("intervals", 200)
+    lines = [
+        attempt(name, pdu(at, "!r"), transaction_id=f"{name}{at}")
+        for at in range(1, 201)
+        for name in two
+    ]
+    config = from_values({"server_name": US, "signing_key": "key"}, directory=tmp_path)
+    missing = []
+    with showing(quiet=True) as steps:
+        for number, some in enumerate((lines[:8] + lines[10:], lines[8:10])):
+            write(tmp_path / "ledger", f"f.b.{number:06d}.jsonl", *some)
+            read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
+            missing.append(audit(spark, lake, config, steps).missing)
+    assert missing == [2, 0]

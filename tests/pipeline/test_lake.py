@@ -214,7 +214,7 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
     replace_with(lake, "a")
     manifest = (tmp_path / MANIFEST).read_text()
     (tmp_path / MANIFEST).unlink()
-    (tmp_path / f"{MANIFEST}.killed.new").mkdir()
+    (tmp_path / f"{MANIFEST}.killed.fedsender-draft").mkdir()
     open_lake(tmp_path, US, create=True)
     (tmp_path / MANIFEST).write_text(manifest)
     replace_with(lake, "b")
@@ -274,7 +274,7 @@ def test_a_file_is_replaced_whole_and_durable_or_stays_as_it_is(
     """A draft that a killed job left goes after days; one of a job that may still run stays."""
     path = tmp_path / "out" / "figures.prom"
     path.parent.mkdir()
-    drafts = [path.with_name(f"{path.name}.{age}.new") for age in ("old", "young")]
+    drafts = [path.with_name(f"{path.name}.{age}.fedsender-draft") for age in ("old", "young")]
     for draft in drafts:
         draft.mkdir()
         (draft / path.name).write_text("half")

@@ -233,6 +233,21 @@ def test_what_the_daemon_does_to_an_open_segment_meanwhile_takes_no_line_away_an
     assert read(spark, lake, ledger).attempts == 1
 
 
+def test_an_error_in_a_segment_names_the_ledger_and_a_java_that_has_ended_does_not(
+    tmp_path: Path,
+) -> None:
+    def failing(error: Exception) -> None:
+        def read() -> None:
+            raise error
+
+        ledger_lines.from_segments(tmp_path, read)
+
+    with pytest.raises(PipelineError, match=r"^ledger: .*f\.b\.000001\.open"):
+        failing(PermissionError(13, "Permission denied", "f.b.000001.open"))
+    with pytest.raises(ConnectionError):
+        failing(ConnectionRefusedError(111, "Connection refused"))
+
+
 def test_what_cannot_be_read_is_set_apart_whole(
     spark: "SparkSession", lake: Lake, tmp_path: Path
 ) -> None:

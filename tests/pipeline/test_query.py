@@ -140,7 +140,7 @@ def test_a_table_as_a_file(
     row = json.loads(lines[1])
     assert len(lines) == 5
     assert (row["edus"], row["outbox"], row["day"]) == ({"m.typing": 2}, [7, 8], str(DAY))
-    empty = tmp_path / "empty.parquet"
+    empty = tmp_path / "spark"
     assert run_command(["pipeline", "export", "intervals", "-c", config, "-o", str(empty)]) == 0
     assert pq.read_table(empty).column_names == [*INTERVALS.columns][:4]
     for wrong, said in (

@@ -674,11 +674,12 @@ def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     at, upto = ds.field("stream_ordering"), ds.field("supersedes_to")
     wanted = (at > after) | (upto > after)
     pairs = None
-    if look.units is not None:
+    if look.units is not None and look.units.rows is not None:
         names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
         pairs = few(look.units.frame.selectExpr(names, "room_id"))
-        if pairs.rows is not None:
-            wanted |= ((at >= look.first) | (upto >= look.first)) & near(pairs.rows)
+        servers = [*look.units.rows["server"].unique().to_pylist(), EVERY_SERVER]
+        said = ds.field("destination").isin(servers) & near(look.units.rows.select(["room_id"]))
+        wanted |= ((at >= look.first) | (upto >= look.first)) & said
     pdus = lake.some(spark, _SAID, wanted)
     newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
     if pairs is None:

@@ -31,16 +31,19 @@ app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark."
 
 @contextmanager
 def job(
-    name: str, config: Path, *, ingests: bool = False
+    name: str, config: Path, *, ingests: bool = False, writes: bool = False
 ) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
     """The parts of a job: a Spark session, the lake, the configuration, and its display.
 
-    A job that ingests makes the lake if there is none.
+    A job that ingests makes the lake if there is none. One that `writes` holds it, so that no other
+    job can come in between.
     """
     from fedsender.pipeline.ingest import rows_to_read, rows_to_work_on
     from fedsender.pipeline.session import showing, spark_session
 
     with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
+        if writes:
+            stack.enter_context(lake.held())
         steps = stack.enter_context(showing())
         unread = rows_to_read(lake, loaded) if ingests else 0
         if unread is None:
@@ -102,7 +105,7 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     """Bring new rows of the homeserver's database, and new ledger lines, into the lake."""
     from fedsender.pipeline.ingest import ingest as run
 
-    with job("ingest", config, ingests=True) as (spark, lake, loaded, steps):
+    with job("ingest", config, ingests=True, writes=True) as (spark, lake, loaded, steps):
         told = run(spark, lake, loaded, steps)
         position = lake.position("events")
     lines = [
@@ -241,7 +244,7 @@ def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
     """Merge small files of the lake, let old lines go, delete what is of no use any more."""
     from fedsender.pipeline import vacuum as module
 
-    with opened("vacuum", config) as (lake, loaded):
+    with opened("vacuum", config) as (lake, loaded), lake.held():
         told = module.vacuum(lake, loaded.pipeline.keep)
     say_answer(
         asdict(told),
@@ -286,7 +289,7 @@ def audit(
     first = _day(since)
     repaired = failed = None
     rows = None if accept is None else module.read_accepted(accept)
-    with job("audit", config) as (spark, lake, loaded, steps):
+    with job("audit", config, writes=True) as (spark, lake, loaded, steps):
         if rows is not None:
             module.accept(lake, rows)
         read_ledger(spark, lake, loaded.ledger.directory, steps, Ingested())
@@ -342,7 +345,7 @@ def health(
     from fedsender.pipeline import health as module
     from fedsender.pipeline.ingest import Ingested, read_ledger
 
-    with job("health", config) as (spark, lake, loaded, steps):
+    with job("health", config, writes=follow is None) as (spark, lake, loaded, steps):
         if follow is None:
             read_ledger(spark, lake, loaded.ledger.directory, steps, Ingested())
         told = module.health(spark, lake, loaded, steps, every_seconds=follow)
@@ -436,7 +439,7 @@ def report(config: ConfigFile, output: ReportFile = None) -> int:
     from fedsender.pipeline import report as module
 
     _check_target("-o", output)
-    with job("report", config) as (spark, lake, loaded, steps):
+    with job("report", config, writes=True) as (spark, lake, loaded, steps):
         path = (output or lake.directory / "report.html").absolute()
         module.report(spark, lake, loaded, steps, path)
     say(path)
@@ -466,7 +469,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender.pipeline.textfile import write_textfile
 
     _check_target("-o", output)
-    with job("run", config, ingests=True) as (spark, lake, loaded, steps):
+    with job("run", config, ingests=True, writes=True) as (spark, lake, loaded, steps):
         _check_target("pipeline.textfile", loaded.pipeline.textfile)
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)

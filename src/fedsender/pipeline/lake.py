@@ -1,7 +1,7 @@
 """The lake: Parquet files, and one manifest that lists the valid ones.
 
     MANIFEST.json                  the files of every table, and the position of each source
-    LOCK                           held by the one job that writes
+    LOCK                           held by the one job that writes, from its start to its end
     READERS                        held by each job, at the byte of the commit that it reads
     events/part=0/00000003-0001.parquet, attempts/day=2026-01-31/..., intervals/..., ...
     staging/                       files that a job has begun and not committed
@@ -22,7 +22,7 @@ import shutil
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final, TextIO
@@ -39,7 +39,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.pipeline import Busy, PipelineError, Usage
 from fedsender.pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
-from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME, LONGEST_JOB_S, own_directory
+from fedsender.pipeline.session import CHECKPOINTS, DRAFT, LOG_NAME, LONGEST_JOB_S, own_directory
 from fedsender.runtime import real_runtime
 
 MANIFEST: Final = "MANIFEST.json"
@@ -191,6 +191,7 @@ class Lake:
         self.manifest = manifest
         self.freed = 0
         self._faults = faults or (lambda _: None)
+        self._is_held = False
         self._readers = os.open(directory / "READERS", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._readers)
         self._hold()
@@ -298,6 +299,20 @@ class Lake:
         return ds.dataset(paths, schema=table.arrow_schema(), format="parquet")
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other jobs from writing to the lake while the body runs.
+
+        Raises:
+            Busy: another job is writing.
+        """
+        with locked(self.directory):
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
+
+    @contextmanager
     def commit(self) -> Iterator["Commit"]:
         """Change the lake: all is visible when the body ends, or nothing if it raises.
 
@@ -307,7 +322,7 @@ class Lake:
             Busy: another job is writing, or has written since this lake was opened.
             PipelineError: the lake is damaged.
         """
-        with locked(self.directory):
+        with nullcontext() if self._is_held else locked(self.directory):
             current = read_manifest(self.directory)
             if current is not None and current.commit != self.manifest.commit:
                 raise Busy(f"{self.directory}: another job has written to the lake")
@@ -575,7 +590,7 @@ def _make(directory: Path) -> None:
         strange = sorted(
             path.name
             for path in directory.iterdir()
-            if path.name not in known and path.suffix != ".new"
+            if path.name not in known and path.suffix != DRAFT
         )
     except OSError as error:
         raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None

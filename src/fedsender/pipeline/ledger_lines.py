@@ -71,6 +71,8 @@ def from_segments(directory: Path, read: Callable[[], None]) -> None:
     while True:
         try:
             read()
+        except ConnectionError:
+            raise  # Java has ended.
         except (PySparkException, OSError) as error:
             tries += 1
             text = f"{type(error).__name__}: {error}"
@@ -97,8 +99,11 @@ def new_segments(lake: Lake, directory: Path) -> Sequence[Batch]:
     batches: list[dict[Path, int]] = []
     for path in segments(directory):
         try:
-            is_open = path.suffix == ".open"
-            size = whole_bytes(path.with_suffix("")) if is_open else path.stat().st_size
+            if path.suffix == ".open":
+                with open_segment(path.with_suffix("")) as segment:
+                    size = whole_bytes(segment)
+            else:
+                size = path.stat().st_size
         except FileNotFoundError:  # Deleted by age.
             continue
         if known.get(path.stem, 0) == size:

@@ -42,7 +42,8 @@ def unread(directory: Path, after: Offsets, most: int = BATCH_BYTES) -> dict[str
         known = ends[path.stem] = after.get(path.stem, 0)
         try:
             if new < most and path.stat().st_size > known:
-                ends[path.stem] = max(known, whole_bytes(path.with_suffix("")))
+                with open_segment(path.with_suffix("")) as segment:
+                    ends[path.stem] = max(known, whole_bytes(segment))
         except FileNotFoundError:  # Closed meanwhile, or deleted by age: the next look knows.
             continue
         new += ends[path.stem] - known

@@ -60,7 +60,7 @@ def export(frame: DataFrame, target: Path, kind: str) -> None:
     """
     if kind == "parquet":
         with draft_of(target) as draft:
-            written = draft.with_name("spark")
+            written = draft.with_name(f"{draft.name}.d")
             frame.coalesce(1).write.parquet(f"file://{written}", compression="zstd")
             (only,) = written.glob("*.parquet")
             os.replace(only, draft)

@@ -40,6 +40,8 @@ OLDEST_JAVA: Final = 17
 LOG_NAME: Final = "spark.log"
 CHECKPOINTS: Final = "checkpoints"
 """The directory, below the lake's, for what `kept` writes on a cluster."""
+DRAFT: Final = ".fedsender-draft"
+"""The end of the name of a directory that goes with its job (`own_directory`)."""
 LONGEST_JOB_S: Final = 7 * 86_400
 """A directory of that age is of a job that was killed."""
 _LOG_BYTES: Final = 10 * 2**20
@@ -153,11 +155,11 @@ def own_directory(path: Path) -> Iterator[Path]:
 
     Those that killed jobs left go first.
     """
-    for old in path.parent.glob(f"{glob.escape(path.name)}.*.new"):
+    for old in path.parent.glob(f"{glob.escape(path.name)}.*{DRAFT}"):
         with suppress(FileNotFoundError):
             if time.time() - old.stat().st_mtime > LONGEST_JOB_S:
                 shutil.rmtree(old, ignore_errors=True)
-    place = (".new", f"{path.name}.", path.parent)
+    place = (DRAFT, f"{path.name}.", path.parent)
     with tempfile.TemporaryDirectory(*place, ignore_cleanup_errors=True) as name:
         yield Path(name)
 
