@@ -293,6 +293,11 @@ def test_what_is_no_plain_yaml_is_refused(text: str, expected: str) -> None:
         ("ledger: {segment_bytes: 3GiB}", "3:25", "is larger than keep_bytes"),
         ("ledger: {segment_every: 15d}", "3:25", "is longer than keep"),
         (
+            "ledger: {segment_every: 2d}\npipeline: {keep: 1d}",
+            "4:18",
+            "is shorter than ledger.segment_every",
+        ),
+        (
             "federation: {verify_certificates: false, ca_file: ca}",
             "3:51",
             "has no use with verify_certificates: false",

@@ -205,6 +205,7 @@ def test_a_segment_that_is_read_while_it_is_open_counts_once(
         ("f.b.000002.jsonl", "t5"), ("f.b.000002.jsonl", "t6")]  # fmt: skip
     sizes = {path.stem: path.stat().st_size for path in ledger.iterdir()}
     assert ledger_lines.bytes_read(lake) == sizes
+    assert lake.rows(schemas.SEGMENTS) == len(sizes)
 
 
 def test_what_the_daemon_does_to_an_open_segment_meanwhile_takes_no_line_away_and_adds_none(

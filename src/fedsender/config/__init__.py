@@ -5,6 +5,7 @@ file, line, column and setting. Whoever needs a part of it gets that section, no
 """
 
 import difflib
+import math
 import os
 import ssl
 import stat
@@ -300,6 +301,9 @@ class Config(Section):
             yield place, "has several senders: with feed.kind push they need a PostgreSQL database"
         if self.pipeline.relay is not None and self.feed.kind != "relay":
             yield ("pipeline", "relay"), "is of use where feed.kind is relay"
+        if self.ledger.segment_every > (self.pipeline.keep or math.inf):
+            # An open segment would bring back lines that the lake has let go.
+            yield ("pipeline", "keep"), "is shorter than ledger.segment_every"
         senders = self.homeserver.federation_sender_instances
         if senders and self.instance_name not in senders:
             place = ("homeserver", "federation_sender_instances")

@@ -328,7 +328,7 @@ class Look:
     def unit_days(self) -> set[datetime.date]:
         """The days of the units."""
         rows = None if self.units is None else self.units.rows
-        return set() if rows is None else set(rows["day"].to_pylist())
+        return set() if rows is None else set(rows["day"].unique().to_pylist())
 
     @property
     def first(self) -> int:

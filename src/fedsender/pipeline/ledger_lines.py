@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow.dataset as ds
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
@@ -160,6 +161,9 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, to
     fresh.unpersist()
     lines.unpersist()
     sizes = [{"name": f"{path.stem}.jsonl", "bytes": size} for path, size in batch.items()]
+    # An open one is read again and again.
+    others = ~ds.field("name").isin([row["name"] for row in sizes])
+    commit.rewrite(schemas.SEGMENTS, lake.files(schemas.SEGMENTS), "", only=others)
     commit.append_rows(schemas.SEGMENTS, sizes)
     # At the end: until here the batch may have to be read again.
     told.segments += len(batch)
