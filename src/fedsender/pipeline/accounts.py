@@ -803,8 +803,8 @@ class Accounts:
         at = ("server", "room_id", "stream_ordering", "event_id", "kind")
         claimed = self._claims.where("event_id is not null")
         items = claimed.where("room_id is not null").withColumnRenamed("first", "stream_ordering")
-        accepted = claimed.where("room_id is null").select("server", "event_id", "kind")
-        placed = accepted.join(self.places.hint("shuffle_hash"), on="event_id", how="inner")
+        accepted = few(claimed.where("room_id is null").select("server", "event_id", "kind"))
+        placed = accepted.frame.join(self.places, on="event_id", how="inner")
         dropped = self._pdus.where(
             (F.col("outcome") == "dropped") & (F.col("instance") == self._config.instance_name)
         ).selectExpr("destination as server", *at[1:4], "'given_up' as kind")
