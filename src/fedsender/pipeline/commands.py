@@ -35,14 +35,14 @@ def job(
 ) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
     """The parts of a job: a Spark session, the lake, the configuration, and its display.
 
-    A job that ingests makes the lake if there is none. One that `writes` holds it, so that no other
-    job can come in between.
+    A job that ingests makes the lake if there is none. It and one that `writes` hold the lake, so
+    that no other job can come in between.
     """
     from fedsender.pipeline.ingest import rows_to_read, rows_to_work_on
     from fedsender.pipeline.session import showing, spark_session
 
     with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
-        if writes:
+        if ingests or writes:
             stack.enter_context(lake.held())
         steps = stack.enter_context(showing())
         unread = rows_to_read(lake, loaded) if ingests else 0
@@ -105,7 +105,7 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     """Bring new rows of the homeserver's database, and new ledger lines, into the lake."""
     from fedsender.pipeline.ingest import ingest as run
 
-    with job("ingest", config, ingests=True, writes=True) as (spark, lake, loaded, steps):
+    with job("ingest", config, ingests=True) as (spark, lake, loaded, steps):
         told = run(spark, lake, loaded, steps)
         position = lake.position("events")
     lines = [
@@ -469,7 +469,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender.pipeline.textfile import write_textfile
 
     _check_target("-o", output)
-    with job("run", config, ingests=True, writes=True) as (spark, lake, loaded, steps):
+    with job("run", config, ingests=True) as (spark, lake, loaded, steps):
         _check_target("pipeline.textfile", loaded.pipeline.textfile)
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)

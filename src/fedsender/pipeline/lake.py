@@ -382,11 +382,13 @@ def listed(spark: SparkSession, rows: Sequence[Mapping[str, object]], columns: s
 def _in_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """The rows in groups of `ROW_GROUP`, or a little more."""
     group: list[pa.RecordBatch] = []
+    rows = 0
     for batch in batches:
         group.append(batch)
-        if sum(each.num_rows for each in group) >= ROW_GROUP:
+        rows += batch.num_rows
+        if rows >= ROW_GROUP:
             yield pa.Table.from_batches(group)
-            group = []
+            group, rows = [], 0
     if group:
         yield pa.Table.from_batches(group)
 
