@@ -88,10 +88,11 @@ def run_command(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return WRONG
     except ModuleNotFoundError as error:
-        if error.name not in _OF_THE_PIPELINE:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OF_THE_PIPELINE:
             raise
         needed = "install it with `pip install 'fedsender[pipeline]'`"
-        return _complain(f"the pipeline needs {error.name}: {needed}", USAGE)
+        return _complain(f"the pipeline needs {package}: {needed}", USAGE)
     except Exception as error:
         return _explain(error)
     return code if isinstance(code, int) else DONE
