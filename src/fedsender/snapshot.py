@@ -33,6 +33,8 @@ from typing import Any, BinaryIO, Final, Protocol
 
 import orjson
 
+from fedsender.files import flush
+
 MANIFEST: Final = "manifest.json"
 UNFINISHED: Final = ".unfinished"
 """The end of a directory's name until it is a snapshot."""
@@ -346,7 +348,7 @@ def write_snapshot(
             target.write(manifest)
             _sync(target)
         check()
-        _sync_directory(unfinished)
+        flush(unfinished)
         _remove(directory)
         unfinished.rename(directory)
     except BaseException:
@@ -354,7 +356,7 @@ def write_snapshot(
         with suppress(OSError):
             _remove(unfinished)
         raise
-    _sync_directory(root)
+    flush(root)
     return parse_manifest(manifest, directory)
 
 
@@ -418,14 +420,6 @@ class _Part:
 def _sync(target: BinaryIO) -> None:
     target.flush()
     os.fdatasync(target.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(directory: Path) -> None:

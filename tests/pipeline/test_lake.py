@@ -17,6 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 from tests.pipeline.worlds import US
 
+from fedsender.files import replaced
 from fedsender.pipeline import PipelineError, Usage
 from fedsender.pipeline import lake as module
 from fedsender.pipeline.lake import (
@@ -25,7 +26,6 @@ from fedsender.pipeline.lake import (
     STAGING,
     Lake,
     open_lake,
-    replaced,
 )
 from fedsender.pipeline.schemas import (
     DESTINATIONS,

@@ -27,9 +27,10 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
+from fedsender.files import draft_of
 from fedsender.health import SCHEMA, VERSION
 from fedsender.pipeline import PipelineError, latest_ms, ledger_lines, ledger_source, schemas
-from fedsender.pipeline.lake import Lake, draft_of, in_days
+from fedsender.pipeline.lake import Lake, in_days
 from fedsender.pipeline.schemas import FAILURES
 from fedsender.pipeline.session import Steps, kept
 from fedsender.segments import segments

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, TextIO
+from typing import Annotated, Final
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -37,9 +37,10 @@ from pydantic_core import PydanticCustomError
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from fedsender.files import DRAFT, LONGEST_JOB_S, flush, replaced
 from fedsender.pipeline import Busy, PipelineError, Usage
 from fedsender.pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
-from fedsender.pipeline.session import CHECKPOINTS, DRAFT, LOG_NAME, LONGEST_JOB_S, own_directory
+from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME
 from fedsender.runtime import real_runtime
 
 MANIFEST: Final = "MANIFEST.json"
@@ -124,38 +125,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Put the manifest in place of the one on disk, by rename, durable."""
     with replaced(directory / MANIFEST) as file:
         file.write(_MANIFEST.dump_json(manifest).decode())
-
-
-@contextmanager
-def replaced(path: Path, mode: int = 0o600) -> Iterator[TextIO]:
-    """A text file to write to; see `draft_of`."""
-    with draft_of(path, mode) as draft, draft.open("w", encoding="utf-8", errors="replace") as file:
-        yield file
-
-
-@contextmanager
-def draft_of(path: Path, mode: int = 0o600) -> Iterator[Path]:
-    """A path, in a directory of its own, whose file is durable and in the place of `path` after.
-
-    Raises:
-        OSError: it cannot be written; `path` is as it was, as it is if the body raises.
-    """
-    with own_directory(path) as directory:
-        draft = directory / path.name
-        yield draft
-        draft.chmod(mode)
-        flush(draft)
-        os.replace(draft, path)
-    flush(path.parent)
-
-
-def flush(path: Path) -> None:
-    """Make a file, or the names in a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 STAGING: Final = "staging"

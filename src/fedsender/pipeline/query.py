@@ -13,8 +13,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.console import json_line
+from fedsender.files import draft_of, replaced
 from fedsender.pipeline import Usage, intervals
-from fedsender.pipeline.lake import Lake, draft_of, replaced
+from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.schemas import INTERVALS, TABLES, LakeTable
 from fedsender.pipeline.session import in_one_line
 

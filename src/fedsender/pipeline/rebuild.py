@@ -14,8 +14,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
+from fedsender.files import replaced
 from fedsender.pipeline import PipelineError, intervals, schemas
-from fedsender.pipeline.lake import Lake, replaced
+from fedsender.pipeline.lake import Lake
 
 WRONG: Final = ("missing", "behind")
 """Kinds of differences by which a server was not sent an event that it should get."""

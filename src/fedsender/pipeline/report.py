@@ -23,6 +23,7 @@ from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
+from fedsender.files import replaced
 from fedsender.pipeline import PipelineError, audit, health, schemas
 from fedsender.pipeline.health import (
     DAY_MS,
@@ -35,7 +36,7 @@ from fedsender.pipeline.health import (
     Level,
     Worse,
 )
-from fedsender.pipeline.lake import Lake, replaced
+from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.schemas import FAILURES
 from fedsender.pipeline.session import Steps
 from fedsender.runtime import real_runtime

@@ -7,7 +7,6 @@ no job of ours needs. Spark's standard error goes to a file from the first line 
 that it writes, also in /tmp, are for our user alone.
 """
 
-import glob
 import logging
 import os
 import re
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +28,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from fedsender.config import Spark
 from fedsender.console import say
+from fedsender.files import own_directory
 from fedsender.pipeline import PipelineError, Usage
 
 if TYPE_CHECKING:
@@ -40,10 +39,6 @@ OLDEST_JAVA: Final = 17
 LOG_NAME: Final = "spark.log"
 CHECKPOINTS: Final = "checkpoints"
 """The directory, below the lake's, for what `kept` writes on a cluster."""
-DRAFT: Final = ".fedsender-draft"
-"""The end of the name of a directory that goes with its job (`own_directory`)."""
-LONGEST_JOB_S: Final = 7 * 86_400
-"""A directory of that age is of a job that was killed."""
 _LOG_BYTES: Final = 10 * 2**20
 _VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
 
@@ -147,21 +142,6 @@ def _checkpoints(session: SparkSession, directory: Path) -> Iterator[None]:
     with own_directory(directory / "job") as own:
         session.sparkContext.setCheckpointDir(f"file://{own}")
         yield
-
-
-@contextmanager
-def own_directory(path: Path) -> Iterator[Path]:
-    """A directory beside `path`, with a name like it, that goes with the body.
-
-    Those that killed jobs left go first.
-    """
-    for old in path.parent.glob(f"{glob.escape(path.name)}.*{DRAFT}"):
-        with suppress(FileNotFoundError):
-            if time.time() - old.stat().st_mtime > LONGEST_JOB_S:
-                shutil.rmtree(old, ignore_errors=True)
-    place = (DRAFT, f"{path.name}.", path.parent)
-    with tempfile.TemporaryDirectory(*place, ignore_cleanup_errors=True) as name:
-        yield Path(name)
 
 
 def kept(frame: DataFrame) -> DataFrame:

@@ -11,7 +11,8 @@ import pyarrow.dataset as ds
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from fedsender.config import Config
-from fedsender.pipeline.lake import Lake, replaced
+from fedsender.files import replaced
+from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.schemas import AUDIT_BY_SERVER
 from fedsender.runtime import real_runtime
 
