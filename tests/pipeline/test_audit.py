@@ -14,8 +14,8 @@ from tests.pipeline.worlds import US
 from fedsender.config import Config, from_values
 from fedsender.pipeline import PipelineError, Usage, schemas
 from fedsender.pipeline.audit import Audited, accept, audit, missing_pairs, read_accepted
-from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
+from fedsender.pipeline.ledger_lines import read_ledger
 from fedsender.pipeline.session import showing
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run(spark: "SparkSession", lake: Lake, directory: Path, **options: Any) -> A
 
 def ingest_ledger(spark: "SparkSession", lake: Lake, directory: Path) -> None:
     with showing(quiet=True) as steps:
-        read_ledger(spark, lake, directory / "ledger", steps, Ingested())
+        read_ledger(spark, lake, directory / "ledger", steps)
 
 
 def missing(lake: Lake) -> dict[tuple[str, str], list[str]]:

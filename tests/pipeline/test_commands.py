@@ -24,7 +24,7 @@ from tests.servers import Databases
 
 from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
-from fedsender.pipeline import audit, ingest, session
+from fedsender.pipeline import audit, ingest, ledger_lines, session
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.schemas import FATES, INTERVALS
 from fedsender.pipeline.session import find_java, showing
@@ -305,7 +305,7 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     counts = dict.fromkeys(FATES, 0) | {"missing": 1}
     found = audit.Audited(upto=7, expected=3, counts=counts, unknown_hosts=0, shown=[])
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
-    monkeypatch.setattr(ingest, "read_ledger", lambda *_: None)
+    monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
     monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
     monkeypatch.setattr(audit, "missing_pairs", lambda *_, **__: [[["a.example", "$1"]]])
     config = config_file(tmp_path)

@@ -27,8 +27,8 @@ from fedsender.pipeline import accounts, intervals, schemas
 from fedsender.pipeline import audit as module
 from fedsender.pipeline import lake as lake_module
 from fedsender.pipeline.audit import accept, audit
-from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake, write_manifest
+from fedsender.pipeline.ledger_lines import read_ledger
 from fedsender.pipeline.session import showing
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Life:
 
     def read_ledger(self, spark: "SparkSession", lake: Lake) -> None:
         with showing(quiet=True) as steps:
-            read_ledger(spark, lake, self.directory / "ledger", steps, Ingested())
+            read_ledger(spark, lake, self.directory / "ledger", steps)
 
     def audit(self, spark: "SparkSession", lake: Lake) -> None:
         with showing(quiet=True) as steps:
@@ -332,12 +332,12 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines[:4], *lines[5:])
     config = from_values({"server_name": US, "signing_key": "key"}, directory=tmp_path)
     with showing(quiet=True) as steps:
-        read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
+        read_ledger(spark, lake, tmp_path / "ledger", steps)
         told = audit(spark, lake, config, steps)
         assert told.counts["delivered"] == 199
         late = START_MS + 200 * EVENT_MS
         write(tmp_path / "ledger", "f.b.000002.jsonl", lines[4] | {"ms": late})
-        read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
+        read_ledger(spark, lake, tmp_path / "ledger", steps)
         days = accounts.read_days(spark, lake)
         owned = accounts.ownership(spark, lake, config.instance_name)
         claims = accounts.claims(spark, lake, owned)
@@ -372,6 +372,6 @@ def test_of_more_servers_than_are_held_here_no_line_is_passed_by(
     with showing(quiet=True) as steps:
         for number, some in enumerate((lines[:8] + lines[10:], lines[8:10])):
             write(tmp_path / "ledger", f"f.b.{number:06d}.jsonl", *some)
-            read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
+            read_ledger(spark, lake, tmp_path / "ledger", steps)
             missing.append(audit(spark, lake, config, steps).missing)
     assert missing == [2, 0]

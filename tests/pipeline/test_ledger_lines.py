@@ -10,9 +10,8 @@ from tests.pipeline.worlds import US
 
 from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
 from fedsender.pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
-from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.ledger_lines import FIELDS, new_segments
+from fedsender.pipeline.ledger_lines import FIELDS, Read, new_segments, read_ledger
 from fedsender.pipeline.session import showing
 from fedsender.segments import segments
 
@@ -66,8 +65,8 @@ def write(directory: Path, name: str, *lines: dict[str, Any] | str) -> Path:
     return path
 
 
-def read(spark: "SparkSession", lake: Lake, directory: Path) -> Ingested:
-    told = Ingested()
+def read(spark: "SparkSession", lake: Lake, directory: Path) -> Read:
+    told = Read()
     with showing(quiet=True) as steps:
         read_ledger(spark, lake, directory, steps, told)
     return told
@@ -235,13 +234,14 @@ def test_what_the_daemon_does_to_an_open_segment_meanwhile_takes_no_line_away_an
 
 
 def test_an_error_in_a_segment_names_the_ledger_and_a_java_that_has_ended_does_not(
-    tmp_path: Path,
+    spark: "SparkSession", lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(error: Exception) -> None:
-        def read() -> None:
+        def raised(*_: object) -> None:
             raise error
 
-        ledger_lines.from_segments(tmp_path, read)
+        monkeypatch.setattr(ledger_lines, "new_segments", raised)
+        read(spark, lake, tmp_path)
 
     with pytest.raises(PipelineError, match=r"^ledger: .*f\.b\.000001\.open"):
         failing(PermissionError(13, "Permission denied", "f.b.000001.open"))

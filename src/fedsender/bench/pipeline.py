@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from fedsender.bench.meter import Options, cpu_s_of, rss_kb
 from fedsender.bench.pipeline_input import HOUR_EVENTS, US, Made, Shape, add_hour, make
 from fedsender.config import Config, from_values
-from fedsender.pipeline import audit, health, ingest, plan, rebuild, report, schemas
+from fedsender.pipeline import audit, health, ingest, ledger_lines, plan, rebuild, report, schemas
 from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import Steps, showing, spark_session
@@ -125,7 +125,7 @@ def _measure_hour(
         with meter.job("owed"):
             _read_owed(lake, config, steps, ingest.Ingested())
         with meter.job("ledger"):
-            ingest.read_ledger(spark, lake, config.ledger.directory, steps, ingest.Ingested())
+            ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps)
         with meter.job("derive"):
             ingest.derive(spark, lake, US, steps)
         with meter.job("audit"):
@@ -162,7 +162,7 @@ def _jobs(
     with meter.job("owed"):
         _read_owed(lake, config, steps, told)
     with meter.job("ledger"):
-        ingest.read_ledger(spark, lake, config.ledger.directory, steps, told)
+        ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps, told)
     with meter.job("derive"):
         ingest.derive(spark, lake, US, steps)
     with meter.job("rebuild"):

@@ -493,13 +493,6 @@ def negative(rows: DataFrame) -> DataFrame:
     return rows.selectExpr("server", "room_id", "day", *(f"-{name} as {name}" for name in COUNTS))
 
 
-def but(rows: DataFrame, units: Keys | None) -> DataFrame:
-    """The rows that are of none of the units; None: all rows."""
-    if units is None:
-        return rows
-    return rows.join(units.frame, on=units.frame.columns, how="left_anti")
-
-
 def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
     """The events of stretches: server, room_id, stream_ordering, event_id, day."""
     return (

@@ -34,7 +34,7 @@ from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, Usage, accounts, ledger_lines, schemas
 from fedsender.pipeline.accounts import Accounts, Days, Look, Ownership
-from fedsender.pipeline.intervals import among_rows
+from fedsender.pipeline.intervals import among, among_rows
 from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import Steps, kept
@@ -174,7 +174,7 @@ def _look_at(
     counts, gone, stood_in = accounts.counts_of(found), view.missing(found), view.superseded(found)
     if not anew:
         before = lake.frame(spark, schemas.MISSING).drop("reasons")
-        gone = gone.unionByName(accounts.but(before, units))
+        gone = gone.unionByName(among(before, units, "left_anti"))
         commit.clear(schemas.MISSING)
     if units is not None:
         before = among_rows(spark, lake, schemas.AUDIT, units)
@@ -182,7 +182,7 @@ def _look_at(
             counts.unionByName(accounts.negative(before)), "server", "room_id", "day"
         )
         before = lake.frame(spark, schemas.SUPERSEDED, in_unit)
-        stood_in = stood_in.unionByName(accounts.but(before, units))
+        stood_in = stood_in.unionByName(among(before, units, "left_anti"))
         commit.clear(schemas.SUPERSEDED, in_unit)
     counts = view.keep(counts)
     for table, rows in (

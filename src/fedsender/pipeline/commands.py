@@ -284,7 +284,7 @@ def audit(
 ) -> int:
     """Compare the expected deliveries with those that the ledger proves."""
     from fedsender.pipeline import audit as module
-    from fedsender.pipeline.ingest import Ingested, read_ledger
+    from fedsender.pipeline.ledger_lines import read_ledger
 
     first = _day(since)
     repaired = failed = None
@@ -292,7 +292,7 @@ def audit(
     with job("audit", config, writes=True) as (spark, lake, loaded, steps):
         if rows is not None:
             module.accept(lake, rows)
-        read_ledger(spark, lake, loaded.ledger.directory, steps, Ingested())
+        read_ledger(spark, lake, loaded.ledger.directory, steps)
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
             pages = module.missing_pairs(spark, lake, since=first)
@@ -343,11 +343,11 @@ def health(
 ) -> int:
     """Compute the health of the servers from the ledger, for the daemon."""
     from fedsender.pipeline import health as module
-    from fedsender.pipeline.ingest import Ingested, read_ledger
+    from fedsender.pipeline.ledger_lines import read_ledger
 
     with job("health", config, writes=follow is None) as (spark, lake, loaded, steps):
         if follow is None:
-            read_ledger(spark, lake, loaded.ledger.directory, steps, Ingested())
+            read_ledger(spark, lake, loaded.ledger.directory, steps)
         told = module.health(spark, lake, loaded, steps, every_seconds=follow)
         if follow is not None:
             say(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")

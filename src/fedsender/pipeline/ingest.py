@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import pyarrow.compute as pc
@@ -95,7 +94,7 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
     own_url = database_url(config.sender_database, config.sender_database_password_file)
     with open_source(own_url, "sender", rate) as own:
         read_snapshots(lake, own, "sender", steps, told)
-    read_ledger(spark, lake, config.ledger.directory, steps, told)
+    ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
     with steps.step("files of the lake") as step:
         files = vacuum(lake, config.pipeline.keep)
@@ -295,25 +294,6 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
 def _today() -> int:
     """The day, in UTC, as a number."""
     return real_runtime().now_ms() // 86_400_000
-
-
-def read_ledger(
-    spark: SparkSession, lake: Lake, directory: Path, steps: Steps, told: Ingested
-) -> None:
-    """Bring the ledger's new lines into the lake: those of an audit or health that comes next.
-
-    Raises:
-        PipelineError: the ledger cannot be read.
-    """
-
-    def read_new() -> None:
-        for batch in ledger_lines.new_segments(lake, directory):
-            with lake.commit() as commit:
-                ledger_lines.read_batch(spark, lake, commit, batch, told)
-
-    with steps.spark("ledger", spark) as step:
-        ledger_lines.from_segments(directory, read_new)
-        step.say(f"{told.attempts:,} attempts, {told.pdus:,} PDUs, {told.rejects:,} rejected")
 
 
 def derive(spark: SparkSession, lake: Lake, server_name: str, steps: Steps) -> None:

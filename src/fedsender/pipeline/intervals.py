@@ -122,11 +122,15 @@ def _in_this_process(spark: SparkSession, rows: pa.Table) -> Keys:
     return Keys(spark.createDataFrame(rows.combine_chunks()).hint("broadcast"), rows)
 
 
-def among(rows: DataFrame, keys: Keys | None) -> DataFrame:
-    """The rows that have one of the keys in columns of the same names; None: all rows."""
+def among(rows: DataFrame, keys: Keys | None, how: str = "left_semi") -> DataFrame:
+    """The rows that have one of the keys in columns of the same names; None: all rows.
+
+    Args:
+        how: "left_anti": those that have none of them.
+    """
     if keys is None:
         return rows
-    return rows.join(keys.frame, on=keys.frame.columns, how="left_semi")
+    return rows.join(keys.frame, on=keys.frame.columns, how=how)
 
 
 def near(keys: pa.Table) -> ds.Expression:

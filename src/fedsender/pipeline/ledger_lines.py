@@ -6,7 +6,7 @@ once, and a late line goes to its own day.
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.pipeline import PipelineError, latest_ms, schemas
 from fedsender.pipeline.lake import Commit, Lake, in_days
+from fedsender.pipeline.session import Steps
 from fedsender.segments import open_segment, segments, whole_bytes
 
 Batch = Mapping[Path, int]
@@ -58,35 +59,44 @@ class Read:
     unknown_fields: int = 0
 
 
-def from_segments(directory: Path, read: Callable[[], None]) -> None:
-    """Call `read`, and again where a segment that it reads has gone.
+def read_ledger(
+    spark: SparkSession, lake: Lake, directory: Path, steps: Steps, told: Read | None = None
+) -> None:
+    """Bring the ledger's new lines into the lake: those of an audit or health that comes next.
 
-    The daemon gives a segment that it closes another name, and deletes segments by age.
+    It is read again where a segment has gone: the daemon gives a segment that it closes another
+    name, and deletes segments by age.
+
+    Args:
+        told: the counts, which this raises.
 
     Raises:
         PipelineError: the ledger cannot be read.
     """
     if not directory.is_dir():
         raise PipelineError(f"ledger.directory: {directory}: is not a directory")
-    tries = 0
-    while True:
-        try:
-            read()
-        except ConnectionError:
-            raise  # Java has ended.
-        except (PySparkException, OSError) as error:
-            tries += 1
-            text = f"{type(error).__name__}: {error}"
-            gone = "FileNotFound" in text or "PATH_NOT_FOUND" in text
-            if not gone or tries == _TRIES:
-                raise PipelineError(f"ledger: {str(error)[:500]}") from None
-        else:
-            return
+    told = told or Read()
+    with steps.spark("ledger", spark) as step:
+        for tries in range(1, _TRIES + 1):
+            try:
+                for batch in new_segments(lake, directory):
+                    with lake.commit() as commit:
+                        read_batch(spark, lake, commit, batch, told)
+            except ConnectionError:
+                raise  # Java has ended.
+            except (PySparkException, OSError) as error:
+                text = f"{type(error).__name__}: {error}"
+                gone = "FileNotFound" in text or "PATH_NOT_FOUND" in text
+                if not gone or tries == _TRIES:
+                    raise PipelineError(f"ledger: {str(error)[:500]}") from None
+            else:
+                break
+        step.say(f"{told.attempts:,} attempts, {told.pdus:,} PDUs, {told.rejects:,} rejected")
 
 
 def bytes_read(lake: Lake) -> dict[str, int]:
     """The bytes of each segment that the lake has read, by the segment's name without suffix."""
-    rows = lake.read(schemas.SEGMENTS).sort_by("version").to_pylist()
+    rows = lake.read(schemas.SEGMENTS).to_pylist()
     return {row["name"].removesuffix(".jsonl"): row["bytes"] for row in rows}
 
 
