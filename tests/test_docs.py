@@ -25,7 +25,11 @@ from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.telemetry import Metrics
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "src/fedsender/pipeline/lake.md",
+]
 BY_ARGUMENT = {"simulate", "bench"}
 """Commands that parse the rest of the line themselves."""
 

@@ -55,7 +55,7 @@ def test_a_lake_of_a_released_version(
 ) -> None:
     release = json.loads(path.read_text())
     tables = {
-        name: LakeTable(name, given["columns"], tuple(given["required"]), given["part"], about="")
+        name: LakeTable(name, given["columns"], tuple(given["required"]), given["part"])
         for name, given in release["tables"].items()
     }
     for name, table in tables.items():

@@ -258,9 +258,9 @@ def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
 @app.command()
 def schemas() -> int:
     """Print the tables of the lake and their columns, as Markdown."""
-    from fedsender.pipeline.schemas import page
+    from fedsender.pipeline.schemas import PAGE
 
-    say_text(page())
+    say_text(PAGE)
     return DONE
 
 
