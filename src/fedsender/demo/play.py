@@ -25,6 +25,7 @@ from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
 from fedsender.demo.relayed import Relayed, loaded_events, open_relayed, tell
 from fedsender.demo.report import (
     PARTS,
+    TOO_TAME,
     Report,
     Verdict,
     by_part,
@@ -407,7 +408,8 @@ async def _change(run: _Run, change: Change) -> None:
     server = run.receivers.servers[change.server]
     role = run.plot.roles.get(change.server)
     if role == AWAY_LONG and change.behaviour.listens and not server.behaviour.listens:
-        _make_large_gap(run)
+        # More than catch-up sends whole.
+        await _say_on_stage(run, CATCH_UP_GAP_EVENTS + 1)
     server.become(change.behaviour)
     # Nobody acts on a server that is down; and who was thrown out does not come back by chance.
     if not change.behaviour.listens:
@@ -418,23 +420,19 @@ async def _change(run: _Run, change: Change) -> None:
     if role is not None:
         run.report.say("behaviour", server=change.server, part=role, now=change.behaviour.name)
     if role == AWAY_SHORT and not change.behaviour.listens:
-        await _make_small_gap(run)
+        await _say_on_stage(run, SMALL_GAP_EVENTS)
     if change.woken:
         server.origin_woken(run.homeserver.name)
         await run.daemons.wake([change.server])
 
 
-def _make_large_gap(run: _Run) -> None:
-    """Send more messages on the stage than catch-up sends whole, before the server returns."""
-    assert run.stage is not None
-    for _ in range(CATCH_UP_GAP_EVENTS + 1):
-        run.homeserver.say(run.stage)
+async def _say_on_stage(run: _Run, number: int) -> None:
+    """Send so many messages on the stage, and wait until the daemon has delivered them elsewhere.
 
-
-async def _make_small_gap(run: _Run) -> None:
-    """Send a few messages on the stage, and wait until the daemon has delivered them elsewhere."""
+    They are then owed to the server that is away.
+    """
     assert run.stage is not None
-    said = [run.homeserver.say(run.stage) for _ in range(SMALL_GAP_EVENTS)]
+    said = [run.homeserver.say(run.stage) for _ in range(number)]
     witness = next(
         server for name, server in run.receivers.servers.items() if name not in run.plot.roles
     )
@@ -558,7 +556,7 @@ def _complaints(run: _Run, final: Verdict, exit_code: int) -> dict[str, list[str
         "wrong": final.wrong,
         "rules broken": [f"{each.server}: {each.rule}: {each.detail}" for each in violations.first],
         "not on record": unrecorded(run.receivers, ledger_of(run.directories()), run.kills),
-        "too tame": tame,
+        TOO_TAME: tame,
         "still owed": [text for place in run.directories() for text in still_owed(place)],
         "daemon": [
             *([f"exit code {exit_code}"] if exit_code else []),
