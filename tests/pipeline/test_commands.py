@@ -236,6 +236,21 @@ def test_what_is_wrong_is_said_before_any_spark_starts(
         assert f"{option}: {tmp_path}: is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("job", "field"), [("health", "health"), ("run", "textfile")])
+def test_a_job_says_before_it_starts_that_its_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str, field: str
+) -> None:
+    config = config_file(tmp_path)
+    values = yaml.safe_load(config.read_text())
+    values["pipeline"][field] = str(tmp_path / "none" / "file")
+    config.write_text(yaml.safe_dump(values))
+    with open_lake(tmp_path / "lake", US, create=True).commit():
+        pass
+    assert run_command(["pipeline", job, "-c", str(config)]) == 2
+    said = f"pipeline.{field}: {tmp_path}/none/file: there is no directory {tmp_path}/none"
+    assert capsys.readouterr().err == f"fedsender: {said}\n"
+
+
 @pytest.mark.usefixtures("ignored_sigterm")
 def test_a_job_that_is_told_to_end_says_what_stays(
     tmp_path: Path,
@@ -250,7 +265,7 @@ def test_a_job_that_is_told_to_end_says_what_stays(
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
 
-    monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
+    monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext())
     monkeypatch.setattr(ingest, "ingest", work)
     assert run_command(["pipeline", "ingest", "-c", str(config_file(tmp_path))]) == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
@@ -304,7 +319,7 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
 ) -> None:
     counts = dict.fromkeys(FATES, 0) | {"missing": 1}
     found = audit.Audited(upto=7, expected=3, counts=counts, unknown_hosts=0, shown=[])
-    monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
+    monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext())
     monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
     monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
     monkeypatch.setattr(audit, "missing_pairs", lambda *_, **__: [[["a.example", "$1"]]])

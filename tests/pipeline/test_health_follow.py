@@ -109,7 +109,7 @@ def test_it_follows_the_open_segment_and_ends_at_sigterm(
             os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
-    def this_one(*_: object) -> Iterator["SparkSession"]:
+    def this_one(*_: object, **__: object) -> Iterator["SparkSession"]:
         with session._noise_in(tmp_path / "noise"):
             yield spark
 

@@ -28,7 +28,7 @@ DAY = datetime.date(2026, 1, 31)
 @pytest.fixture
 def config(tmp_path: Path, spark: "SparkSession", monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a lake with a few rows; a job has the session of the tests."""
-    monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext(spark))
+    monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext(spark))
     rows = [
         {
             "line": f"{at}",

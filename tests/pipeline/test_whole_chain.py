@@ -101,7 +101,7 @@ def test_every_job_on_what_a_chaotic_demo_left(
     the health are there. A daemon is given both, and then neither is missing."""
     demo = [sys.executable, "-m", "fedsender", "demo", *DEMO, "--keep", str(tmp_path / "demo")]
     played = subprocess.run(demo, capture_output=True, text=True, timeout=300, check=False)
-    assert played.returncode == 0, played.stderr
+    assert played.returncode == 0, played.stderr + played.stdout
     removed = take_out(tmp_path / "demo" / "ledger", REMOVED)
     owed = lower(tmp_path / "demo" / "homeserver.sqlite3")
     config = tmp_path / "demo" / "config.yaml"
@@ -111,7 +111,7 @@ def test_every_job_on_what_a_chaotic_demo_left(
     config.write_text(yaml.safe_dump(values))
 
     @contextmanager
-    def one_for_all(*_: object) -> Iterator["SparkSession"]:
+    def one_for_all(*_: object, **__: object) -> Iterator["SparkSession"]:
         yield spark
 
     # Starting Java for each would be most of this test.

@@ -39,9 +39,13 @@ def job(
     that no other job can come in between.
     """
     from fedsender.pipeline.ingest import rows_to_read, rows_to_work_on
-    from fedsender.pipeline.session import showing, spark_session
+    from fedsender.pipeline.session import SMALL_ROWS, showing, spark_session
 
     with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
+        if name in ("health", "run"):
+            _check_target("pipeline.health", loaded.pipeline.health)
+        if name == "run":
+            _check_target("pipeline.textfile", loaded.pipeline.textfile)
         if ingests or writes:
             stack.enter_context(lake.held())
         steps = stack.enter_context(showing())
@@ -53,7 +57,12 @@ def job(
         else:
             rows = lake.rows() + unread
         with steps.step("starting Spark"):
-            session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
+            # The first run over a few rows may be the only one.
+            goes_on = lake.position("audit") >= 0 or rows is None or rows > SMALL_ROWS
+            session = spark_session(
+                *(loaded.pipeline.spark, name, lake.directory, rows),
+                archives=steps if name == "run" and goes_on else None,
+            )
             spark = stack.enter_context(session)
         yield spark, lake, loaded, steps
 
@@ -470,7 +479,6 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
 
     _check_target("-o", output)
     with job("run", config, ingests=True) as (spark, lake, loaded, steps):
-        _check_target("pipeline.textfile", loaded.pipeline.textfile)
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)
         well = health_module.health(spark, lake, loaded, steps)

@@ -5,6 +5,7 @@
     READERS                        held by each job, at the byte of the commit that it reads
     events/part=0/00000003-0001.parquet, attempts/day=2026-01-31/..., intervals/..., ...
     staging/                       files that a job has begun and not committed
+    java/                          the classes of Spark, for a start in less time (`session`)
 
 A job writes files that no reader uses yet, flushes them to the disk, and then renames a new
 manifest over the old one. All its changes become visible at that moment, or none. Files that a
@@ -40,7 +41,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.files import DRAFT, LONGEST_JOB_S, flush, replaced
 from fedsender.pipeline import Busy, PipelineError, Usage
 from fedsender.pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
-from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME
+from fedsender.pipeline.session import CHECKPOINTS, CLASSES, LOG_NAME
 from fedsender.runtime import real_runtime
 
 MANIFEST: Final = "MANIFEST.json"
@@ -557,7 +558,7 @@ def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
-        known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, LOG_NAME, *TABLES}
+        known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, CLASSES, LOG_NAME, *TABLES}
         strange = sorted(
             path.name
             for path in directory.iterdir()
