@@ -99,7 +99,7 @@ _SMALL: Final = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.shuffle.partitions": "4",
-    _JAVA_OPTIONS: (f"{_LOCAL['spark.driver.extraJavaOptions']} -XX:TieredStopAtLevel=1"),
+    _JAVA_OPTIONS: f"{_LOCAL[_JAVA_OPTIONS]} -XX:TieredStopAtLevel=1",
 }
 
 
