@@ -418,7 +418,7 @@ class Report:
         self._out.print(_rows_table(breakdown, rows))
         # That a run was too tame does not mean that an event is wrong.
         wrong = any(found for kind, found in complaints.items() if kind != TOO_TAME)
-        self._out.print(_figures_table(figures, "[red]no[/]" if wrong else "[green]yes[/]"))
+        self._out.print(_figures_table(figures, wrong=wrong))
         for kind, found in complaints.items():
             if found:
                 self._out.print(f"{kind}: {len(found)}", style="bold red", highlight=False)
@@ -439,12 +439,13 @@ def _rows_table(breakdown: Breakdown, rows: Sequence[Mapping[str, Any]]) -> Tabl
     return table
 
 
-def _figures_table(figures: Mapping[str, Any], verdict: str) -> Table:
+def _figures_table(figures: Mapping[str, Any], *, wrong: bool) -> Table:
     table = Table(title="demo", show_header=False, box=box.SIMPLE)
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in figures.items():
         if name != "ok":
             table.add_row(name.replace("_", " "), str(value))
+    verdict = "[red]no[/]" if wrong else "[green]yes[/]"
     table.add_row("every event where it should be, and nowhere else", verdict)
     return table

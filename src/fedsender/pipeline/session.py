@@ -131,12 +131,14 @@ def spark_session(
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     log = directory / LOG_NAME
     with _java(log, wanted=not submitted) as java, _noise_in(log), ExitStack() as stack:
-        archive, options, ours = None, "", settings_for(spark)
-        if java is not None and _JAVA_OPTIONS in ours and _JAVA_OPTIONS not in spark.settings:
-            archive = ClassArchive(java, directory / CLASSES, log, ours["spark.driver.memory"])
-            options = stack.enter_context(archive.mapped(archives))
+        settings = dict(_EVERYWHERE) if submitted else settings_for(spark, rows)
+        archive = None
+        # We add to our own options alone, and have some on this machine alone.
+        if java is not None and _JAVA_OPTIONS in settings.keys() - spark.settings.keys():
+            archive = ClassArchive(java, directory / CLASSES, log, settings["spark.driver.memory"])
+            settings[_JAVA_OPTIONS] += stack.enter_context(archive.mapped(archives))
         try:
-            session = _start(spark, job, rows, options, submitted=submitted)
+            session = _start(job, None if submitted else spark.master, settings)
         except (PySparkException, OSError) as error:
             raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
         try:
@@ -174,32 +176,25 @@ def kept(frame: DataFrame) -> DataFrame:
     return frame.checkpoint()
 
 
-def settings_for(spark: Spark, rows: int | None = None, options: str = "") -> dict[str, str]:
+def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
     """Spark's settings for a job: ours, replaced by the operator's where both have one.
 
     Args:
         rows: the rows that the job reads, about; None: not known.
-        options: more of our options for Java.
     """
     ours = dict(_EVERYWHERE)
     if spark.master.startswith("local"):
         small = rows is not None and rows <= SMALL_ROWS
         ours |= _LOCAL | (_SMALL if small else {})
-        ours[_JAVA_OPTIONS] += options
     return ours | spark.settings
 
 
-def _start(
-    spark: Spark, job: str, rows: int | None, options: str, *, submitted: bool
-) -> SparkSession:
+def _start(job: str, master: str | None, settings: Mapping[str, str]) -> SparkSession:
     builder: Any = SparkSession.builder.appName(f"fedsender {job}")
-    if submitted:
-        for name, value in _EVERYWHERE.items():
-            builder = builder.config(name, value)
-    else:
-        builder = builder.master(spark.master)
-        for name, value in settings_for(spark, rows, options).items():
-            builder = builder.config(name, value)
+    if master is not None:
+        builder = builder.master(master)
+    for name, value in settings.items():
+        builder = builder.config(name, value)
     session: SparkSession = builder.getOrCreate()
     session.sparkContext.setLogLevel("WARN")
     return session
@@ -317,6 +312,9 @@ class ClassArchive:
             steps: if there is no archive of this month, Java notes its classes meanwhile, and one
                 is written after the body, as a step; None: never.
         """
+        if not _PLAIN.fullmatch(str(self._directory)):
+            yield ""
+            return
         option, names, key = "", None, ""
         with ExitStack() as stack:
             with suppress(OSError):
@@ -329,8 +327,6 @@ class ClassArchive:
                     own = stack.enter_context(own_directory(self._directory / "draft"))
                     names = own / "names"
                     option = f"DumpLoadedClassList={names}"
-            if not _PLAIN.fullmatch(str(self._directory)):
-                option, names = "", None
             yield option and f" {_QUIET} -XX:{option}"
             if names is not None and steps is not None:
                 with steps.step("classes for later jobs"):
