@@ -62,6 +62,25 @@ async def test_what_is_owed_is_counted_from_memory(
         assert (found["page"]["behind"], found["page"]["known"]) == (1, 2)
 
 
+async def test_a_failing_server_is_counted_once(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a restart, while its record and its task are both in memory."""
+    async with open_desk(world) as desk:
+        await fall_behind(world, B, C)
+        await desk.post("pause", {"servers": [C]})
+    async with open_desk(world) as desk:
+        await trio.sleep(20)
+        desk.world.sender.registry.wake([B], by_admin=True)
+        await trio.sleep(0.1)
+        assert B in desk.world.sender.active
+        found = await desk.get("overview")
+        assert found["states"] == {"failing": 1, "paused": 1, "level": 1}
+        [classes] = found["failing_by_age"].values()
+        assert sum(classes.values()) == 1
+        assert desk.world.sender.registry.failing() == [B]
+
+
 async def test_a_server_that_is_level_again_owes_nothing_of_before(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -115,7 +115,6 @@ class Watch:
 
     def _failing(self) -> Message | None:
         registry = self._context.sender.registry
-        # Of a pause, an operator knows.
         before_ms = self._context.runtime.now_ms() - self._settings.failing_for * 1000
         found = sorted(
             (state.failing_since_ms, name)
@@ -123,7 +122,6 @@ class Watch:
             if name not in self._told_failing
             and (state := registry.state_of(name)).failing_since_ms is not None
             and state.failing_since_ms <= before_ms
-            and state.paused is None
             and registry.owes(name)
         )
         if not found:

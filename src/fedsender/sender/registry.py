@@ -12,7 +12,7 @@ configured pace, the most useful first (I8).
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -182,10 +182,8 @@ class Registry:
         return destination is not None and destination.outbox.owes_keys
 
     def failing(self) -> list[str]:
-        """The servers with a last attempt that failed."""
-        active = [name for name, each in self.active.items() if not each.state.healthy]
-        states = self._states.items()
-        return active + [name for name, state in states if not state.healthy]
+        """The servers that `label` calls failing, each once."""
+        return [name for name, label in self._not_idle() if label == "failing"]
 
     def names(self) -> set[str]:
         """The servers that are active, behind or have a record."""
@@ -198,13 +196,23 @@ class Registry:
             return "level"
         return _state(self.state_of(server), destination)
 
+    def _not_idle(self) -> Iterator[tuple[str, str]]:
+        """Each server that has a task or waits for its time, and its label; all others are level.
+
+        Without sets of all names: there may be 50,000.
+        """
+        active, states = self.active, self._states
+        for name, each in active.items():
+            yield name, _state(each.state, each)
+        for name in self._behind:
+            if name not in active:
+                yield name, _state(states.get(name) or ServerState(name), None)
+
     def counts(self) -> Counter[str]:
         """The number of servers in each of `telemetry.STATES`, from memory alone."""
-        active, behind, states = self.active, self._behind, self._states
-        found = Counter(_state(each.state, each) for each in active.values())
-        waiting = [name for name in behind if name not in active]
-        found.update(_state(states.get(name) or ServerState(name), None) for name in waiting)
-        found["level"] += sum(name not in active and name not in behind for name in states)
+        active, behind = self.active, self._behind
+        found = Counter(label for _, label in self._not_idle())
+        found["level"] += sum(name not in active and name not in behind for name in self._states)
         return found
 
     # --- Who becomes active -----------------------------------------------------------------------
