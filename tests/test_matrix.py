@@ -467,7 +467,7 @@ def test_pdus_are_the_reference_encoding_under_the_reference_hash(
     assert event_id_of(event, ROOM_VERSIONS[str(version)]) == event_id
     assert redact(event, ROOM_VERSIONS[str(version)]) == reference_redaction(event, version)
 
-    redacted = make_redacted_pdu(stored, event_id, room_id, 7, str(version))
+    redacted = make_redacted_pdu(event_id, room_id, 7, stored, str(version))
     remains = reference_redaction(event, version)
     if "unsigned" in expected:
         remains["unsigned"] = expected["unsigned"]
@@ -575,7 +575,7 @@ def test_fractions_travel_in_old_rooms_only_and_exactly() -> None:
 
 def test_pruning_takes_a_fraction_away_with_its_content() -> None:
     event = message(content={"f": 0.5})
-    redacted = make_redacted_pdu(json.dumps(event), reference_id(event, 5), "!r:a.example", 1, "5")
+    redacted = make_redacted_pdu(reference_id(event, 5), "!r:a.example", 1, json.dumps(event), "5")
     assert not redacted.fractional
 
 

@@ -424,6 +424,7 @@ class Pdu:
 
     Attributes:
         stream_ordering: its place in the homeserver's events stream.
+        received_ms: when the homeserver received it, in ms since the epoch; None: unknown.
         room_version: identifier of its room's version.
         wire: canonical JSON, as peers get it.
         sender: the user id; its server may differ from ours (joins through us).
@@ -441,6 +442,7 @@ class Pdu:
     type: str
     state_key: str | None
     fractional: bool
+    received_ms: int | None = None
 
 
 def make_pdu(
@@ -449,6 +451,7 @@ def make_pdu(
     stream_ordering: int,
     json_text: str | bytes,
     room_version: str,
+    received_ms: int | None = None,
 ) -> tuple[Pdu, JsonObject]:
     """Parse and check one stored event and make it ready to send.
 
@@ -464,11 +467,16 @@ def make_pdu(
     version = room_version_of(room_version)
     event, survey = _parse(json_text, version)
     _check_members(event, event_id, room_id, version)
-    return _pdu(event, survey, event_id, room_id, stream_ordering, version), event
+    return _pdu(event, survey, event_id, room_id, stream_ordering, version, received_ms), event
 
 
 def make_redacted_pdu(
-    json_text: str | bytes, event_id: str, room_id: str, stream_ordering: int, room_version: str
+    event_id: str,
+    room_id: str,
+    stream_ordering: int,
+    json_text: str | bytes,
+    room_version: str,
+    received_ms: int | None = None,
 ) -> Pdu:
     """The redacted form of one stored event, ready to send; its id stays the same.
 
@@ -483,7 +491,7 @@ def make_redacted_pdu(
     replaced = event.get("unsigned", {}).get("replaces_state")
     if type(replaced) is str:
         remains["unsigned"] = {"replaces_state": replaced}
-    return _pdu(remains, survey, event_id, room_id, stream_ordering, version)
+    return _pdu(remains, survey, event_id, room_id, stream_ordering, version, received_ms)
 
 
 def _parse(json_text: str | bytes, version: RoomVersion) -> tuple[JsonObject, _Survey]:
@@ -562,6 +570,7 @@ def _pdu(
     room_id: str,
     stream_ordering: int,
     version: RoomVersion,
+    received_ms: int | None,
 ) -> Pdu:
     exact = survey.needs_exact_encoder
     try:
@@ -591,5 +600,6 @@ def _pdu(
         sender=event["sender"],
         type=event["type"],
         state_key=event.get("state_key"),
+        received_ms=received_ms,
         fractional=survey.fractions or survey.big_integers,
     )

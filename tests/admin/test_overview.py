@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import trio
-from tests.admin.desk import open_desk
-from tests.sender.harness import World
+from tests.admin.desk import Desk, open_desk
+from tests.sender.harness import World, answer, ok
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
@@ -60,6 +60,77 @@ async def test_what_is_owed_is_counted_from_memory(
         assert (entry["destination"], entry["rooms_owed"], entry["state"]) == (B, 2, "failing")
         assert entry["oldest_owed_s"] == pytest.approx(420, abs=5)
         assert (found["page"]["behind"], found["page"]["known"]) == (1, 2)
+
+
+async def ages(desk: Desk, server: str) -> tuple[float, float, float]:
+    """The age of what this server is owed: in the list, by `why`, and by the metric (s)."""
+    listed = await desk.get("destinations", behind=True)
+    [entry] = [each for each in listed["destinations"] if each["destination"] == server]
+    metric = desk.world.sender.owed().oldest_s
+    why = await desk.get(f"why/{server}")
+    return entry["oldest_owed_s"], why["oldest"]["age_s"], metric
+
+
+async def test_an_event_that_is_owed_grows_older_whatever_is_said_after_it(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Also over sweeps and a restart; not once it was answered, though newer ones are owed."""
+    async with open_desk(world) as desk:
+        for room in (R1, R2):
+            await world.join(room, A, B)
+        await world.say(R2, "before the outage")
+        await trio.sleep(2)
+        world.servers[B].down = True
+        began = trio.current_time()
+        for number in range(20):
+            await world.say(R1, str(number))
+            await trio.sleep(60)
+            for age in await ages(desk, B):
+                assert age == pytest.approx(trio.current_time() - began, abs=1)
+    async with open_desk(world) as desk:
+        for number in range(20):
+            await world.say(R1, f"after the restart {number}")
+            await trio.sleep(30)
+            for age in await ages(desk, B):
+                assert age == pytest.approx(trio.current_time() - began, abs=1)
+        world.servers[B].down = False
+        desk.world.sender.registry.wake([B], by_admin=True)
+        await trio.sleep(5)
+        world.servers[B].down = True
+        await world.say(R1, "down again")
+        await trio.sleep(300)
+        for age in await ages(desk, B):
+            assert age == pytest.approx(300, abs=1)
+
+
+async def test_of_a_catch_up_under_way_the_oldest_event_is_the_oldest_that_is_left(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Its low-water mark has passed older events, which are owed through a newer one."""
+    async with open_desk(world) as desk:
+        for room in (R1, R2):
+            await world.join(room, B)
+        await trio.sleep(2)
+        world.servers[B].down = True
+        began = trio.current_time()
+        await world.say(R2, "the oldest, in the room that is sent last")
+        await trio.sleep(60)
+        for number in range(60):
+            await world.say(R1, str(number))
+        await trio.sleep(60)
+        await world.say(R2, "newer")
+        await trio.sleep(7_200)
+        server = world.servers[B]
+        server.down = False
+        server.reply = lambda request: answer(500) if server.answered else ok(request)
+        desk.world.sender.registry.wake([B], by_admin=True)
+        await trio.sleep(400)
+        assert 0 < len(server.got) < 62
+        [lag] = await world.store.homeserver.lagging()
+        assert lag.lsso is not None
+        assert lag.lsso > world.token - 10
+        for age in await ages(desk, B):
+            assert age == pytest.approx(trio.current_time() - began, abs=1)
 
 
 async def test_a_failing_server_is_counted_once(

@@ -299,7 +299,7 @@ async def in_the_end(world: World, scenes: list[Scene]) -> None:
         await trio.sleep(60)
         assert await world.store.homeserver.lagging() == []
         assert await world.store.sender.frozen_destinations() == []
-        assert await world.store.sender.catching_up() == []
+        assert await world.store.sender.catch_up_floors() == {}
     for scene in scenes:
         check(scene)
 

@@ -94,7 +94,7 @@ async def test_a_catch_up_goes_on_where_it_stood(store: SenderStore) -> None:
 
     expected = CatchUp(10, False, {"!a:x": 15, "!b:x": 20, "!c:x": 11})
     assert await store.catch_up(ONE) == expected
-    assert await store.catching_up() == [ONE]
+    assert await store.catch_up_floors() == {ONE: 10}
     await store.end_catch_up(ONE)
     assert await store.catch_up(ONE) is None
     await store.begin_catch_up(ONE, 30, newest_only=False)

@@ -425,7 +425,9 @@ async def redeliver_since(request: Since, context: Reach) -> Part:
     if not request.dry_run:
         log.info("redelivered", destination=request.server, n=len(found.events), upto=found.upto)
     events = [
-        SentAgain(each.pdu.event_id, each.pdu.room_id, each.pdu.stream_ordering, each.received_ts)
+        SentAgain(
+            each.pdu.event_id, each.pdu.room_id, each.pdu.stream_ordering, each.pdu.received_ms
+        )
         for each in found.events
     ]
     return Part(events, found.upto, found.next_after)

@@ -11,7 +11,7 @@ from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
 from fedsender.sender.isolation import Kind
 from fedsender.sender.sender import Status
-from fedsender.store.records import OwedRoom, Pending
+from fedsender.store.records import OwedRoom
 
 COUNTED = 1_000
 """Redeliveries and quarantined items are counted up to here."""
@@ -43,7 +43,7 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Oldest:
-    """The oldest event that waits. In the database a room's newest event stands for the others."""
+    """The oldest event that waits; `event_id` is null once the homeserver has purged it."""
 
     event_id: str | None
     stream_ordering: int
@@ -155,7 +155,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
     redeliveries = len(await context.store.redeliveries(server, COUNTED))
     quarantined = len(await context.store.quarantine_list(server, COUNTED))
     in_flight = await _in_flight(context, server)
-    oldest = await _oldest(context, server, pending)
+    oldest = await _oldest(context, server)
     find = partial(read_health, context.config.pipeline.health, context.runtime.now_ms())
     health = (await context.runtime.run_sync(find, limiter=context.ledger_reading)).get(server)
     # What memory says is taken last and at once, so that it fits together.
@@ -255,20 +255,14 @@ async def _in_flight(context: AdminContext, server: str) -> InFlight | None:
     return InFlight(record.transaction_id, record.attempts, record.frozen_ms, age, None)
 
 
-async def _oldest(context: AdminContext, server: str, pending: Pending) -> Oldest | None:
-    ordering = event_id = received = None
-    for room in pending.oldest_rooms[:1]:
-        ordering, received = room.stream_ordering, room.received_ts
-    active = context.sender.active.get(server)
-    queued = active.outbox.oldest if active is not None else None
-    if queued is not None and (ordering is None or queued.stream_ordering <= ordering):
-        ordering, event_id = queued.stream_ordering, queued.event_id
-    if ordering is None:
+async def _oldest(context: AdminContext, server: str) -> Oldest | None:
+    debt = await context.sender.look_up_debt(server)
+    if debt is None or debt.oldest is None:
         return None
-    if rows := await context.homeserver.read_events(ordering - 1, ordering, 1):
-        event_id, received = rows[0].event_id, rows[0].received_ts
+    ordering, received = debt.oldest, debt.oldest_ms
+    rows = await context.homeserver.read_events(ordering - 1, ordering, 1)
     age = None if received is None else max(0.0, (context.runtime.now_ms() - received) / 1000)
-    return Oldest(event_id, ordering, received, age)
+    return Oldest(rows[0].event_id if rows else None, ordering, received, age)
 
 
 def _sentence(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import trio
 
+from fedsender.matrix import Pdu
+
 
 @dataclass(slots=True)
 class Debt:
@@ -16,16 +18,19 @@ class Debt:
 
     Attributes:
         rooms: at the last sweep, rooms with an event that it had not answered for.
-        oldest_ms: when the homeserver received the oldest event that stands for such a room, in ms
-            since the epoch; None: unknown.
+        oldest: the stream ordering of the oldest event that it is owed; None: unknown.
+        oldest_ms: when the homeserver received that event, in ms since the epoch; None: unknown.
         events: events since the sweep that are in no queue.
         owes_keys: to-device messages or device lists waited at the last sweep.
+        lsso: the server's mark at the last sweep. As long as it stands, `oldest` does.
     """
 
     rooms: int = 0
+    oldest: int | None = None
     oldest_ms: int | None = None
     events: int = 0
     owes_keys: bool = False
+    lsso: int | None = None
 
 
 class Debts:
@@ -46,12 +51,14 @@ class Debts:
         """The debt to this server; None: none is known."""
         return self._known.get(server)
 
-    def add(self, server: str, events: int, now_ms: int) -> None:
-        """Count events that are owed and in no queue."""
+    def add(self, server: str, oldest: Pdu, events: int = 1) -> None:
+        """Count events that are owed and in no queue; `oldest` is the first of them."""
         debt = self._known.get(server)
         if debt is None:
-            debt = self._known[server] = Debt(oldest_ms=now_ms)
+            debt = self._known[server] = Debt()
         debt.events += events
+        if debt.oldest is None or oldest.stream_ordering < debt.oldest:
+            debt.oldest, debt.oldest_ms = oldest.stream_ordering, oldest.received_ms
 
     def settled(self, server: str) -> None:
         """Forget the debt: all that is owed from here on is in a queue."""

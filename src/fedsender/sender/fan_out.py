@@ -181,7 +181,7 @@ class FanOut:
             gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
             # From here on nothing may wait: whoever sees the new position also sees the PDUs.
             self.position = position
-            received = [item.received_ts for item in routed if item.received_ts is not None]
+            received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
             self._received_ms = received[-1] if received else self._received_ms
             for item in routed:
                 # Sorted, because a set's order would differ from one run to the next.
@@ -196,7 +196,7 @@ class FanOut:
             self._registry.spill_before(too_old)
         for item in routed:
             self._registry.hurry(item.servers)
-        destinations = [(len(item.servers), item.received_ts) for item in routed]
+        destinations = [(len(item.servers), item.pdu.received_ms) for item in routed]
         now_ms = self._context.runtime.now_ms()
         self._context.metrics.fanned_out(position, len(rows), destinations, now_ms)
 

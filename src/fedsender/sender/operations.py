@@ -104,7 +104,7 @@ class Operations:
             for item in await context.router.route(rows)
             if isinstance(item, Routed)
             and server in item.servers
-            and (item.received_ts is None or item.received_ts >= since_ms)
+            and (item.pdu.received_ms is None or item.pdu.received_ms >= since_ms)
             and item.pdu.event_id not in in_quarantine
         ]
         if not dry_run:

@@ -95,9 +95,9 @@ class Outbox:
         if self.lsso is not None and pdu.stream_ordering <= self.lsso:
             return  # Catch-up saw it in the database first.
         if not self.level:
-            self._owe(1)
+            self._context.debts.add(self.destination, pdu)
         elif not self.queue.add(pdu):
-            self._owe(1)
+            self._context.debts.add(self.destination, pdu)
             self.spill(healthy=healthy)
 
     def spill(self, *, healthy: bool) -> None:
@@ -114,12 +114,9 @@ class Outbox:
 
     def clear(self) -> None:
         """Empty the queue of PDUs; the database has them."""
-        if self.queue.pdus:
-            self._owe(len(self.queue.pdus))
+        if pdus := self.queue.pdus:
+            self._context.debts.add(self.destination, pdus[0], len(pdus))
         self.queue.clear()
-
-    def _owe(self, events: int) -> None:
-        self._context.debts.add(self.destination, events, self._context.runtime.now_ms())
 
     def owe_keys(self) -> None:
         """Note that the database may have to-device messages, or device lists."""

@@ -53,7 +53,7 @@ async def take_over(
         await _for_each(ledger.last_words.values(), takeover.settle)
     else:
         await takeover.note_other_sender(left, newest)
-        mine = [name for name in await store.sender.catching_up() if in_our_shard(name)]
+        mine = [name for name in await store.sender.catch_up_floors() if in_our_shard(name)]
         await _for_each(mine, takeover.catch_up_anew)
     ledger.close_torn()
     valid = await takeover.sift(frozen, moved)
@@ -87,10 +87,9 @@ async def note_handed_over(
     One line is for all servers. One more is for each server in catch-up, with its floor: its
     low-water mark has passed events that it was owed.
     """
-    for name in await store.sender.catching_up():
-        known = await store.sender.catch_up(name) if in_our_shard(name) else None
-        if known is not None:
-            line = Line(runtime.now_ms(), name, "handed_over", lsso=known.floor, position=position)
+    for name, floor in (await store.sender.catch_up_floors()).items():
+        if in_our_shard(name):
+            line = Line(runtime.now_ms(), name, "handed_over", lsso=floor, position=position)
             ledger.record(line)
     ledger.record(Line(runtime.now_ms(), EVERY_SERVER, "handed_over", position=position))
 

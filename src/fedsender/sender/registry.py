@@ -281,8 +281,7 @@ class Registry:
             return
         if not self.policies.may_send_to(server):
             self.put_off(server)  # Denied since the event was routed.
-        # The database remembers.
-        self._context.debts.add(server, 1, self._context.runtime.now_ms())
+        self._context.debts.add(server, pdu)  # The database remembers.
 
     def owe(self, server: str, pdu: Pdu) -> None:
         """Have catch-up send a PDU that is durably owed to this server. Never waits."""

@@ -50,7 +50,6 @@ class Routed:
 
     pdu: Pdu
     servers: frozenset[str]
-    received_ts: int | None
     mark: int | None = None
 
     @property
@@ -175,7 +174,7 @@ class Router:
                 continue
             target = _target_outside(row, memberships.get(row.event_id), event.get("content"))
             mark = stands_above(row.internal_metadata)
-            routed = Routed(pdu, self._narrow(row, servers, target), row.received_ts, mark)
+            routed = Routed(pdu, self._narrow(row, servers, target), mark)
             known[row.event_id] = routed
             if self._forgotten == forgotten:
                 # Else it may have been read before it changed.
@@ -255,13 +254,10 @@ def _parse(row: EventRow) -> tuple[Pdu, Mapping[str, Any]]:
         raise BadEvent("the homeserver has no JSON for it")
     if row.room_version is None:
         raise BadEvent("the room's version is unknown")
-    pdu, event = make_pdu(
-        row.event_id, row.room_id, row.stream_ordering, row.json, row.room_version
-    )
+    stored = (row.event_id, row.room_id, row.stream_ordering, row.json, row.room_version)
+    pdu, event = make_pdu(*stored, row.received_ts)
     if row.redacted:
-        pdu = make_redacted_pdu(
-            row.json, row.event_id, row.room_id, row.stream_ordering, row.room_version
-        )
+        pdu = make_redacted_pdu(*stored, row.received_ts)
     return pdu, event
 
 

@@ -4,8 +4,9 @@ The state of each server is in the registry (`registry.py`). This module puts th
 takes over the last daemon's records, and drains at the end.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from fedsender.sender.registry import Progress, Registry, Status
 from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
-from fedsender.store.records import Lagging
+from fedsender.store.records import Lagging, OwedSince
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 from fedsender.waiting import attempted, open_alarms, supervise
@@ -173,27 +174,70 @@ class Sender:
 
     async def _note_debts(self, lagging: Collection[Lagging]) -> None:
         """Note how much is owed and since when, as the database has it."""
-        tokens = {lag.oldest for lag in lagging if lag.oldest is not None}
-        received = await self.context.homeserver.received_ms(tokens)
         debts = {
-            lag.destination: Debt(lag.rooms, received.get(lag.oldest or 0), owes_keys=lag.owes_keys)
+            lag.destination: Debt(lag.rooms, lag.oldest, owes_keys=lag.owes_keys, lsso=lag.lsso)
             for lag in lagging
         }
+        await self._date(debts)
         self.context.debts.count_anew(debts)
         self.quarantine_items = await self.context.store.quarantine_size()
         self.context.metrics.quarantine_items.set(self.quarantine_items)
+
+    async def _date(self, debts: Mapping[str, Debt]) -> None:
+        """Find the oldest event of each of these debts, whose `oldest` is a room's newest.
+
+        What we know is right until the server's mark moves. So after a start each debt is looked up
+        once, and later those of servers that are catching up.
+        """
+        asked: dict[str, OwedSince] = {}
+        floors: Mapping[str, int] | None = None
+        for name, debt in debts.items():
+            known = self.context.debts.of(name)
+            if debt.oldest is None:
+                continue
+            if known is not None and known.oldest is not None and known.lsso == debt.lsso:
+                debt.oldest, debt.oldest_ms = known.oldest, known.oldest_ms
+                continue
+            if floors is None:
+                floors = await self.context.store.catch_up_floors()
+            # Without an LSSO only the newest event of each room is owed.
+            mark = debt.oldest - 1 if debt.lsso is None else debt.lsso
+            asked[name] = OwedSince(mark, floors.get(name, mark))
+        found = await self.context.homeserver.oldest_owed(asked, self.context.origin)
+        for name, oldest in found.items():
+            debts[name].oldest, debts[name].oldest_ms = oldest
+
+    async def look_up_debt(self, server: str) -> Debt | None:
+        """The same as `debt`, once the oldest event was looked up in the database."""
+        debt = self.debt(server)
+        known = self.context.debts.of(server)
+        if debt is None or debt is not known:
+            return debt
+        lsso = await self.context.homeserver.lsso(server)
+        owed = await self.context.homeserver.owed_rooms(server, lsso or 0, 1)
+        anew = replace(known, oldest=owed[0][1] if owed else None, oldest_ms=None, lsso=lsso)
+        await self._date({server: anew})
+        known.oldest, known.oldest_ms, known.lsso = anew.oldest, anew.oldest_ms, anew.lsso
+        return known
 
     def debt(self, server: str) -> Debt | None:
         """What the server is owed, from memory alone; None: nothing."""
         if not self.registry.owes(server):
             return None
-        if (known := self.context.debts.of(server)) is not None:
+        known, destination = self.context.debts.of(server), self.active.get(server)
+        if destination is not None and destination.outbox.level:
+            # All events that it is owed are in its queue.
+            oldest = destination.outbox.oldest
+            debt = Debt() if known is None else replace(known, oldest=None, oldest_ms=None)
+            if oldest is not None:
+                debt.oldest, debt.oldest_ms = oldest.stream_ordering, oldest.received_ms
+            return debt
+        if known is not None:
             return known
         state = self.registry.state_of(server)
-        if server not in self.active and (state.paused or state.parked):
+        if destination is None and (state.paused or state.parked):
             return None  # It would be kept in the registry also if it were level.
-        # All that it is owed is in its queue: nothing is older than its first failure.
-        return Debt(oldest_ms=state.failing_since_ms)
+        return Debt()
 
     def owed(self) -> "Owed":
         """How much all servers are owed, and for how long."""
@@ -231,7 +275,7 @@ class Sender:
         found = await context.homeserver.lagging()
         await self._note_debts(found)
         lagging = {lag.destination: lag for lag in found}
-        for server in await context.store.catching_up():
+        for server in await context.store.catch_up_floors():
             if not self._policies.handles(server):
                 continue
             if server not in lagging or lagging[server].rooms == 0:

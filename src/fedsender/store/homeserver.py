@@ -6,7 +6,7 @@ of a connection in a module beside this one: `event_rows`, `room_servers`, `edus
 for the embedded store `embedded`, `appends` and `relay_load`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -68,6 +68,7 @@ from fedsender.store.records import (
     HostsUnknown,
     Lagging,
     OwedRoom,
+    OwedSince,
     Page,
     Pending,
     Receipt,
@@ -78,10 +79,10 @@ from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
 from fedsender.store.statements import (
     as_given,
     given_rows,
+    in_chunks,
     insert_rows,
     on_conflict,
     replace_rows,
-    select_rows,
     upsert,
 )
 from fedsender.streams import HostsRow, RedactionRow
@@ -96,6 +97,8 @@ MAX_UNWRITTEN = 200
 """Answered to-device rows of one destination that are still there; all stand in its next line."""
 LAGGING_ROWS = 50_000
 """Rows of `destination_rooms` that one statement looks at."""
+OLDEST_AT_ONCE = 100
+"""Destinations whose oldest event one statement looks for: in a busy room one takes some 10 ms."""
 OWING_KEYS_PAGE = 1_000
 MAX_SERVERS_KNOWN = 200_000
 """The most servers of an embedded store's rooms in memory: some 20 MB if they all differ."""
@@ -560,12 +563,22 @@ class HomeserverStore:
         found.update((name, replace(found[name], owes_keys=True)) for name in owing_keys)
         return [found[name] for name in sorted(found)]
 
-    @reading
-    def received_ms(self, connection: Connection, tokens: Collection[int]) -> dict[int, int]:
-        """When the homeserver received the events of these stream orderings, in ms; known ones."""
-        token, at = tables.events.c.stream_ordering, tables.events.c.received_ts
-        query = select(token, at).where(at.is_not(None))
-        return {row[0]: row[1] for row in select_rows(connection, query, token, tokens)}
+    async def oldest_owed(
+        self, asked: Mapping[str, OwedSince], origin: str
+    ) -> dict[str, tuple[int, int | None]]:
+        """By destination the oldest event that it is owed.
+
+        Each is (stream ordering, the time at which the homeserver received it, in ms, or None). It
+        is the first event of a user of `origin` above the floor, in a room that is owed. Nobody
+        looks here whether the destination was in the room then: after it has joined anew, the event
+        may be of an earlier time.
+        """
+        found: dict[str, tuple[int, int | None]] = {}
+        for chunk in in_chunks(sorted(asked.items()), OLDEST_AT_ONCE):
+            rows = [(name, since.lsso, since.floor) for name, since in chunk]
+            look = partial(_oldest_owed, rows=rows, origin=origin)
+            found.update(await self._database.read(look))
+        return found
 
     @reading
     def token_before(self, connection: Connection, received_ms: int, upto: int) -> int:
@@ -1206,6 +1219,41 @@ def _lagging_page(
     ]
     full = sum(row[3] for row in found) == LAGGING_ROWS
     return lagging, (found[-1][0], found[-1][4]) if full else None
+
+
+def _oldest_owed(
+    connection: Connection, rows: Sequence[tuple[str, int, int]], origin: str
+) -> dict[str, tuple[int, int | None]]:
+    given, query = _oldest_owed_of(connection.dialect.name, origin)
+    return {row[0]: (row[1], row[2]) for row in connection.execute(query, as_given(given, rows))}
+
+
+@cache
+def _oldest_owed_of(dialect: str, origin: str) -> tuple[FromClause, Select[Any]]:
+    """The table of `given_rows` with destinations, and the question for each one's oldest event."""
+    given = given_rows(dialect, destination=Text(), lsso=BigInteger(), floor=BigInteger())
+    events, owed = tables.events.c, destination_rooms.c
+    first = (
+        select(func.min(events.stream_ordering))
+        .where(events.room_id == owed.room_id)
+        .where(events.stream_ordering > given.c.floor)
+        .where(events.stream_ordering <= owed.stream_ordering)
+        .where(events.sender.endswith(":" + origin, autoescape=True))
+        .correlate(given, destination_rooms)
+        .scalar_subquery()
+    )
+    oldest = (
+        select(
+            given.c.destination,
+            func.min(func.coalesce(first, owed.stream_ordering)).label("oldest"),
+        )
+        .join(destination_rooms, owed.destination == given.c.destination)
+        .where(owed.stream_ordering > given.c.lsso)
+        .group_by(given.c.destination)
+        .subquery()
+    )
+    query = select(oldest.c.destination, oldest.c.oldest, events.received_ts)
+    return given, query.outerjoin(tables.events, events.stream_ordering == oldest.c.oldest)
 
 
 def _owing_keys_page(

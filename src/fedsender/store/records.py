@@ -116,6 +116,18 @@ class Lagging:
     oldest: int | None = None
 
 
+class OwedSince(NamedTuple):
+    """From where on a destination is owed events.
+
+    Attributes:
+        lsso: rooms with a newer event than this are owed.
+        floor: of those rooms, the events above this: the floor of a catch-up, or `lsso`.
+    """
+
+    lsso: int
+    floor: int
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device as other servers see it.

@@ -281,9 +281,12 @@ class SenderStore:
             connection.execute(delete(table).where(table.c.destination == destination))
 
     @reading
-    def catching_up(self, connection: Connection) -> list[str]:
-        """Destinations with a catch-up under way, by name."""
-        return _destinations(connection, catch_ups)
+    def catch_up_floors(self, connection: Connection) -> dict[str, int]:
+        """The floor of each catch-up under way, by destination."""
+        query = select(catch_ups.c.destination, catch_ups.c.floor)
+        return {
+            row[0]: row[1] for row in connection.execute(query.order_by(catch_ups.c.destination))
+        }
 
     # --- quarantine -------------------------------------------------------------------------------
 
