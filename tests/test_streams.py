@@ -218,17 +218,48 @@ def test_heard_positions_never_pass_a_writer_that_is_waited_for(
     for writer, position, seconds in said:
         now += seconds
         positions[writer] = max(position, positions.get(writer, position))
-        token = heard.advance(writer, position, now)
+        heard.advance(writer, position, now)
+        token = heard.linear
         assert linear <= token <= max(positions.values())
         if now < HeardPositions.PATIENCE_S:
             assert token == max(linear, min(positions.values()))
         linear = token
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 50))))
+def test_every_id_is_read_by_the_position_or_told_to_be_late(
+    said: list[tuple[str, int, int]],
+) -> None:
+    heard = HeardPositions({"a": 3, "b": 5, "c": 5})
+    positions, now = {"a": 3, "b": 5, "c": 5}, 0.0
+    for writer, position, seconds in said:
+        now += seconds
+        # A reader may have passed all up to here, and has seen what was completed by then.
+        passed = heard.linear
+        late = heard.advance(writer, position, now)
+        told = set(range(late[0] + 1, late[1] + 1)) if late else set()
+        completed = range(positions[writer] + 1, position + 1)
+        assert told == {number for number in completed if number <= passed}
+        positions[writer] = max(position, positions[writer])
+
+
 def test_a_writer_that_stays_behind_is_not_waited_for_for_ever() -> None:
     heard = HeardPositions({"gone": 3, "busy": 3}, now=100)
 
-    assert heard.advance("busy", 9, now=101) == 3
-    assert heard.advance("busy", 10, now=130) == 3
-    assert heard.advance("busy", 11, now=131) == 11
-    assert heard.advance("gone", 12, now=132) == 11
+    def advance(writer: str, position: int, now: float) -> int:
+        heard.advance(writer, position, now)
+        return heard.linear
+
+    assert advance("busy", 9, now=101) == 3
+    assert advance("busy", 10, now=130) == 3
+    assert advance("busy", 11, now=131) == 11
+    assert advance("gone", 12, now=132) == 11
+
+
+def test_nobody_is_late_while_nobody_can_be_heard() -> None:
+    heard = HeardPositions({"slow": 3, "busy": 9}, now=0)
+
+    heard.wait_anew(now=100)
+    heard.advance("busy", 11, now=101)
+
+    assert heard.linear == 3

@@ -171,8 +171,8 @@ class HeardPositions:
     """A reader's positions of a stream without configured writers: each one that is heard counts.
 
     A writer that stays behind the others for `HeardPositions.PATIENCE_S` is not waited for: it is
-    gone, or has no facts. This is enough for streams in which a skipped fact is found again, or
-    replaced by the next.
+    gone, or has no facts, or a transaction of it hangs. What it completes later, below the linear
+    token, `advance` reports, so that a reader can go back for it.
 
     Args:
         stored: positions by writer as the homeserver last stored them.
@@ -189,10 +189,20 @@ class HeardPositions:
         self.linear = min(self._positions.values(), default=0)
         """The position up to which all has been announced; it never falls."""
 
-    def advance(self, writer: str, position: int, now: float) -> int:
-        """Note that `writer` announced `position` at `now`; returns the linear token."""
+    def wait_anew(self, now: float) -> None:
+        """Wait for every writer anew: until `now` nobody could be heard."""
+        self._behind_since = dict.fromkeys(self._behind_since, now)
+
+    def advance(self, writer: str, position: int, now: float) -> tuple[int, int] | None:
+        """Note that `writer` announced `position` at `now`.
+
+        Returns (after, upto) if the linear token had passed this writer: ids of its own with
+        after < id <= upto may have been completed since. None: it has written nothing late.
+        """
+        before = self._positions.get(writer, position - 1)
+        late = (before, min(position, self.linear)) if before < self.linear else None
         if writer in self._positions or len(self._positions) < self.MAX_WRITERS:
-            self._positions[writer] = max(position, self._positions.get(writer, position))
+            self._positions[writer] = max(position, before)
         head = max(self._positions.values(), default=0)
         for name, at in self._positions.items():
             if at >= head:
@@ -205,7 +215,7 @@ class HeardPositions:
             if now - self._behind_since.get(name, now) < self.PATIENCE_S
         ]
         self.linear = max(self.linear, min(waited_for, default=head))
-        return self.linear
+        return late if late is not None and late[0] < late[1] else None
 
 
 # --- rows of `events`, for a sender without the homeserver's database -----------------------------

@@ -98,8 +98,12 @@ class RecordingEduSink:
         self.typed: list[tuple[str, list[str], int] | str] = []
         self.states: list[PresenceState] = []
         self.gaps: list[tuple[int, int]] = []
+        self.late: list[tuple[str, str, int, int]] = []
         self.wanted: list[tuple[str, str]] = []
         self.sent: list[tuple[str, str, Any, Any]] = []
+
+    def written_late(self, stream: str, writer: str, after: int, upto: int) -> None:
+        self.late.append((stream, writer, after, upto))
 
     def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
         self.typed.append((room_id, list(users), token))

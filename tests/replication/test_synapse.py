@@ -288,6 +288,32 @@ async def test_to_device_messages_for_servers_are_told_live_and_after_a_gap(
         assert world.sink.to_device == ["remote.example:8448", "missed.example"]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        'RDATA to_device master 7 ["live.example"]',
+        'RDATA caches master 7 ["get_destination_retry_timings",["live.example"],1]',
+    ],
+)
+async def test_a_row_before_its_writers_position_does_not_hide_what_was_missed(
+    autojump_clock: Clock, row: str
+) -> None:
+    """Synapse answers REPLICATE with its last token twice: the row's own."""
+    stream = row.split()[1]
+    tables = Tables()
+    async with fed(tables) as world:
+        await world.hear(f"POSITION {stream} master 3 3")
+        await world.redis.drop()
+        tables.outbox[5] = "missed.example"
+        tables.cache_rows["master", 5] = "missed.example"
+        await trio.sleep(1)
+        world.let_in()
+        await trio.sleep(10)
+        await world.hear(row, f"POSITION {stream} master 7 7")
+        told = world.sink.to_device if stream == "to_device" else world.sink.backoffs
+        assert told == ["live.example", "missed.example"]
+
+
 async def test_remote_server_up_is_told_if_it_is_a_server(autojump_clock: Clock) -> None:
     async with fed() as world:
         await world.hear("REMOTE_SERVER_UP remote.example:8448", "REMOTE_SERVER_UP ../../etc")
@@ -420,3 +446,31 @@ async def test_device_lists_move_by_rows_and_positions_whoever_writes_them(
         await trio.sleep(31)
         await world.hear('RDATA device_lists dev1 batch ["x"]', 'RDATA device_lists dev1 9 ["x"]')
         assert world.sink.edus.device_lists.value == 9
+
+
+@pytest.mark.parametrize("stream", ["receipts", "device_lists"])
+async def test_what_a_slow_writer_completes_below_the_position_is_told(
+    autojump_clock: Clock, stream: str
+) -> None:
+    stored = {"receipts": {"w1": 4, "w2": 4}, "device_lists_stream": {"w1": 4, "w2": 4}}
+    async with fed(Tables(stored=stored)) as world:
+        await world.hear(f"POSITION {stream} w1 4 9")
+        await trio.sleep(31)
+        await world.hear(f"RDATA {stream} w1 10 []")
+        assert getattr(world.sink.edus, stream).value == 10
+        assert world.sink.edus.late == []
+        await world.hear(f"RDATA {stream} w2 6 []", f"POSITION {stream} w2 6 12")
+        assert world.sink.edus.late == [(stream, "w2", 4, 6), (stream, "w2", 6, 10)]
+
+
+async def test_after_a_long_outage_every_writer_is_waited_for_again(
+    autojump_clock: Clock,
+) -> None:
+    stored = {"receipts": {"w1": 9, "w2": 4}}
+    async with fed(Tables(stored=stored)) as world:
+        await world.redis.drop()
+        await trio.sleep(100)
+        world.let_in()
+        await trio.sleep(10)
+        await world.hear("POSITION receipts w1 9 11")
+        assert world.sink.edus.receipts.value == 4

@@ -154,16 +154,21 @@ class SynapseWorld(World):
         kind: str = "m.read",
         ts: int = 1234,
         tell: bool = True,
+        stream_id: int | None = None,
+        writer: str = "master",
     ) -> int:
-        """A user has read the room up to an event; the stream id."""
-        self.stream_id += 1
+        """A user has read the room up to an event; the stream id, by default the next one."""
+        if stream_id is None:
+            self.stream_id += 1
+            stream_id = self.stream_id
         old = {"room_id": room, "user_id": user, "receipt_type": kind, "thread_id": thread}
         await self.remove(tables.receipts_linearized, **old)
-        row = {"stream_id": self.stream_id, "event_id": event_id, "data": f'{{"ts":{ts}}}', **old}
+        row = {"stream_id": stream_id, "event_id": event_id, "data": f'{{"ts":{ts}}}', **old}
+        row["instance_name"] = writer
         await self.write(tables.receipts_linearized, row)
         if tell:
-            self.sender.edus.receipts.advance(self.stream_id)
-        return self.stream_id
+            self.sender.edus.receipts.advance(stream_id)
+        return stream_id
 
     async def event(self, event_id: str, room: str, sender: str, *, age_s: float) -> None:
         """An event that the homeserver has, and that was fanned out before."""

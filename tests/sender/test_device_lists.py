@@ -18,7 +18,8 @@ from fedsender.ledger import DevicePoke
 from fedsender.sender.edus import device_lists
 from fedsender.sender.edus.device_lists import count
 from fedsender.sender.transaction import Edu
-from fedsender.store import tables
+from fedsender.store import StoreError, tables
+from fedsender.store.edus import EduStore
 from fedsender.store.records import CrossSigning, Device, DeviceChanges
 
 A, B = "a.example", "b.example"
@@ -291,6 +292,39 @@ async def test_pruning_beneath_a_transaction_in_flight_cuts_the_chain(
         await trio.sleep(60)
 
     assert chain(world.edus(A, UPDATE)) == [("D1", []), ("D3", [])]
+
+
+async def test_after_an_error_the_servers_of_the_changes_meanwhile_are_woken_too(
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as late as the sweep, which comes every five minutes."""
+    ask, errors = EduStore.changed_device_lists, [StoreError("canceling statement")]
+
+    async def fail_once(store: EduStore, after: int, upto: int) -> list[str]:
+        if errors:
+            raise errors.pop()
+        return await ask(store, after, upto)
+
+    monkeypatch.setattr(EduStore, "changed_device_lists", fail_once)
+    async with world.run():
+        await trio.sleep(1)
+        await world.poke(ALICE, "D1", servers=[A])
+        await trio.sleep(2)
+
+    assert [edu["device_id"] for edu in world.edus(A, UPDATE)] == ["D1"]
+
+
+async def test_the_servers_of_a_change_that_was_written_late_are_woken(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        sender.edus.device_lists.advance(world.stream_id + 5)
+        await trio.sleep(1)
+        late = await world.poke(ALICE, "D1", servers=[A], tell=False)
+        sender.edus.written_late("device_lists", "slow", late - 1, late + 2)
+        await trio.sleep(2)
+
+    assert [edu["device_id"] for edu in world.edus(A, UPDATE)] == ["D1"]
 
 
 async def test_servers_that_are_owed_only_device_lists_are_found_after_a_restart(

@@ -255,6 +255,24 @@ async def test_the_line_moves_faster_when_it_is_long(
     assert len(world.pushes()) == 40
 
 
+async def test_a_receipt_of_a_writer_that_was_passed_is_sent_once_it_is_written(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Its id lies below those that were read; what others wrote there is not sent again."""
+    async with world.run() as sender:
+        await world.members(R1, ALICE, BOB, f"@x:{A}")
+        await world.read(R1, ALICE, stream_id=world.stream_id + 3)
+        await trio.sleep(1)
+        world.sender.edus.receipts.advance(world.stream_id + 5)
+        await world.read(R1, BOB, stream_id=world.stream_id + 1, writer="slow", tell=False)
+        await trio.sleep(1)
+        assert len(world.edus(A)) == 1
+        sender.edus.written_late("receipts", "slow", world.stream_id, world.stream_id + 4)
+        await trio.sleep(1)
+
+    assert [list(content[R1]["m.read"]) for content in world.edus(A)] == [[ALICE], [BOB]]
+
+
 async def test_receipts_written_while_we_were_down_are_sent_when_we_are_back(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:

@@ -198,6 +198,12 @@ def upgrade() -> None:
         sa.Column("event_id", sa.Text(), nullable=False),
         sa.Column("thread_id", sa.Text(), nullable=True, comment="NULL: of the whole room"),
         sa.Column("data", sa.Text(), nullable=False, comment="JSON object"),
+        sa.Column(
+            "instance_name",
+            sa.Text(),
+            nullable=True,
+            comment="who wrote it; NULL: the one writer that there is",
+        ),
     )
     op.create_index(op.f("receipts_linearized_stream_id_idx"), "receipts_linearized", ["stream_id"])
     op.create_index("receipts_linearized_user", "receipts_linearized", ["user_id", "room_id"])

@@ -82,6 +82,15 @@ class EduStreams:
     def begin(self) -> None:
         """Begin a new connection: no position is known until its writer has announced it."""
         self._connected.clear()
+        for heard in self._heard.values():
+            heard.wait_anew(trio.current_time())
+
+    def _hear(self, stream: str, writer: str, token: int) -> None:
+        """Note the position of a writer of one of `STORED_AS`."""
+        late = self._heard[stream].advance(writer, token, trio.current_time())
+        self._watermark(stream)
+        if late is not None:
+            self._sink.written_late(stream, writer, *late)
 
     def _watermark(self, stream: str) -> None:
         linear = self._heard[stream].linear
@@ -92,8 +101,7 @@ class EduStreams:
         """Take a writer's announced position."""
         stream = said.stream
         if stream in STORED_AS:
-            self._heard[stream].advance(said.instance or "", said.token, trio.current_time())
-            self._watermark(stream)
+            self._hear(stream, said.instance or "", said.token)
             return
         known = self._tokens.get(stream)
         self._tokens[stream] = (said.instance, said.token)
@@ -122,8 +130,7 @@ class EduStreams:
         False: the writer counts anew, and its position must be asked for.
         """
         if stream in STORED_AS:
-            self._heard[stream].advance(instance or "", token, trio.current_time())
-            self._watermark(stream)
+            self._hear(stream, instance or "", token)
             return True
         if stream not in self._connected:
             return True

@@ -48,6 +48,13 @@ class EduSink(Protocol):
     @property
     def receipts(self) -> Watermark: ...
 
+    def written_late(self, stream: str, writer: str, after: int, upto: int) -> None:
+        """Note that `writer` may have completed ids that the position had already passed.
+
+        `stream` is `device_lists` or `receipts`; of its ids after < id <= upto are meant.
+        """
+        ...
+
     def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
         """Set the users that type in the room now; of two tokens the larger is newer."""
         ...

@@ -120,8 +120,9 @@ class SynapseFeed(Feed):
         self._shadow = shadow
         self._link: RedisLink | None = None
         self._events = StreamPositions(self._writers)
-        # Writers of events that have said POSITION on this connection.
-        self._heard_from: set[str | None] = set()
+        # (stream, writer) pairs that have said POSITION on this connection. A row of any other
+        # tells of itself only: what its writer said while we were away is still unknown.
+        self._heard_from: set[tuple[str, str | None]] = set()
         fetch = partial(fetch_missed, peers, runtime)
         self._edus = EduStreams(sink.edus, fetch, self._acknowledge_federation)
         # Where each writer of hints stands. Outlives a connection, so that the gap shows.
@@ -137,7 +138,7 @@ class SynapseFeed(Feed):
     def _status(self) -> FeedStatus:
         link, events = self._link, self._events
         connected = link is not None and link.connected
-        heard = connected and self._heard_from.issuperset(self._writers)
+        heard = connected and all(("events", name) in self._heard_from for name in self._writers)
         return FeedStatus(
             kind="redis",
             connected=connected,
@@ -286,7 +287,7 @@ class SynapseFeed(Feed):
         key = (command.stream, command.instance)
         match command.stream:
             case "events":
-                self._heard_from.add(command.instance)
+                self._heard_from.add(key)
                 self._advance_events(command.instance, command.token)
             case stream if stream in EDU_STREAMS:
                 self._edus.position(command)
@@ -294,14 +295,17 @@ class SynapseFeed(Feed):
                 # Redis may have been away when we started, and for long.
                 known = self._tokens.get(key, self._looked[command.stream])
                 # A writer knows best: a forged row must not make us deaf to it (W41).
-                self._note(key, command.token)
+                if key in self._tokens or len(self._tokens) < MAX_WRITERS:
+                    self._tokens[key] = command.token
+                    self._heard_from.add(key)
                 if known < command.previous:
                     await self._fetch(command.stream, command.instance, known, command.token)
 
     def _take_events(self, command: Rdata) -> None:
         """Take an event's row. Only the token counts, and only the last row of a batch has it."""
         unknown = command.instance not in self._writers
-        if unknown or (command.token is not None and command.instance in self._heard_from):
+        heard = ("events", command.instance) in self._heard_from
+        if unknown or (command.token is not None and heard):
             self._advance_events(command.instance, command.token or 0)
 
     def _advance_events(self, writer: str | None, token: int) -> None:
@@ -328,13 +332,12 @@ class SynapseFeed(Feed):
         if command.stream in EDU_STREAMS:
             if not self._edus.rows(command.stream, command.instance, token, rows):
                 await self._publish(Replicate())
-        elif token > self._tokens.get(key, -1):
-            self._note(key, token)
+        elif key not in self._heard_from:
+            # The token stays, or the writer's POSITION would not show what we missed.
             self._apply_hints(command.stream, rows)
-
-    def _note(self, key: tuple[str, str | None], token: int) -> None:
-        if key in self._tokens or len(self._tokens) < MAX_WRITERS:
+        elif token > self._tokens[key]:
             self._tokens[key] = token
+            self._apply_hints(command.stream, rows)
 
     def _apply_hints(self, stream: str, rows: Iterable[Json]) -> None:
         for row in rows:

@@ -101,9 +101,18 @@ class EduStore:
 
     @reading
     def receipts(
-        self, connection: Connection, server_name: str, after: int, upto: int | None, limit: int
+        self,
+        connection: Connection,
+        server_name: str,
+        after: int,
+        upto: int | None,
+        limit: int,
+        writer: str | None = None,
     ) -> list[Receipt]:
-        """Public receipts of this server's users with after < stream id (<= upto), ascending."""
+        """Public receipts of this server's users with after < stream id (<= upto), ascending.
+
+        `writer`: only those that this process of a Synapse wrote.
+        """
         table = receipts_table
         query = (
             select(
@@ -122,6 +131,8 @@ class EduStore:
         )
         if upto is not None:
             query = query.where(table.c.stream_id <= upto)
+        if writer is not None:
+            query = query.where(table.c.instance_name == writer)
         return [Receipt(*row[:-1], _ts(row[-1])) for row in connection.execute(query)]
 
     # --- presence (a Synapse only) ----------------------------------------------------------------

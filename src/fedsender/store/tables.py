@@ -179,6 +179,7 @@ receipts_linearized = Table(
     Column("event_id", Text, nullable=False),
     Column("thread_id", Text, comment="NULL: of the whole room"),
     Column("data", Text, nullable=False, comment="JSON object"),
+    Column("instance_name", Text, comment="who wrote it; NULL: the one writer that there is"),
     Index("receipts_linearized_user", "user_id", "room_id"),
 )
 # Embedded only: Synapse keeps what these say in state groups.

@@ -64,6 +64,8 @@ class _Hints:
 
     def presence_missed(self, after: int, upto: int) -> None: ...
 
+    def written_late(self, stream: str, writer: str, after: int, upto: int) -> None: ...
+
     def presence_wanted(self, server: str, user_id: str) -> None:
         self._heard["presence changes heard"] += 1
 

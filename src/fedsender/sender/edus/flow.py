@@ -53,7 +53,10 @@ class EduFlow:
         self._context = context
         self._policies = registry.policies
         self._registry = registry
+        self._lists_seen: int | None = None
         self._seen = 0
+        self._late: dict[tuple[str, str], tuple[int, int]] = {}
+        self._late_news = Signal()
         self._plain = 0
         self._saved: tuple[int, dict[str, int]] = (-1, {})
         self._unsaved = context.receipts_unsaved
@@ -87,6 +90,7 @@ class EduFlow:
         tasks = {
             "device lists": self._follow_device_lists,
             "receipts": self._follow_receipts,
+            "late rows": self._follow_late,
             "trickle": self._trickle,
             "typing": self._follow_typing,
             "typing goes on": self._keep_typing,
@@ -106,37 +110,48 @@ class EduFlow:
 
     async def _follow_device_lists(self) -> None:
         """Wake the servers of each new change; those of older ones are found by the sweep."""
-        seen = self.device_lists.value
+        if self._lists_seen is None:
+            self._lists_seen = self.device_lists.value
         while True:
-            position = await self.device_lists.wait_past(seen)
-            servers = await self._context.edus.changed_device_lists(seen, position)
-            for server in servers:
-                destination = self._registry.reach_for_edu(server)
-                if destination is not None:
-                    destination.owe_device_lists()
-            self._registry.hurry(servers)
-            seen = position
+            position = await self.device_lists.wait_past(self._lists_seen)
+            await self._owe_device_lists(self._lists_seen, position)
+            self._lists_seen = position
+
+    async def _owe_device_lists(self, after: int, upto: int) -> None:
+        servers = await self._context.edus.changed_device_lists(after, upto)
+        for server in servers:
+            destination = self._registry.reach_for_edu(server)
+            if destination is not None:
+                destination.owe_device_lists()
+        self._registry.hurry(servers)
 
     # --- Receipts ---------------------------------------------------------------------------------
 
     async def _follow_receipts(self) -> None:
-        context = self._context
         while True:
             upto = await self.receipts.wait_past(self._seen)
             while self._seen < upto:
-                page = await context.edus.receipts(context.origin, self._seen, upto, RECEIPT_PAGE)
-                servers = await self._servers_of(page)
-                events = await self._read_events(page, servers)
-                # No await from here on: what is passed is in a queue, or is a debt.
-                now_ms = context.runtime.now_ms()
-                for receipt in page:
-                    wanted = servers[receipt.room_id]
-                    first = at_once(wanted, events.get(receipt.event_id), now_ms)
-                    self._put_now(receipt, sorted(first))
-                    self._registry.hurry(wanted)
-                    self._put_off(receipt, sorted(wanted - first))
-                self._seen = page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
+                self._seen = await self._pass_receipts(self._seen, upto)
                 self._unsaved.set()
+
+    async def _pass_receipts(self, after: int, upto: int, writer: str | None = None) -> int:
+        """Give a page of receipts to their servers; returns the stream id that it ends at.
+
+        `writer`: only receipts of this process.
+        """
+        context = self._context
+        page = await context.edus.receipts(context.origin, after, upto, RECEIPT_PAGE, writer)
+        servers = await self._servers_of(page)
+        events = await self._read_events(page, servers)
+        # No await until the caller has noted the end: what is passed is in a queue, or is a debt.
+        now_ms = context.runtime.now_ms()
+        for receipt in page:
+            wanted = servers[receipt.room_id]
+            first = at_once(wanted, events.get(receipt.event_id), now_ms)
+            self._put_now(receipt, sorted(first))
+            self._registry.hurry(wanted)
+            self._put_off(receipt, sorted(wanted - first))
+        return page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
 
     async def _servers_of(self, page: Sequence[Receipt]) -> dict[str, frozenset[str]]:
         """By room, the servers that get receipts from us."""
@@ -156,6 +171,32 @@ class EduFlow:
             return {}
         rows = await self._context.homeserver.events_by_id(sorted(wanted))
         return {name: ReadEvent(row.sender, row.received_ts) for name, row in rows.items()}
+
+    # --- What a slow writer completes below our position ------------------------------------------
+
+    def written_late(self, stream: str, writer: str, after: int, upto: int) -> None:
+        """Have these rows read too, although the stream's position is past them."""
+        known = self._late.get((stream, writer), (after, upto))
+        self._late[stream, writer] = min(after, known[0]), max(upto, known[1])
+        self._late_news.set()
+
+    async def _follow_late(self) -> None:
+        while True:
+            while not self._late:
+                await self._late_news.wait()
+            (stream, writer), gap = next(iter(self._late.items()))
+            after, upto = gap
+            if stream == "receipts":
+                after = await self._pass_receipts(after, upto, writer)
+            else:
+                await self._owe_device_lists(after, upto)
+                after = upto
+            # If more was told meanwhile, all of it is read again: better twice than never.
+            if self._late[stream, writer] == gap:
+                self._late[stream, writer] = after, upto
+                if after == upto:
+                    del self._late[stream, writer]
+                self._unsaved.set()
 
     # --- In turn ----------------------------------------------------------------------------------
 
@@ -391,7 +432,8 @@ class EduFlow:
 
     def _owed(self) -> tuple[int, dict[str, int]]:
         """The stream id up to which every receipt is answered or in a debt; and the debts."""
-        position, debts = self._seen, dict(self._debts)
+        late = (after for (stream, _), (after, _) in self._late.items() if stream == "receipts")
+        position, debts = min([self._seen, *late]), dict(self._debts)
         for waiting in self._later.values():
             ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))
             position = min(position, min(ids, default=position + 1) - 1)
