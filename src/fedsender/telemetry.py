@@ -614,6 +614,13 @@ class Metrics:
         self.destinations_by_state = self._gauge(
             "fedsender_destinations", f"Destinations by state: {', '.join(STATES)}", "state"
         )
+        self.servers_lately = self._gauge(
+            "fedsender_servers_lately",
+            "Servers that answered within the last day, by the result of the last attempt:"
+            " answered, failing; failing_since_answer: servers that began to fail after any server"
+            " answered last",
+            "result",
+        )
         self.owed_rooms = self._gauge(
             "fedsender_owed_rooms",
             "Rooms with an event that a server has not answered for, summed over servers;"

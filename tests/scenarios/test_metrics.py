@@ -101,6 +101,7 @@ BY_OUTAGE = {
     "fedsender_oldest_owed_seconds",
     "fedsender_owed_rooms",
     "fedsender_ready",
+    "fedsender_servers_lately",
 }
 """What tests/admin/test_outage.py and test_skip.py see move."""
 

@@ -67,6 +67,8 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     counts = sender.registry.counts()
     for state in STATES:
         metrics.destinations_by_state.labels(state).set(counts[state])
+    for result, servers in sender.registry.lately()._asdict().items():
+        metrics.servers_lately.labels(result).set(servers)
     owed = sender.owed()
     metrics.owed_rooms.set(owed.rooms)
     metrics.oldest_owed_seconds.set(owed.oldest_s)

@@ -24,7 +24,7 @@ from fedsender.matrix import Pdu, matches
 from fedsender.sender.admission import FEW, Pace
 from fedsender.sender.context import Context, Phase
 from fedsender.sender.destination import LEAVE_AFTER_S, Destination
-from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake
+from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake, well_lately
 from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
 from fedsender.waiting import Signal
@@ -73,6 +73,21 @@ class Progress(NamedTuple):
     delivered: int
     servers: int
     behind: int
+
+
+class Lately(NamedTuple):
+    """How the servers fare that have answered within the last day and are not held.
+
+    Attributes:
+        answered: those whose last attempt was answered.
+        failing: those that fail.
+        failing_since_answer: the servers that have begun to fail since any server answered last,
+            and fail still. They are few, unless nobody can be reached.
+    """
+
+    answered: int
+    failing: int
+    failing_since_answer: int
 
 
 class Registry:
@@ -214,6 +229,28 @@ class Registry:
         found = Counter(label for _, label in self._not_idle())
         found["level"] += sum(name not in active and name not in behind for name in self._states)
         return found
+
+    def lately(self) -> Lately:
+        """How the servers fare that have answered within the last day, from memory alone."""
+        now_ms = self._context.runtime.now_ms()
+        answered, failing, newest_ms, began_ms = 0, 0, 0, []
+        for state in self._all_states():
+            newest_ms = max(newest_ms, state.last_success_ms or 0)
+            if state.paused or state.parked:
+                continue
+            if state.failing_since_ms is not None:
+                failing += well_lately(state, now_ms)
+                began_ms.append(state.failing_since_ms)
+            else:
+                answered += well_lately(state, now_ms)
+        return Lately(answered, failing, sum(at >= newest_ms for at in began_ms))
+
+    def _all_states(self) -> Iterator[ServerState]:
+        for destination in self.active.values():
+            yield destination.state
+        for name, state in self._states.items():
+            if name not in self.active:
+                yield state
 
     # --- Who becomes active -----------------------------------------------------------------------
 
