@@ -270,7 +270,8 @@ class FeedStatus:
     """The status of the feed, for `/ready` and the operator.
 
     Attributes:
-        level: whether the sender was given all that the homeserver has announced.
+        level: whether the homeserver has said where it stands since we connected, and the sender
+            was given all up to there. Later news is taken as it comes and does not change this.
         position: the events position that the sender was given.
         head: the newest events position that we have heard of.
         held: the obstacle to more events, in words: a writer that has kept `position` below

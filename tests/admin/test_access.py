@@ -291,8 +291,13 @@ def feed(**values: Any) -> FeedStatus:
     [
         ({"feed": feed(connected=False, last_error="refused")}, "not connected"),
         ({"feed": feed(level=False)}, "at token 7, the newest known is 9"),
+        ({"feed": feed(level=False, head=7)}, "it has not said where it stands"),
         ({"feed": feed(level=False, held="persister2 for 40 s")}, "persister2 for 40 s"),
         ({"feed": feed(stopped="an unknown writer")}, "an unknown writer"),
+        (
+            {"feed": feed(stopped="another history", connected=False, last_error="of before")},
+            "another history",
+        ),
         ({"failing": "No space left on device"}, "No space left"),
         ({"open": False}, "lock"),
         ({"lack": "Too many open files"}, "Too many open files"),

@@ -367,7 +367,7 @@ async def test_a_proxy_that_does_not_work_for_us_is_no_failure_of_a_server(
         with trio.fail_after(5), pytest.raises(ProxyBroken) as caught:
             await connect(client())
         assert client().connections.open == 0
-    assert caught.value.strerror == f"{name} {text} CONNECT {TARGET}"
+    assert caught.value.strerror == f"{name} {text} CONNECT"
 
 
 async def test_while_others_get_through_an_odd_answer_counts_against_the_server(
@@ -583,8 +583,7 @@ async def test_a_real_proxy_with_authorization(tmp_path: Path, tls: bool) -> Non
         ):
             with pytest.raises(ProxyBroken, match="answered 407") as caught:
                 await peer.connect()
-        target = f"CONNECT 127.0.0.1:{server.port}"
-        assert caught.value.strerror == f"the proxy 127.0.0.1:{port} answered 407 to {target}"
+        assert caught.value.strerror == f"the proxy 127.0.0.1:{port} answered 407 to CONNECT"
         assert server.connections == 1
 
 

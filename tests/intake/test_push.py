@@ -289,6 +289,19 @@ class _Gated(_Stumbling):
         return await super().append_records(records)
 
 
+async def test_the_feed_is_level_while_an_append_is_being_stored(config: StoreConfig) -> None:
+    """A busy homeserver always has one that is."""
+    gate, groups = trio.Event(), list[int]()
+    async with (
+        pushed_to(config, around=partial(_Gated, gate=gate, groups=groups)) as (feed, _),
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(feed.intake.append, [record(1)])
+        await until(lambda: bool(groups))
+        assert feed.status().level
+        gate.set()
+
+
 async def test_requests_that_share_a_transaction_with_a_bad_one_are_answered_200(
     config: StoreConfig, tmp_path: Path
 ) -> None:

@@ -170,6 +170,18 @@ async def test_slower_writer_holds_events_back_and_is_named_after_half_a_minute(
         assert world.feed.status().held is None
 
 
+async def test_of_two_busy_writers_one_is_always_behind_and_the_feed_is_level(
+    autojump_clock: Clock,
+) -> None:
+    async with fed(Tables({"ev1": 24, "ev2": 24})) as world:
+        await world.hear("POSITION events ev1 24 24", "POSITION events ev2 24 24")
+        for token in range(30, 60, 2):
+            await world.hear(f'RDATA events ev1 {token} ["ev",[]]')
+            assert world.feed.status().level
+            await world.hear(f"POSITION events ev2 24 {token}")
+            assert world.feed.status().level
+
+
 @pytest.mark.parametrize("line", ["POSITION events ev9 1 2", 'RDATA events ev9 batch ["ev",[]]'])
 async def test_unknown_writer_stops_events_and_nothing_else(
     autojump_clock: Clock, line: str

@@ -91,7 +91,9 @@ async def health() -> dict[str, bool]:
 
 def _feed_problems(status: FeedStatus) -> Iterator[str]:
     if status.stopped is not None:
+        # Whatever else is so follows from this, or goes unnoticed until an operator acts on it.
         yield f"events have stopped: {status.stopped}"
+        return
     if not status.connected:
         error = f": {status.last_error}" if status.last_error else ""
         yield f"the feed is not connected to the homeserver ({status.kind}){error}"
@@ -99,6 +101,8 @@ def _feed_problems(status: FeedStatus) -> Iterator[str]:
         yield f"the events stream is held back: {status.held}"
     elif status.connected and not status.level:
         behind = f"at token {status.position}, the newest known is {status.head}"
+        unsaid = "it has not said where it stands"
+        behind = behind if status.position < status.head else unsaid
         yield f"the feed is not level with the homeserver yet: {behind}"
 
 

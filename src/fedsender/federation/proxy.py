@@ -217,11 +217,11 @@ class Proxy:
             text = f"{self.name} broke the connection at CONNECT {target}: {reason(error)}"
             raise ProxyRefused(text) from None
         if isinstance(status, str):
-            raise self._fault(f"{self.name} {status} CONNECT {target}")
+            raise self._fault(status, target)
         if status is None:
             raise ProxyRefused(f"{self.name} closed the connection at CONNECT {target}")
         if status in _BROKEN:
-            raise self._fault(f"{self.name} answered {status} to CONNECT {target}")
+            raise self._fault(f"answered {status} to", target)
         if not 200 <= status < 300:
             raise ProxyRefused(f"{self.name} answered {status} to CONNECT {target}")
 
@@ -250,8 +250,9 @@ class Proxy:
             room -= len(data)
             head += data
 
-    def _fault(self, text: str) -> OSError:
+    def _fault(self, done: str, target: str) -> OSError:
         """The error for an answer that no proxy that works for us gives."""
         if trio.current_time() - self._worked_at < WELL_S:
-            return ProxyRefused(text)
-        return ProxyBroken(text)
+            return ProxyRefused(f"{self.name} {done} CONNECT {target}")
+        # It would be so for any target; and `/ready`, which shows this to anybody, names none.
+        return ProxyBroken(f"{self.name} {done} CONNECT")

@@ -102,9 +102,6 @@ class Writer:
         self._waiting = _Queue()
         self._arrived = Signal()
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     async def news(self) -> None:
         """Wait until something waits to be stored, or `wake` is called."""
         await self._arrived.wait()

@@ -104,7 +104,8 @@ class PushFeed(Feed):
         return FeedStatus(
             kind="push",
             connected=self.connected.is_set(),
-            level=self.connected.is_set() and not self._writer,
+            # What still waits to be stored has no token yet, and nobody was promised one.
+            level=self.connected.is_set(),
             position=self.head,
             head=self.head,
             stopped=self.stopped,
