@@ -3,18 +3,27 @@
 import sqlite3
 import stat
 import traceback
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import psycopg
 import pytest
 import trio
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, select, text
+from structlog.testing import capture_logs
 from tests.servers import Databases
 from tests.store.conftest import NewUrl
 
 from fedsender.runtime import real_runtime
-from fedsender.store.engine import Database, StoreClosed, StoreError, open_database
+from fedsender.store.engine import (
+    Database,
+    DatabaseOptions,
+    StoreClosed,
+    StoreError,
+    open_database,
+)
 
 
 def make_table(connection: Connection) -> None:
@@ -370,6 +379,114 @@ async def test_a_writer_waiting_for_a_database_that_is_away_can_be_cancelled(
 
         assert scope.cancelled_caught
         assert await database.read(notes) == ["later"]
+
+
+# --- another process has locked something ---------------------------------------------------------
+
+
+@asynccontextmanager
+async def somebody_elses(postgres: Databases) -> AsyncIterator[tuple[Database, str]]:
+    """A database that is not ours alone, with the notes a and b; and its URL."""
+    url, options = postgres.create_schema(), DatabaseOptions(ours=False)
+    async with open_database(url, real_runtime(), name="test", options=options) as database:
+        await database.write(make_table)
+        await add_all(database, ["a", "b"])
+        yield database, url
+
+
+def remove_all(connection: Connection, names: Sequence[str]) -> None:
+    for name in names:
+        connection.execute(text("DELETE FROM notes WHERE note = :name"), {"name": name})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (it is about other threads)
+        await trio.sleep(0.01)
+
+
+async def test_a_write_that_needs_a_lock_waits_for_it_and_the_others_go_on(
+    postgres: Databases,
+) -> None:
+    """Also those that ran as one with it. The database is not away."""
+    done: list[str] = []
+
+    with capture_logs() as logs:
+        async with somebody_elses(postgres) as (database, url), trio.open_nursery() as nursery:
+
+            async def remove(name: str) -> None:
+                await database.write_together(remove_all, name)
+                done.append(name)
+
+            with trio.fail_after(60), psycopg.connect(url) as holder:
+                holder.execute("SELECT * FROM notes WHERE note = 'a' FOR UPDATE")
+                for name in ("a", "b"):
+                    nursery.start_soon(remove, name)
+                await until(lambda: done == ["b"])
+                await database.write(partial(add, note="c"))
+                assert await database.read(notes) == ["a", "c"]
+                with trio.move_on_after(1.5):
+                    await database.write(partial(remove_all, names=["a"]))
+                assert database.available
+            with trio.fail_after(60):
+                await until(lambda: done == ["b", "a"])
+        assert not database.locked
+
+    assert {line["event"] for line in logs} == {"lock awaited"}
+
+
+async def test_a_read_that_needs_a_lock_waits_for_it_and_the_others_go_on(
+    postgres: Databases,
+) -> None:
+    """As when a table is being altered. Who asks together does not wait together either."""
+    found: list[object] = []
+
+    def count(connection: Connection, items: Sequence[str]) -> dict[str, int]:
+        return dict.fromkeys(items, len(notes(connection)))
+
+    def nothing(_: Connection, items: Sequence[str]) -> dict[str, int]:
+        return dict.fromkeys(items, 0)
+
+    async with somebody_elses(postgres) as (database, url), trio.open_nursery() as nursery:
+
+        async def read() -> None:
+            found.append(await database.read(notes))
+
+        async def read_together() -> None:
+            found.append(await database.read_together(count, "x"))
+
+        with trio.fail_after(60), psycopg.connect(url) as holder:
+            holder.execute("LOCK TABLE notes IN ACCESS EXCLUSIVE MODE")
+            nursery.start_soon(read)
+            nursery.start_soon(read_together)
+            for _ in range(3):
+                assert await database.read_together(nothing, "x") == 0
+                assert await database.read(lambda connection: connection.scalar(select(1))) == 1
+                await trio.sleep(0.2)
+            assert not found
+            assert database.available
+        with trio.fail_after(60):
+            await until(lambda: len(found) == 2)
+
+    assert 2 in found
+    assert ["a", "b"] in found
+
+
+async def test_a_lock_that_is_awaited_for_long_is_told_to_the_operator(
+    postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedsender.store.connections.LOCK_MS", 10)
+    monkeypatch.setattr("fedsender.store.engine.FIRST_PAUSE_S", 0.001)
+    async with somebody_elses(postgres) as (database, url), trio.open_nursery() as nursery:
+        for ask in (
+            partial(database.write, partial(remove_all, names=["a"])),
+            partial(database.read, notes),
+        ):
+            with trio.fail_after(60), psycopg.connect(url) as holder:
+                holder.execute("LOCK TABLE notes IN ACCESS EXCLUSIVE MODE")
+                nursery.start_soon(ask)
+                await until(lambda: database.locked)
+            with trio.fail_after(60):
+                await until(lambda: not database.locked)
 
 
 async def test_a_full_sqlite_is_waited_for(tmp_path: Path) -> None:

@@ -124,6 +124,11 @@ async def ready(context: Reach) -> Response:
 
 def _warnings(sender: Sender) -> Iterator[str]:
     """The problems that need an operator though the daemon goes on, one sentence each."""
+    if sender.context.homeserver.locked:
+        yield (
+            "another process has locked a part of the homeserver's database: what needs that part"
+            " waits, the rest goes on"
+        )
     full = sorted(sender.context.full)
     if full:
         yield f"quarantine is full for {many(len(full), 'server')}: {listed(full, NAMED)}"

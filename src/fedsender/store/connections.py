@@ -27,7 +27,8 @@ SQLITE_WAL_BYTES = 64 * 2**20
 """Bytes to which a write-ahead log that grew larger is cut back when it begins anew."""
 CONNECT_S = 10
 STATEMENT_MS = 60_000
-LOCK_MS = 10_000
+LOCK_MS = 500
+"""Who waits longer for another process's lock lets others go first, and tries again."""
 IDLE_MS = 30_000
 """A transaction that is idle for so long ends: its process is paused, and others wait for it."""
 
@@ -178,10 +179,12 @@ def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions)
 # SQLSTATE: serialization failure, deadlock. The transaction was rolled back; run it again at once.
 _CONFLICTS = {"40001", "40P01"}
 # SQLSTATE classes and codes of a server that is away, full or busy: 08 connection, 53 resources,
-# 57 operator intervention (shutdown), 58 system error; 55P03 lock timeout, 25006 read-only (a
-# standby that has not been promoted yet).
+# 57 operator intervention (shutdown), 58 system error; 25006 read-only (a standby that has not been
+# promoted yet).
 _AWAY_CLASSES = {"08", "53", "57", "58"}
-_AWAY = {"55P03", "25006"}
+_AWAY = {"25006"}
+# Lock timeout. The database is there, and another process works on what we need.
+_LOCKED = {"55P03"}
 # Query canceled: by the statement timeout, or by somebody. The database is there.
 _SLOW = {"57014"}
 _SQLITE_AWAY = {
@@ -200,11 +203,12 @@ _REFUSED = re.compile(
 )
 
 
-def kind_of(error: Exception) -> Literal["conflict", "slow", "away", "wrong"] | None:
-    """Whether an error passes: at once, with less load, when the database is back, or never.
+def kind_of(error: Exception) -> Literal["conflict", "slow", "locked", "away", "wrong"] | None:
+    """Whether an error passes, and when.
 
-    "conflict": at once. "slow": when the database has less to do. "away": when it is back. "wrong":
-    there is no such database, or it does not let us in. None: the error does not pass.
+    "conflict": at once. "slow": when the database has less to do. "locked": when another process
+    gives a lock back. "away": when the database is back. "wrong": there is no such database, or it
+    does not let us in. None: the error does not pass.
     """
     if not isinstance(error, DBAPIError):
         return None
@@ -222,6 +226,8 @@ def kind_of(error: Exception) -> Literal["conflict", "slow", "away", "wrong"] | 
         return "conflict"
     if state in _SLOW:
         return "slow"
+    if state in _LOCKED:
+        return "locked"
     if error.connection_invalidated or state in _AWAY or (state or "")[:2] in _AWAY_CLASSES:
         return "away"
     # Without a code it did not come from a session: refused, reset, no such host, not let in.

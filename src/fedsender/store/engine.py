@@ -7,10 +7,12 @@ itself, so that only the bad one raises. `Database.read_together` is the same fo
 and a transaction cost several times as much as such a read itself.
 
 A database that is away (restarting, full, locked by another process) is not an error: reads and
-writes wait, with growing pauses, until it is back or until they are cancelled. A database that is
-there and takes too long is asked a few times more; then the caller gets an error. A connection can
-break after COMMIT was sent and before its answer came; the batch is then run again. So a function
-given to `write` must have the same result when it is run twice.
+writes wait, with growing pauses, until it is back or until they are cancelled. Nor is another
+process's lock on what one of them needs: that one waits, and the others go on, unless the database
+is ours alone. A database that is there and takes too long is asked a few times more; then the
+caller gets an error. A connection can break after COMMIT was sent and before its answer came; the
+batch is then run again. So a function given to `write` must have the same result when it is run
+twice.
 """
 
 from collections.abc import (
@@ -47,7 +49,14 @@ from fedsender.store.connections import (
     prepare_file,
     words,
 )
-from fedsender.store.group_commit import GroupCommit, Job, StoreClosed, run_reads, run_writes
+from fedsender.store.group_commit import (
+    LONG_LOCKED,
+    GroupCommit,
+    Job,
+    StoreClosed,
+    run_reads,
+    run_writes,
+)
 from fedsender.store.statements import having_rows
 from fedsender.waiting import pause_s
 
@@ -125,12 +134,22 @@ class Database:
         self._readers = _make_lane("read", url, options.readers, options)
         self._writer = _make_lane("write", url, 1, options)
         self._writes = GroupCommit(
-            name, self._commit, partial(self._pause_after, self._writer), largest=MAX_WRITES
+            name,
+            self._commit,
+            partial(self._pause_after, self._writer),
+            largest=MAX_WRITES,
+            # Who writes to a database of ours relies on the order of writes.
+            sets_aside=not options.ours,
         )
         self._reads = GroupCommit(
-            name, self._look, partial(self._pause_after, self._readers), largest=MAX_READS
+            name,
+            self._look,
+            partial(self._pause_after, self._readers),
+            largest=MAX_READS,
+            sets_aside=not options.ours,
         )
         self._worked = False
+        self._locked_reads: set[Callable[[], object]] = set()
 
     @property
     def available(self) -> bool:
@@ -141,6 +160,11 @@ class Database:
     def trouble(self) -> str | None:
         """The driver's message about the present outage; None: there is none."""
         return self._writer.trouble or self._readers.trouble
+
+    @property
+    def locked(self) -> bool:
+        """Whether a read or write has waited for another process's lock for some 10 s or more."""
+        return self._writes.locked or self._reads.locked or bool(self._locked_reads)
 
     async def read(self, fn: Callable[[Connection], T]) -> T:
         """The result of `fn`, run in a read transaction of its own (one consistent snapshot).
@@ -156,16 +180,21 @@ class Database:
                 return fn(connection)
 
         tries = 0
-        while True:
-            try:
-                value = await self._timed(look, lane)
-            except DBAPIError as error:
-                pause = self._pause_after(lane, error, tries)
-            else:
-                self._note_back(lane)
-                return value
-            tries += 1
-            await trio.sleep(pause)
+        try:
+            while True:
+                try:
+                    value = await self._timed(look, lane)
+                except DBAPIError as error:
+                    pause = self._pause_after(lane, error, tries)
+                    if kind_of(error) == "locked" and tries >= LONG_LOCKED:
+                        self._locked_reads.add(look)
+                else:
+                    self._note_back(lane)
+                    return value
+                tries += 1
+                await trio.sleep(pause)
+        finally:
+            self._locked_reads.discard(look)
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -234,6 +263,12 @@ class Database:
         if kind == "slow" and tries < MAX_SLOW:
             self._meter.retried()
             log.warning("database too slow", database=self.name, lane=lane.kind, error=words(error))
+            return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
+        if kind == "locked":
+            self._meter.retried()
+            self._note_back(lane)
+            if not tries:
+                log.warning("lock awaited", database=self.name, lane=lane.kind, error=words(error))
             return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
         # One that has let us in is the right one: it is being restored, or its password changed.
         if kind == "away" or (kind == "wrong" and self._worked):

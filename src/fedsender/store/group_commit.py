@@ -1,5 +1,6 @@
 """Group commit: the reads and writes that wait for a database run in one transaction."""
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,10 @@ from typing import Any
 import trio
 from sqlalchemy import Connection
 
-from fedsender.store.connections import StoreError
+from fedsender.store.connections import StoreError, kind_of
+
+LONG_LOCKED = 6
+"""After so many tries somebody has waited for a lock for some 10 s."""
 
 
 class StoreClosed(StoreError):
@@ -22,6 +26,8 @@ class Job:
 
     Attributes:
         items: arguments of `run` after the connection, joined with those of other jobs; (): none.
+        entered: `run` was called and has not returned.
+        locked: tries that met another process's lock, in a row.
     """
 
     run: Callable[..., Any]
@@ -31,6 +37,8 @@ class Job:
     running: bool = False
     withdrawn: bool = False
     alone: bool = False
+    entered: bool = False
+    locked: int = 0
     error: Exception | None = None
 
 
@@ -38,7 +46,8 @@ class GroupCommit:
     """Jobs in a queue, and the loop that runs them, batch by batch.
 
     A batch is run in one transaction. If one of its jobs raises, each of them is run by itself, so
-    that only the bad one raises.
+    that only the bad one raises. A job that meets another process's lock is set aside and tried
+    again without end, while the others go on.
     """
 
     def __init__(
@@ -48,23 +57,34 @@ class GroupCommit:
         pause_after: Callable[[Exception, int], float],
         *,
         largest: int,
+        sets_aside: bool = False,
     ) -> None:
         """
         Args:
             name: of the database.
             transact: runs a batch in one transaction.
-            pause_after: seconds until the batch may run again, given an error and the number of
-                tries; raises errors that another try does not cure.
+            pause_after: seconds until the batch, or the job that met a lock, may run again, given
+                an error and the number of tries; raises errors that another try does not cure.
             largest: the most jobs in a batch.
+            sets_aside: whether a job that meets a lock leaves its place; else all wait with it.
         """
         self.closed = False
         self._name = name
         self._transact = transact
         self._pause_after = pause_after
         self._largest = largest
+        self._sets_aside = sets_aside
         self._queue: deque[Job] = deque()
         self._running: list[Job] = []
         self._arrived = trio.Event()
+        # Jobs that met a lock, and when each is tried again (trio's clock, seconds).
+        self._aside: dict[Job, float] = {}
+
+    @property
+    def locked(self) -> bool:
+        """Whether a job has met another process's lock `LONG_LOCKED` times."""
+        jobs = (*self._running, *self._queue, *self._aside)
+        return any(job.locked >= LONG_LOCKED for job in jobs)
 
     async def check_open(self) -> None:
         """Raise StoreClosed if no job is run any more."""
@@ -98,14 +118,16 @@ class GroupCommit:
         tries = 0
         try:
             while True:
-                await self._arrived.wait()
+                with trio.move_on_at(min(self._aside.values(), default=math.inf)):
+                    await self._arrived.wait()
+                self._call_back()
                 pause = await self._run(self._take_batch(), tries)
                 tries = tries + 1 if pause else 0
                 await trio.sleep(pause)
         finally:
             # Nobody is left who would do what comes from here on.
             self.closed = True
-            for job in (*self._running, *self._queue):
+            for job in (*self._running, *self._queue, *self._aside):
                 job.error = self._closed_error()
                 job.done.set()
 
@@ -117,7 +139,7 @@ class GroupCommit:
         if job.running:
             with trio.CancelScope(shield=True):
                 await job.done.wait()
-        elif not job.done.is_set():
+        elif self._aside.pop(job, None) is None and not job.done.is_set():
             self._queue.remove(job)
 
     def _take_batch(self) -> list[Job]:
@@ -147,8 +169,9 @@ class GroupCommit:
         return 0
 
     def _settle_failure(self, batch: list[Job], error: Exception, tries: int) -> float:
+        met = self._met_a_lock(batch, error)
         try:
-            pause = self._pause_after(error, tries)
+            pause = self._pause_after(error, max((job.locked for job in met), default=tries))
         except Exception as final:
             if len(batch) == 1:
                 batch[0].error = final
@@ -156,8 +179,33 @@ class GroupCommit:
             else:
                 self._put_back(batch, alone=True)
             return 0
-        self._put_back(batch, alone=False)
-        return pause
+        if not met:
+            locked = kind_of(error) == "locked"
+            for job in batch:
+                job.locked = job.locked + 1 if locked else 0
+            self._put_back(batch, alone=False)
+            return pause
+        self._put_back([job for job in batch if job not in met], alone=False)
+        # Of several that ran as one, some need no lock.
+        self._put_back(met, alone=True)
+        if len(met) == 1 and not met[0].withdrawn:
+            self._queue.popleft()
+            self._aside[met[0]] = trio.current_time() + pause
+            met[0].locked += 1
+        return 0
+
+    def _met_a_lock(self, batch: list[Job], error: Exception) -> list[Job]:
+        """The jobs to be set aside: those that ran when this error was raised."""
+        if not self._sets_aside or kind_of(error) != "locked":
+            return []
+        return [job for job in batch if job.entered] or batch
+
+    def _call_back(self) -> None:
+        """Queue the jobs that have waited long enough for a lock."""
+        now = trio.current_time()
+        for job in [job for job, due in self._aside.items() if due <= now]:
+            del self._aside[job]
+            self._queue.append(job)
 
     def _finish(self, batch: list[Job]) -> None:
         for job in batch:
@@ -169,7 +217,7 @@ class GroupCommit:
         """Return jobs to the front of the queue, in order; drop those cancelled meanwhile."""
         self._running = []
         for job in reversed(batch):
-            job.running = False
+            job.running = job.entered = False
             job.alone = job.alone or alone
             if job.withdrawn:
                 job.done.set()
@@ -185,11 +233,14 @@ def run_writes(connection: Connection, batch: Sequence[Job]) -> None:
         jobs = list(group)
         if not together:
             for job in jobs:
+                job.entered = True
                 job.value = run(connection)
+                job.entered = False
             continue
+        _enter(jobs)
         value = run(connection, [item for job in jobs for item in job.items])
         for job in jobs:
-            job.value = value
+            job.value, job.entered = value, False
 
 
 def run_reads(connection: Connection, batch: Sequence[Job]) -> None:
@@ -198,6 +249,12 @@ def run_reads(connection: Connection, batch: Sequence[Job]) -> None:
     for job in batch:
         by_run[job.run].append(job)
     for run, jobs in by_run.items():
+        _enter(jobs)
         answers = run(connection, list(dict.fromkeys(item for job in jobs for item in job.items)))
         for job in jobs:
-            job.value = answers[job.items[0]]
+            job.value, job.entered = answers[job.items[0]], False
+
+
+def _enter(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.entered = True

@@ -191,6 +191,11 @@ class HomeserverStore:
         state = self._state_database
         return self._database.available and (state is None or state.available)
 
+    @property
+    def locked(self) -> bool:
+        """Whether something has waited for a lock of another process for some time."""
+        return self._database.locked
+
     async def check_schema(self) -> None:
         """Raise StoreError if this is not a Synapse database of a version that we know.
 
