@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import psycopg
 import pytest
 import trio
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
+from tests.servers import Databases
+from tests.store import synapse_schema
 from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room
 
@@ -12,13 +15,13 @@ from fedsender.ledger import DevicePoke
 from fedsender.runtime import real_runtime
 from fedsender.store import homeserver, tables
 from fedsender.store.edus import EduStore
-from fedsender.store.engine import StoreError, open_database
-from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
+from fedsender.store.engine import DatabaseOptions, StoreError, open_database
+from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Settlement
 
 DESTINATIONS = tables.destinations
 ROOMS = tables.destination_rooms
-ONE = "one.example"
+ONE, TWO = "one.example", "two.example"
 POSITIONS = tables.federation_stream_position
 
 
@@ -158,6 +161,56 @@ async def test_a_purged_room_is_left_out(open_synapse: OpenSynapse) -> None:
 
         assert await synapse.store.owed_rooms("one.example", 0, 10) == [("!a:x", 20)]
         assert await synapse.store.events_position() == 30
+
+
+async def test_a_room_that_is_being_purged_is_waited_for_by_nobody(postgres: Databases) -> None:
+    """Synapse locks the room first, and at some time the rows in which servers are owed its events.
+
+    A row that is there needs no lock on the room. What cannot be written is named, and then nothing
+    is written; a room that is gone is another matter.
+    """
+    url, options = postgres.create_schema(), DatabaseOptions(ours=False)
+    settings = HomeserverSettings("synapse", "fed1", ("fed1",))
+    async with open_database(url, real_runtime(), name="main", options=options) as database:
+        store = HomeserverStore(database, real_runtime(), settings)
+        synapse = Synapse(store, database, database, url)
+
+        async def owed() -> list[tuple[object, ...]]:
+            return await rows(synapse, ROOMS, "destination", "room_id", "stream_ordering")
+
+        await database.write(synapse_schema.create)
+        await database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
+        await store.events_position()
+        await store.commit_fan_out(10, {(ONE, "!a:x"): 5})
+
+        with trio.fail_after(60), psycopg.connect(url) as purge:
+            purge.execute("SELECT room_version FROM rooms WHERE room_id = '!a:x' FOR UPDATE")
+            debts = {(ONE, "!a:x"): 20, (TWO, "!a:x"): 20, (ONE, "!b:x"): 21, (ONE, "!gone:x"): 22}
+            with pytest.raises(RoomsLocked) as locked:
+                await store.commit_fan_out(30, debts)
+            assert set(locked.value.pairs) == {(TWO, "!a:x")}
+            assert await owed() == [(ONE, "!a:x", 5)]
+            assert (await store.generation()).position == 10
+
+            del debts[TWO, "!a:x"]
+            assert await store.commit_fan_out(30, debts) == {"!gone:x"}
+            assert await owed() == [(ONE, "!a:x", 20), (ONE, "!b:x", 21)]
+
+            purge.execute("DELETE FROM destination_rooms WHERE room_id = '!a:x'")
+            with pytest.raises(RoomsLocked) as locked:
+                await store.commit_fan_out(40, {(ONE, "!a:x"): 31})
+            assert set(locked.value.pairs) == {(ONE, "!a:x")}
+            await store.record_owed({(ONE, "!a:x"): 31, (ONE, "!b:x"): 32})
+
+            purge.rollback()
+            assert await store.commit_fan_out(40, {(TWO, "!a:x"): 33}) == set()
+            assert await owed() == [(ONE, "!a:x", 20), (ONE, "!b:x", 32), (TWO, "!a:x", 33)]
+
+            for table in ("destination_rooms", "rooms"):
+                purge.execute(f"DELETE FROM {table} WHERE room_id = '!a:x'".encode())
+            purge.commit()
+            assert await store.commit_fan_out(50, {(ONE, "!a:x"): 41}) == {"!a:x"}
+        assert database.available
 
 
 async def test_the_position_is_never_moved_back(open_synapse: OpenSynapse) -> None:

@@ -118,7 +118,8 @@ class Found:
             if fate is None:
                 continue
             if outcome == "dropped":
-                reason = "dropped from quarantine"
+                in_quarantine = pdu.get("lane") == "quarantine"
+                reason = "dropped from quarantine" if in_quarantine else line.get("reason")
                 dropped = Fate(destination, "given up", line.get("ms"), reason=reason)
                 if destination != EVERY_SERVER:
                     self.settled.setdefault(destination, dropped)

@@ -5,6 +5,11 @@ each chunk it commits the events owed to every destination and the new position,
 of the homeserver's database. Only then it offers the PDUs, in stream order (I2). It never waits for
 a destination: a full queue is given up, and the destination catches up from the database.
 
+Another process may have locked a room, for hours: Synapse does so while it purges it. The fan-out
+waits for no such lock. What it cannot record there becomes redeliveries, which are in a table of
+ours and need no lock, before the position moves. They are sent by their own lane, and go unsent
+only if the event is gone then, with its room.
+
 An event that cannot be sent is quarantined with the later events of its room. They are durable
 there before the position moves past them, and the other rooms go on (W16).
 
@@ -28,7 +33,8 @@ from fedsender.sender.context import Context
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed, parse_row
 from fedsender.store.engine import StoreError
-from fedsender.store.records import EventRow, StoredEvent
+from fedsender.store.homeserver import RoomsLocked
+from fedsender.store.records import EventRow, Redelivery, StoredEvent
 from fedsender.streams import Watermark
 
 log = structlog.get_logger()
@@ -178,7 +184,7 @@ class FanOut:
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
         async with self.handing_over:
-            gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
+            gone_rooms, aside = await self._commit(position, owed, first, routed)
             # From here on nothing may wait: whoever sees the new position also sees the PDUs.
             self.position = position
             received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
@@ -190,7 +196,9 @@ class FanOut:
                 # What stands in for events that never came, catch-up sends: it says for which.
                 tell = self._registry.owe if item.supersedes else self._registry.offer
                 for server in sorted(self._without(item)):
-                    tell(server, item.pdu)
+                    if (server, item.pdu.room_id) not in aside:
+                        tell(server, item.pdu)
+            self._registry.owe_redeliveries({server for server, _ in aside})
         too_old = self._pool.overflow()
         if too_old is not None:
             self._registry.spill_before(too_old)
@@ -199,6 +207,41 @@ class FanOut:
         destinations = [(len(item.servers), item.pdu.received_ms) for item in routed]
         now_ms = self._context.runtime.now_ms()
         self._context.metrics.fanned_out(position, len(rows), destinations, now_ms)
+
+    async def _commit(
+        self,
+        position: int,
+        owed: dict[tuple[str, str], int],
+        first: Mapping[str, int],
+        routed: Sequence[Routed],
+    ) -> tuple[set[str], set[tuple[str, str]]]:
+        """Commit what is owed, and the position; what another process has locked is set aside.
+
+        Returns the rooms that are gone, and the (server, room) pairs that were set aside.
+        """
+        aside: set[tuple[str, str]] = set()
+        while True:
+            try:
+                return await self._homeserver.commit_fan_out(position, owed, first), aside
+            except RoomsLocked as error:
+                pairs = error.pairs
+            await self._set_aside(pairs, routed)
+            aside.update(pairs)
+            owed = {pair: newest for pair, newest in owed.items() if pair not in aside}
+
+    async def _set_aside(
+        self, pairs: Collection[tuple[str, str]], routed: Sequence[Routed]
+    ) -> None:
+        """Make redeliveries of the events that are owed to these (server, room) pairs."""
+        redeliveries = [
+            Redelivery(server, item.pdu.event_id, item.pdu.room_id, item.pdu.stream_ordering)
+            for item in routed
+            for server in self._without(item)
+            if (server, item.pdu.room_id) in pairs
+        ]
+        await self._context.store.add_redeliveries(redeliveries)
+        rooms = sorted({room_id for _, room_id in pairs})
+        log.warning("rooms locked", first=rooms[0], rooms=len(rooms), set_aside=len(redeliveries))
 
     def _without(self, item: Routed) -> Collection[str]:
         """The servers of this event, without those for which it was noted as owed before."""

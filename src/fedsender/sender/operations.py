@@ -68,10 +68,7 @@ class Operations:
 
     async def _queue(self, accepted: Sequence[Redelivery], released: Sequence[int] = ()) -> None:
         await self._context.store.add_redeliveries(accepted, released=released)
-        for server in sorted({item.destination for item in accepted}):
-            destination = self._registry.reach(server)
-            if destination is not None:
-                destination.owe_redeliveries()
+        self._registry.owe_redeliveries({item.destination for item in accepted})
 
     async def redeliver_since(
         self,

@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from fedsender.config import EduKinds, Policy
-from fedsender.ledger import TransactionRecord
+from fedsender.ledger import Line, SentPdu, TransactionRecord
 from fedsender.matrix import BadEvent, Pdu, canonical_json
 from fedsender.sender.catch_up import CatchUp
 from fedsender.sender.context import Context
@@ -32,7 +32,7 @@ from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction, settle
 from fedsender.store.homeserver import Settlement
-from fedsender.store.records import PresenceState, Receipt
+from fedsender.store.records import PresenceState, Receipt, Redelivery
 from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
@@ -46,6 +46,9 @@ RECEIPT_PAGES = 20
 RESERVED_EDUS = 10
 """The EDUs of a transaction that are kept free of to-device messages while device lists wait."""
 TO_DEVICE = "m.direct_to_device"
+# Why a redelivery is given up.
+GONE = "the homeserver does not have it any more"
+NOT_FOR_IT = "it is not for this server any more"
 
 
 class Outbox:
@@ -357,20 +360,33 @@ class Outbox:
         event_ids = [item.event_id for item in waiting]
         routed = await self._context.router.load(event_ids)
         dropped = []
-        for event_id in event_ids:
+        for each in waiting:
+            event_id = each.event_id
             item = routed.get(event_id)
             if isinstance(item, Bad):
                 await self.quarantine_pdu(item)
                 dropped.append(event_id)
             elif item is None or self.destination not in item.servers:
+                self._note_given_up(each, GONE if item is None else NOT_FOR_IT)
                 dropped.append(event_id)
             elif draft.is_for(event_id) and not draft.add_pdu(
                 Outgoing(item.pdu, "redelivery", item.supersedes)
             ):
                 break
         if dropped:
-            log.info("not redelivered: not for it", destination=self.destination, n=len(dropped))
             await self._context.store.redelivered(self.destination, dropped)
+
+    def _note_given_up(self, item: Redelivery, reason: str) -> None:
+        log.warning(
+            "redelivery given up",
+            destination=self.destination,
+            event_id=item.event_id,
+            reason=reason,
+        )
+        pdu = SentPdu(item.event_id, item.room_id, item.stream_ordering, "redelivery")
+        record, now_ms = TransactionRecord([pdu]), self._context.runtime.now_ms()
+        line = Line(now_ms, self.destination, "dropped", record=record, reason=reason)
+        self._context.ledger.record(line)
 
     # --- Catch-up ---------------------------------------------------------------------------------
 

@@ -331,6 +331,13 @@ class Registry:
         elif server not in self._behind and not self.draining:
             self.schedule(server, trio.current_time())
 
+    def owe_redeliveries(self, servers: Collection[str]) -> None:
+        """Note that these servers have redeliveries on record. Never waits."""
+        for server in sorted(servers):
+            destination = self.reach(server)
+            if destination is not None:
+                destination.owe_redeliveries()
+
     def hurry(self, servers: Collection[str]) -> None:
         """Let these servers go first if they are few: they were just offered the same item."""
         if len(servers) <= FEW:

@@ -6,7 +6,7 @@ of a connection in a module beside this one: `event_rows`, `room_servers`, `edus
 for the embedded store `embedded`, `appends` and `relay_load`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -83,6 +83,7 @@ from fedsender.store.statements import (
     insert_rows,
     on_conflict,
     replace_rows,
+    select_rows,
     upsert,
 )
 from fedsender.streams import HostsRow, RedactionRow
@@ -145,6 +146,21 @@ class Mark(NamedTuple):
     lsso: int | None
     outbox: tuple[int, ...]
     written: Callable[[], None]
+
+
+class RoomsLocked(Exception):
+    """Debts cannot be recorded now: another process has locked their rooms.
+
+    Synapse locks a room for as long as it purges it, minutes or hours. Until then nobody knows
+    whether the room will be gone, or the purge rolls back and the debts stand.
+
+    Attributes:
+        pairs: the (destination, room) of these debts.
+    """
+
+    def __init__(self, pairs: Collection[tuple[str, str]]) -> None:
+        super().__init__(f"{len(pairs)} debts are in rooms that another process has locked")
+        self.pairs = pairs
 
 
 class HomeserverStore:
@@ -517,16 +533,22 @@ class HomeserverStore:
         `owed` has the newest event of each. `first` has, by destination, the oldest event that it
         is owed now; a new destination's LSSO begins below that one.
 
-        Stream orderings go upwards only; rooms that were purged are left out. Raises StoreError if
-        the position is gone or beyond `position`.
+        Stream orderings go upwards only; rooms that were purged are left out. Waits for no lock on
+        a room: raises RoomsLocked, with nothing written, if another process holds one. Raises
+        StoreError if the position is gone or beyond `position`.
         """
-        gone = _record_owed(connection, owed, first or {})
+        gone, locked = _record_owed(connection, owed, first or {})
+        if locked:
+            raise RoomsLocked(locked)
         positions.advance_events(connection, self._settings.instance, position)
         return gone
 
     @writing
     def record_owed(self, connection: Connection, owed: Mapping[tuple[str, str], int]) -> None:
-        """Record each (destination, room)'s newest owed event, upwards only; skip purged rooms."""
+        """Record each (destination, room)'s newest owed event, upwards only.
+
+        Leaves out rooms that are gone, or locked by a purge.
+        """
         _record_owed(connection, owed, {})
 
     @reading_together()
@@ -1113,36 +1135,76 @@ def _move_hosts(rows: Iterable[RelayRow]) -> bool:
 
 def _record_owed(
     connection: Connection, owed: Mapping[tuple[str, str], int], first: Mapping[str, int]
-) -> set[str]:
+) -> tuple[set[str], set[tuple[str, str]]]:
     """Write the newest stream ordering owed to each (destination, room), upwards only.
 
     `first`: by destination the oldest of the events that `owed` stands for, where it is not the
     smallest value there.
 
-    Rooms that are gone from `rooms` are left out and returned: a purge removed their rows. A
-    destination that was never owed a PDU before gets an LSSO just below its first one, so that it
-    can always be caught up (W2).
+    Returns what is left out: rooms that are gone from `rooms` (a purge removed their rows), and
+    (destination, room) pairs that another process has locked. A destination that was never owed a
+    PDU before gets an LSSO just below its first one, so that it can always be caught up (W2).
     """
     if not owed:
-        return set()
+        return set(), set()
     given, found, others = _owing(connection.dialect.name)
     rows = [
         (name, room_id, ordering, min(ordering, first.get(name, ordering)))
         for (name, room_id), ordering in sorted(owed.items())
     ]
     parameters = as_given(given, rows)
-    there = set(connection.execute(found, parameters).scalars())
+    free = set(connection.execute(found, parameters).scalars())
     for statement in others:
         connection.execute(statement, parameters)
-    return {room_id for _, room_id in owed} - there
+    missing = {room_id for _, room_id in owed} - free
+    if not missing:
+        return set(), set()
+    # Without a lock this sees a room that is being purged. Its statement is later than the one
+    # above: the room may be free again by now, and then counts as locked all the same.
+    room = tables.rooms.c.room_id
+    locked = {row[0] for row in select_rows(connection, select(room), room, missing)}
+    left = {pair: ordering for pair, ordering in owed.items() if pair[1] in locked}
+    return missing - locked, left.keys() - _raise_owed(connection, left)
+
+
+def _raise_owed(
+    connection: Connection, owed: Mapping[tuple[str, str], int]
+) -> set[tuple[str, str]]:
+    """Raise those of these rows that are there and not locked; returns their keys.
+
+    To change a row takes no lock on its room, only to insert one does: Synapse's own sender gets
+    past a purge in this way, until the purge deletes the row itself.
+    """
+    if not owed:
+        return set()
+    given, query = _unlocked(connection.dialect.name)
+    found = connection.execute(query, as_given(given, sorted(owed)))
+    there = {(row.destination, row.room_id) for row in found}
+    rows = [
+        {"destination": name, "room_id": room_id, "stream_ordering": owed[name, room_id]}
+        for name, room_id in sorted(there)
+    ]
+    insert_rows(connection, destination_rooms, rows, raising="stream_ordering")
+    return there
+
+
+@cache
+def _unlocked(dialect: str) -> tuple[FromClause, Select[tuple[str, str]]]:
+    """The table of `given_rows` with keys, and the query that locks those rows that nobody else
+    has locked."""
+    given, row = given_rows(dialect, destination=Text(), room_id=Text()), destination_rooms.c
+    query = select(row.destination, row.room_id).join(
+        given, and_(row.destination == given.c.destination, row.room_id == given.c.room_id)
+    )
+    return given, query.with_for_update(key_share=True, of=destination_rooms, skip_locked=True)
 
 
 @cache
 def _owing(dialect: str) -> tuple[FromClause, Select[tuple[str]], Sequence[Executable]]:
     """The table of `given_rows` that is to be recorded as owed, and the statements that do it.
 
-    The first one finds the rooms that exist. With PostgreSQL it also writes all: each statement
-    more would be a round trip.
+    The first one finds the rooms that exist and are not locked. With PostgreSQL it also writes all:
+    each statement more would be a round trip.
     """
     ordering = destination_rooms.c.stream_ordering
     lsso = destinations.c.last_successful_stream_ordering
@@ -1154,8 +1216,8 @@ def _owing(dialect: str) -> tuple[FromClause, Select[tuple[str]], Sequence[Execu
         select(rooms)
         .where(rooms.in_(select(given.c.room_id)))
         .order_by(rooms)
-        # The lock that a foreign key takes; a purge of the room waits for us, or we for it.
-        .with_for_update(read=True, key_share=True)
+        # The lock that a foreign key takes. A purge waits for us; we never wait for a purge.
+        .with_for_update(read=True, key_share=True, skip_locked=True)
         .cte("there")
     )
     owed = select(given).where(given.c.room_id.in_(select(there.c.room_id))).cte("owed")

@@ -1,0 +1,240 @@
+"""A room that Synapse purges: it is locked for minutes or hours, in a real PostgreSQL."""
+
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import trio
+from sqlalchemy import Table
+from structlog.testing import capture_logs
+from tests.sender.harness import HS, World
+from tests.sender.synapse_world import Killed, killed
+from tests.servers import Databases
+from tests.store import synapse_schema
+from tests.store.ready_made import lay
+
+from fedsender.runtime import real_runtime
+from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, tables
+from fedsender.store.engine import DatabaseOptions, open_database
+
+ALICE = f"@alice:{HS}"
+PURGED, OTHER = "!purged:hs", "!other:hs"
+OLD, NEW, NEAR = "old.example", "new.example", "near.example"
+MEMBERS = {(PURGED, 1): (OLD,), (PURGED, 2): (OLD, NEW), (OTHER, 3): (NEAR,)}
+"""By room and state group the servers in it."""
+LOCK = f"SELECT room_version FROM rooms WHERE room_id = '{PURGED}' FOR UPDATE"
+DELETED = (
+    *("event_to_state_groups", "state_groups_state", "event_json", "events"),
+    *("destination_rooms", "rooms"),
+)
+
+
+class PostgresWorld(World):
+    """The world of `harness` on a Synapse's PostgreSQL, and on the real clock."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        super().__init__(directory)
+        self.url = url
+        self.runtime = real_runtime()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Store]:
+        config = StoreConfig(
+            HomeserverSettings("synapse", "fedsender", ("fedsender",)),
+            self.url,
+            lay(self.directory / "sender.sqlite3", "sender"),
+            synchronous="OFF",
+        )
+        async with open_store(config, self.runtime, faults=self.faults) as self.store:
+            yield self.store
+
+    async def found(self) -> None:
+        """Make the database, with two rooms and their members."""
+        options = DatabaseOptions(synchronous="OFF")
+        async with open_database(self.url, self.runtime, name="test", options=options) as database:
+            await database.write(synapse_schema.create)
+        for room_id in (PURGED, OTHER):
+            self.put(tables.rooms, room_id=room_id, room_version="10")
+        for (room_id, group), servers in MEMBERS.items():
+            for server in servers:
+                self.server(server)
+                member = {"room_id": room_id, "event_id": f"$join {group} {server}"}
+                user = f"@x:{server}"
+                self.put(tables.room_memberships, user_id=user, membership="join", **member)
+                state = {"state_group": group, "type": "m.room.member", "state_key": user}
+                self.put(tables.state_groups_state, **state, **member)
+
+    def put(self, table: Table, **values: Any) -> None:
+        """Write a row, as one of Synapse's processes does."""
+        marks = ", ".join(["%s"] * len(values))
+        statement = f"INSERT INTO {table.name} ({', '.join(values)}) VALUES ({marks})"
+        with psycopg.connect(self.url) as connection:
+            connection.execute(statement.encode(), list(values.values()))
+
+    def told(self, room_id: str, group: int, text: str) -> None:
+        """Our user says this, and the sender is told."""
+        self.token += 1
+        pdu = self.pdu(room_id, text, sender=ALICE)
+        event = {"event_id": pdu.event_id, "room_id": room_id}
+        self.put(
+            tables.events,
+            stream_ordering=self.token,
+            type="m.room.message",
+            sender=ALICE,
+            received_ts=self.runtime.now_ms(),
+            depth=self.token,
+            outlier=False,
+            **event,
+        )
+        json = {"internal_metadata": "{}", "json": pdu.json, "format_version": 3}
+        self.put(tables.event_json, **event, **json)
+        self.put(tables.event_to_state_groups, event_id=pdu.event_id, state_group=group)
+        self.sender.events.advance(self.token)
+
+    def rows(self) -> list[tuple[object, ...]]:
+        """The (server, room) pairs with a row, and its stream ordering."""
+        with psycopg.connect(self.url) as connection:
+            query = "SELECT destination, room_id, stream_ordering FROM destination_rooms ORDER BY 1"
+            return list(connection.execute(query))
+
+    def redeliveries(self) -> list[tuple[object, ...]]:
+        """The (server, room) pairs in the table of redeliveries."""
+        with sqlite3.connect(self.directory / "sender.sqlite3") as connection:
+            query = "SELECT destination, room_id FROM redeliveries ORDER BY 1"
+            return list(connection.execute(query))
+
+
+@pytest.fixture
+async def purging(tmp_path: Path, postgres: Databases) -> PostgresWorld:
+    """OLD was owed an event of the room before, NEW never was; NEAR is not in it."""
+    world = PostgresWorld(tmp_path, postgres.create_schema())
+    await world.found()
+    return world
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (it is about a real database)
+        await trio.sleep(0.01)
+
+
+async def test_a_purge_holds_up_nobody_and_costs_nothing_if_it_rolls_back(
+    purging: PostgresWorld,
+) -> None:
+    world = purging
+    old, new, near = (world.servers[name] for name in (OLD, NEW, NEAR))
+    with trio.fail_after(60), capture_logs() as logs:
+        async with world.run() as sender:
+            world.told(PURGED, 1, "before")
+            await until(lambda: old.got == ["before"])
+            new.down = True
+            with psycopg.connect(world.url) as purge:
+                purge.execute(LOCK.encode())
+                world.told(PURGED, 2, "our user leaves")
+                world.told(OTHER, 3, "unrelated")
+                await until(lambda: near.got == ["unrelated"])
+                world.put(
+                    tables.device_federation_outbox,
+                    destination=NEAR,
+                    stream_id=1,
+                    queued_ts=0,
+                    messages_json="{}",
+                )
+                sender.to_device_changed(NEAR)
+                await until(lambda: bool(near.answered[-1].edus))
+                # Its row was there: nothing is different for it.
+                await until(lambda: old.got == ["before", "our user leaves"])
+                assert world.rows() == [(NEAR, OTHER, 3), (OLD, PURGED, 2)]
+                assert world.redeliveries() == [(NEW, PURGED)]
+                await sender.context.homeserver.write_marks()
+                assert sender.fan_out.position == 3
+                assert sender.fan_out.standstill is None
+                assert world.store.available
+                purge.rollback()
+        assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
+            "rooms locked"
+        ]
+
+        new.down = False
+        async with world.run():
+            await until(lambda: new.got == ["our user leaves"])
+            world.told(PURGED, 2, "after")
+            await until(lambda: new.got == ["our user leaves", "after"])
+            await until(lambda: old.got == ["before", "our user leaves", "after"])
+            await until(lambda: not world.redeliveries())
+        assert world.rows() == [(NEAR, OTHER, 3), (NEW, PURGED, 4), (OLD, PURGED, 4)]
+
+
+async def test_an_event_that_was_set_aside_goes_out_while_the_purge_runs(
+    purging: PostgresWorld,
+) -> None:
+    """Servers learn that our users have left, though the room will be gone."""
+    world = purging
+    with trio.fail_after(60):
+        async with world.run():
+            with psycopg.connect(world.url) as purge:
+                purge.execute(LOCK.encode())
+                purge.execute(f"DELETE FROM destination_rooms WHERE room_id = '{PURGED}'".encode())
+                world.told(PURGED, 2, "our user leaves")
+                await until(lambda: world.servers[OLD].got == ["our user leaves"])
+                await until(lambda: world.servers[NEW].got == ["our user leaves"])
+
+
+async def test_what_was_set_aside_is_given_up_with_its_room_and_the_ledger_says_so(
+    purging: PostgresWorld,
+) -> None:
+    world = purging
+    new = world.servers[NEW]
+    new.down = True
+    with trio.fail_after(60):
+        async with world.run() as sender:
+            with psycopg.connect(world.url) as purge:
+                purge.execute(LOCK.encode())
+                world.told(PURGED, 2, "our user leaves")
+                await until(lambda: world.servers[OLD].got == ["our user leaves"])
+                for table in DELETED:
+                    purge.execute(f"DELETE FROM {table} WHERE {_of_room(table)}".encode())
+                purge.commit()
+            new.down = False
+            sender.registry.wake([NEW], by_admin=True)
+            await until(lambda: not world.redeliveries())
+            assert new.got == []
+    (line,) = [line for line in world.ledger(NEW) if line["outcome"] == "dropped"]
+    assert [pdu["lane"] for pdu in line["pdus"]] == ["redelivery"]
+    assert line["reason"] == "the homeserver does not have it any more"
+
+
+def _of_room(table: str) -> str:
+    if table == "event_to_state_groups":
+        return f"event_id IN (SELECT event_id FROM events WHERE room_id = '{PURGED}')"
+    return f"room_id = '{PURGED}'"
+
+
+async def test_a_kill_between_the_commits_of_both_databases_loses_nothing(
+    purging: PostgresWorld,
+) -> None:
+    """What was set aside is durable before the position moves; the rest is done again."""
+    world = purging
+
+    def faults(point: str) -> None:
+        if point == "homeserver: before commit" and world.redeliveries():
+            world.faults = None
+            raise Killed
+
+    world.faults = faults
+    with trio.fail_after(60), psycopg.connect(world.url) as purge:
+        purge.execute(LOCK.encode())
+        with killed():
+            async with world.run():
+                world.told(PURGED, 2, "our user leaves")
+                world.told(OTHER, 3, "unrelated")
+                await trio.sleep_forever()
+        assert world.redeliveries()
+        assert not world.rows()
+        async with world.run():
+            for name in (OLD, NEW):
+                await until(lambda name=name: "our user leaves" in world.servers[name].got)
+            await until(lambda: world.servers[NEAR].got == ["unrelated"])
