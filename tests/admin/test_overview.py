@@ -175,6 +175,39 @@ async def test_a_server_that_is_level_again_owes_nothing_of_before(
         assert entry["oldest_owed_s"] < 10
 
 
+async def test_what_changes_while_the_database_is_asked_is_known_afterwards(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has become level then owes nothing; one that falls behind is not overlooked."""
+    ask = HomeserverStore.oldest_owed
+
+    async def ask_slowly(*arguments: Any) -> Any:
+        found = await ask(*arguments)
+        await trio.sleep(60)
+        return found
+
+    async with open_desk(world) as desk:
+        await fall_behind(world, B)
+        await world.join(R2, C)
+        world.servers[C].down = True
+        monkeypatch.setattr(HomeserverStore, "oldest_owed", ask_slowly)
+        sender = desk.world.sender
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sender.sweep)
+            await trio.sleep(10)
+            world.servers[B].down = False
+            sender.registry.wake([B], by_admin=True)
+            await trio.sleep(10)
+            await world.say(R2, "C is down")
+            sender.registry.spill_all()
+            sender.registry.complete.set()
+            await trio.sleep(1)
+        assert B not in sender.context.debts
+        debt = sender.debt(C)
+        assert debt is not None
+        assert debt.oldest == world.token
+
+
 async def test_a_paused_server_is_behind_only_if_it_is_owed_something(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -43,6 +43,9 @@ class Debts:
     def __init__(self) -> None:
         self.counted_at = trio.current_time()
         self._known: dict[str, Debt] = {}
+        # While the database is asked: those known when that began, and those settled since.
+        self._before: frozenset[str] = frozenset()
+        self._settled: set[str] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -63,8 +66,17 @@ class Debts:
     def settled(self, server: str) -> None:
         """Forget the debt: all that is owed from here on is in a queue."""
         self._known.pop(server, None)
+        if self._settled is not None:
+            self._settled.add(server)
+
+    def begin_count(self) -> None:
+        """Note from here on what the database may not say: it is about to be asked."""
+        self._before, self._settled = frozenset(self._known), set()
 
     def count_anew(self, found: Mapping[str, Debt]) -> None:
-        """Take over what the database says."""
-        self._known = dict(found)
+        """Take over what the database said since `begin_count`."""
+        settled = self._settled or ()
+        new = {name: debt for name, debt in self._known.items() if name not in self._before}
+        self._known = new | {name: debt for name, debt in found.items() if name not in settled}
+        self._before, self._settled = frozenset(), None
         self.counted_at = trio.current_time()

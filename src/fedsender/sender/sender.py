@@ -162,6 +162,7 @@ class Sender:
         """Find owed items that no destination works on: a hint was lost, or another process wrote
         them.
         """
+        self.context.debts.begin_count()
         lagging = await self.context.homeserver.lagging()
         await self._note_debts(lagging)
         for lag in lagging:
@@ -272,8 +273,8 @@ class Sender:
     async def load_registry(self, failure_rate: Callable[[str], int]) -> None:
         """Put every server with owed items behind, the most useful first."""
         context = self.context
+        context.debts.begin_count()
         found = await context.homeserver.lagging()
-        await self._note_debts(found)
         lagging = {lag.destination: lag for lag in found}
         for server in await context.store.catch_up_floors():
             if not self._policies.handles(server):
@@ -292,6 +293,8 @@ class Sender:
             # Nobody says again that the columns were reset (W8).
             alive={name for name, row in backoffs.items() if row and not row.retry_last_ts},
         )
+        # Nobody waits for the ages of what is owed.
+        await self._note_debts(found)
 
     async def write_down(self) -> None:
         """Make durable the unwritten state of the tasks that have ended."""
