@@ -497,6 +497,23 @@ def test_db_upgrade_makes_the_tables_and_can_be_repeated(
     assert (tmp_path / "homeserver.sqlite3").exists()
 
 
+def test_a_backup_is_made_and_restored_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, copy = str(write_config(tmp_path)), str(tmp_path / "backup")
+    assert run_command(["db", "upgrade", "-c", config]) == 0
+    assert run_command(["db", "backup", copy, "-c", config]) == 0
+    assert capsys.readouterr().out.endswith(
+        "backup: whole; it holds content of events and messages\n"
+    )
+    assert run_command(["db", "restore", copy, "-c", config]) == 0
+    assert "void: 0 answers since then" in capsys.readouterr().out
+    assert run_command(["db", "backup", copy, "-c", config]) == 1
+    assert "File exists" in capsys.readouterr().err
+    assert run_command(["db", "restore", str(tmp_path), "-c", config]) == 2
+    assert "has no whole backup" in capsys.readouterr().err
+
+
 def test_openapi_and_the_unit_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["openapi"]) == 0
     assert json.loads(capsys.readouterr().out)["openapi"].startswith("3.")

@@ -25,6 +25,7 @@ from fedsender.relay import commands as relay_commands
 
 if TYPE_CHECKING:
     from fedsender.config import Config
+    from fedsender.store.backup import Ours, Owner
 
 __all__ = ["app", "main", "run_command"]
 
@@ -341,6 +342,53 @@ def db_upgrade(config: ConfigFile) -> int:
         return _complain(f"not done within {MIGRATION_SECONDS:.0f} s", WRONG)
     say("the tables are up to date")
     return DONE
+
+
+BackupDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The backup's directory.")]
+
+
+@db_app.command("backup")
+def db_backup(directory: BackupDirectory, config: ConfigFile) -> int:
+    """Copy our own databases, all of one moment, into a new directory. The daemon may run."""
+    import trio
+
+    from fedsender.config import load
+    from fedsender.runtime import real_runtime
+    from fedsender.store import backup
+
+    loaded = load(config)
+    copied = trio.run(backup.backup, *_what_is_ours(loaded), directory, real_runtime())
+    for line, size in copied.items():
+        say(f"{line} database: {size:,} bytes")
+    if loaded.homeserver.kind == "synapse":
+        say("not in it: the homeserver's database, which has Synapse's own backup")
+    say(f"{directory}: whole; it holds content of events and messages")
+    return DONE
+
+
+@db_app.command("restore")
+def db_restore(directory: BackupDirectory, config: ConfigFile) -> int:
+    """With the daemon stopped: put the databases of a backup in the place of our own."""
+    import trio
+
+    from fedsender.config import load
+    from fedsender.runtime import real_runtime
+    from fedsender.store import backup
+    from fedsender.store.records import utc_text
+
+    done = trio.run(backup.restore, *_what_is_ours(load(config)), directory, real_runtime())
+    say(f"restored: the databases of {utc_text(done.made_ms)}")
+    say(f"void: {done.answers:,} answers since then; what they were for is sent again")
+    for path in done.kept:
+        say(f"the one that was there is {path} now, until the next restore")
+    return DONE
+
+
+def _what_is_ours(loaded: "Config") -> "tuple[Sequence[Ours], Owner]":
+    from fedsender.store import backup, store_config
+
+    owner = backup.Owner(loaded.server_name, loaded.instance_name, loaded.ledger.directory)
+    return backup.ours(store_config(loaded).ours), owner
 
 
 @app.command("hand-back")

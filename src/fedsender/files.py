@@ -53,6 +53,13 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def owned_like(path: Path, other: Path) -> None:
+    """Give a file that root has made to the owner of another one, who is to use it."""
+    if os.geteuid() == 0:
+        status = other.stat()
+        os.chown(path, status.st_uid, status.st_gid)
+
+
 @contextmanager
 def own_directory(path: Path) -> Iterator[Path]:
     """A directory beside `path`, with a name like it, that goes with the body.

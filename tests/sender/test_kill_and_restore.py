@@ -1,21 +1,24 @@
 """What a kill, a backup that is put back, or an error out of the body must not cost."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 from tests.sender.harness import Request, World, answer, ok
 from tests.sender.synapse_world import Killed, killed
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
+from fedsender.store import backup
 from fedsender.store.records import Settlement
 
 R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
-A = "a.example"
+A, B = "a.example", "b.example"
 
 
 class Taken(Exception):
@@ -373,6 +376,69 @@ async def test_a_history_that_was_set_back_does_not_count_as_answered(
         await trio.sleep(60)
 
     assert server.got == ["before", "old 1", "old 2", "old 3", "new 1", "new 2"]
+
+
+async def test_a_restore_says_what_is_void_and_sends_all_that_is_owed_since(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I2: both databases are of one moment, so by themselves they look as they were left."""
+    server, down = world.server(A), world.server(B, down=True)
+    databases = backup.ours(
+        [
+            (f"sqlite:///{world.directory / 'sender.sqlite3'}", "sender"),
+            (f"sqlite:///{world.directory / 'homeserver.sqlite3'}", "homeserver"),
+        ]
+    )
+    owner = backup.Owner("hs.example", "fedsender", world.directory / "ledger")
+    copy = world.directory / "backup"
+    async with world.run():
+        await world.join(R1, A, B)
+        await world.say(R1, "before")
+        await trio.sleep(20)
+        server.down = True
+        await world.say(R1, "owed")
+        await trio.sleep(20)
+        await backup.backup(databases, owner, copy, world.runtime)
+        server.down = False
+        await trio.sleep(600)
+    assert server.got == ["before", "owed"]
+    done = await backup.restore(databases, owner, copy, world.runtime)
+    down.down = False
+    with capture_logs() as logged:
+        async with world.run() as sender:
+            sender.registry.wake([B], by_admin=True)
+            await trio.sleep(600)
+
+    assert done.answers == 1
+    assert server.got == ["before", "owed", "owed"]
+    assert down.got == ["before", "owed"]
+    [moved] = [entry for entry in logged if entry["event"].startswith("database moved without us")]
+    assert re.fullmatch(r"a backup of \S+ \S+ UTC was restored", moved["reason"])
+    notes = [line["outcome"] for line in world.ledger() if line["outcome"] == "handed_over"]
+    assert not notes
+
+
+async def test_the_restored_records_of_a_sender_alone_hand_nothing_to_another_sender(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """As with a Synapse, whose database is newer then. What we have sent meanwhile was ours."""
+    server = world.server(A)
+    databases = backup.ours([(f"sqlite:///{world.directory / 'sender.sqlite3'}", "sender")])
+    owner = backup.Owner("hs.example", "fedsender", world.directory / "ledger")
+    copy = world.directory / "backup"
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await trio.sleep(20)
+        await backup.backup(databases, owner, copy, world.runtime)
+        await world.say(R1, "after")
+        await trio.sleep(20)
+    await backup.restore(databases, owner, copy, world.runtime)
+    async with world.run():
+        await trio.sleep(20)
+
+    assert "handed_over" not in [line["outcome"] for line in world.ledger()]
+    assert server.got == ["before", "after"]
 
 
 def arrived(request: Request, e_arrived: trio.Event) -> Answer:

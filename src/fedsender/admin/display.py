@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.cells import cell_len, set_cell_size
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsender.console import safe
+from fedsender.store.records import utc_text
 
 if TYPE_CHECKING:
     from fedsender.config import PolicyLine
@@ -72,9 +72,7 @@ def lasting(seconds: float | None) -> str | None:
 
 def moment(at_ms: int | None) -> str | None:
     """A time as people write it, in UTC."""
-    if at_ms is None:
-        return None
-    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return None if at_ms is None else utc_text(at_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import structlog
 import trio
 
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, TransactionRecord
@@ -21,6 +22,8 @@ from fedsender.store import Store
 from fedsender.store.records import StoredGeneration
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
 
 AT_ONCE = 128
 """The number of servers handled at the same time: their writes are committed in groups."""
@@ -52,6 +55,11 @@ async def take_over(
     if moved is None:
         await _for_each(ledger.last_words.values(), takeover.settle)
     else:
+        log.warning(
+            "database moved without us: what it owes is sent anew",
+            reason=moved,
+            void_answers=len(ledger.last_words),
+        )
         await takeover.note_other_sender(left, newest)
         mine = [name for name in await store.sender.catch_up_floors() if in_our_shard(name)]
         await _for_each(mine, takeover.catch_up_anew)
@@ -161,6 +169,8 @@ class _Recovery:
         there = await self.store.homeserver.generation()
         if left is None:
             return None
+        if left.restored is not None:
+            return f"a backup of {left.restored} was restored"
         if there.ours is not None and there.ours != there.position:
             return f"the events position is {there.position}, and was {there.ours} when we left it"
         if there.mark is not None and there.mark != left.mark:
@@ -180,7 +190,8 @@ class _Recovery:
             return
         there = await self.store.homeserver.generation()
         known = [left.events_position, newest_frozen, await self._newest_settled()]
-        if there.ours is not None and there.ours < there.position:
+        # Records that were restored are older than our last write, which no other sender made.
+        if there.ours is not None and (there.ours < there.position or left.restored):
             known.append(there.ours)
         if max(known) < there.position:
             await note_handed_over(
@@ -247,7 +258,11 @@ class _Recovery:
                 await discard(self.store, self.ledger, self.runtime, name, reason)
 
         there = set(await self.store.sender.frozen_destinations())
-        await _for_each(sorted(name for name in frozen if name in there), look)
+        mine = sorted(name for name in frozen if name in there)
+        await _for_each(mine, look)
+        if discarded := len(mine) - len(valid):
+            reason = moved or "LSSO is not as it was when they were frozen"
+            log.warning("transactions on record discarded", number=discarded, reason=reason)
         return valid
 
     async def _moved_since(self, name: str, before: int | None) -> str | None:

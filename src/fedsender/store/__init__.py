@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import trio
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, text
 
 from fedsender.config import Config, database_url
 from fedsender.runtime import Runtime
@@ -28,7 +28,13 @@ from fedsender.store.engine import (
 )
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 from fedsender.store.lock import AdvisoryLock, InstanceLock, Lock, LockHeld, lock_of
-from fedsender.store.migrations import Line, SchemaDiffers, bring_up_to_date, claim_store
+from fedsender.store.migrations import (
+    Line,
+    SchemaDiffers,
+    bring_up_to_date,
+    claim_store,
+    refuse_a_synapses,
+)
 from fedsender.store.sender import ReceiptRecords, SenderStore
 
 if TYPE_CHECKING:
@@ -70,6 +76,14 @@ class StoreConfig:
     state_url: str | None = None
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
     server_name: str | None = None
+
+    @property
+    def ours(self) -> list[tuple[str, Line]]:
+        """The databases whose tables are our own, by URL and version line."""
+        lines: list[tuple[str, Line]] = [(self.sender_url, "sender")]
+        if self.homeserver.kind == "embedded":
+            lines.append((self.homeserver_url, "homeserver"))
+        return lines
 
 
 def store_config(config: Config) -> StoreConfig:
@@ -159,7 +173,7 @@ async def open_store(
         if config.state_url is not None and not embedded:
             state = await open_one(config.state_url, "state", ours=False)
         own = await open_one(config.sender_url, "sender", ours=True)
-        await own.read(_refuse_a_synapses)
+        await own.read(refuse_a_synapses)
         await bring_up_to_date(own, "sender", lock_of(own.url, runtime))
         if embedded:
             await bring_up_to_date(main, "homeserver", lock_of(main.url, runtime))
@@ -194,21 +208,11 @@ async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:
     Raises LockHeld if there is something to migrate while a daemon runs, and WrongDatabase if a
     Synapse's tables are where ours should be.
     """
-    lines: list[tuple[str, Line]] = [(config.sender_url, "sender")]
-    if config.homeserver.kind == "embedded":
-        lines.append((config.homeserver_url, "homeserver"))
-    for url, line in lines:
+    for url, line in config.ours:
         async with open_database(url, runtime, name=line) as database:
             if line == "sender":
-                await database.read(_refuse_a_synapses)
+                await database.read(refuse_a_synapses)
             await bring_up_to_date(database, line, lock_of(database.url, runtime))
-
-
-def _refuse_a_synapses(connection: Connection) -> None:
-    if inspect(connection).has_table("schema_version"):
-        raise WrongDatabase(
-            "sender_database is a Synapse's own database: fedsender's tables need another one"
-        )
 
 
 async def _locks(own: Database, main: Database, runtime: Runtime, *, embedded: bool) -> list[Lock]:

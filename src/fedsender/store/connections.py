@@ -78,8 +78,16 @@ def checked_url(url: str | URL) -> URL:
 
 
 def prepare_file(url: URL, options: DatabaseOptions) -> None:
-    """Make the file with mode 0600 before SQLite uses the umask's; its -wal gets the same mode."""
+    """Make the file with mode 0600 before SQLite uses the umask's; its -wal gets the same mode.
+
+    Raises WrongDatabase if it cannot be made, StoreError in the middle of a restore.
+    """
     path = Path(url.database or "")
+    if restoring(path).exists():
+        raise StoreError(
+            f"a restore of {path} was cut off ({restoring(path)} is there):"
+            " run `fedsender db restore` again"
+        )
     if path.exists():
         return
     if not options.ours:
@@ -90,6 +98,11 @@ def prepare_file(url: URL, options: DatabaseOptions) -> None:
         full = error.errno in (*OUR_LACK, errno.ENOSPC, errno.EDQUOT)
         kind = StoreError if full else WrongDatabase
         raise kind(f"cannot create {path}: {error.strerror}") from error
+
+
+def restoring(path: Path) -> Path:
+    """The place beside a database of what is to replace it: see `store.backup`."""
+    return path.with_name(f"{path.name}.restoring")
 
 
 def make_engine(

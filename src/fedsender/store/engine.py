@@ -15,6 +15,7 @@ batch is then run again. So a function given to `write` must have the same resul
 twice.
 """
 
+import sqlite3
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -87,6 +88,8 @@ MAX_WRITES = 256
 MAX_READS = 64
 # Serialization failures end by themselves; this many in a row mean that something else is wrong.
 MAX_CONFLICTS = 20
+# A start may wait so long for a look at a database, which reads some 500 MB in a second.
+CHECK_S = 5.0
 # Who runs out of time so often has others wait for nothing, and is told.
 MAX_SLOW = 3
 
@@ -195,6 +198,48 @@ class Database:
                 await trio.sleep(pause)
         finally:
             self._locked_reads.discard(look)
+
+    async def check_whole(self) -> None:
+        """Look for damage in an SQLite file, for `CHECK_S` at most; PostgreSQL looks itself.
+
+        Raises StoreError for one that is damaged: what a daemon made of it would be damaged too.
+        """
+        if self.dialect != "sqlite":
+            await trio.lowlevel.checkpoint()
+            return
+        looking: list[sqlite3.Connection] = []
+
+        def look(connection: Connection) -> str | None:
+            driver = connection.connection.driver_connection
+            assert isinstance(driver, sqlite3.Connection)
+            looking.append(driver)
+            try:
+                found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+            except DBAPIError as error:
+                code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
+                if code == sqlite3.SQLITE_INTERRUPT:
+                    return None
+                if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                    return words(error)
+                raise
+            return str(found).splitlines()[-1]
+
+        async def give_up() -> None:
+            await trio.sleep(CHECK_S)
+            for connection in looking:
+                connection.interrupt()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give_up)
+            found = await self.read(look)
+            nursery.cancel_scope.cancel()
+        if found is None:
+            log.info("database not checked whole", database=self.name, after_s=CHECK_S)
+        elif found != "ok":
+            raise StoreError(
+                f"the {self.name} database is damaged: {self.url.database}: {found}."
+                " Restore a backup with `fedsender db restore`"
+            )
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

@@ -17,6 +17,7 @@ from sqlalchemy import URL, Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
+from fedsender.files import owned_like
 from fedsender.runtime import Runtime
 from fedsender.store.connections import (
     CONNECT_S,
@@ -137,7 +138,10 @@ class FileLock(Lock):
         return self._database.with_name(f"{self._database.name}.{name}.lock")
 
     def _lock(self, name: str, kind: int) -> bool:
-        file = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self._path(name)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A command of root's must not lock the daemon's user out for good.
+        owned_like(path, self._database if self._database.exists() else path.parent)
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:

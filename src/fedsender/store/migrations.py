@@ -64,14 +64,28 @@ def head(line: Line) -> str:
 
 def is_newest(connection: Connection, line: Line) -> bool:
     """Whether the line's tables are of the newest version, by Alembic's note."""
-    return _versions(connection, line) == {head(line)}
+    return versions(connection, line) == {head(line)}
 
 
-def _versions(connection: Connection, line: Line) -> set[str]:
-    table = f"fedsender_{line}_version"
+def version_table(line: Line) -> str:
+    """The name of the table in which Alembic notes the line's version."""
+    return f"fedsender_{line}_version"
+
+
+def versions(connection: Connection, line: Line) -> set[str]:
+    """The version of the line's tables, by Alembic's note; none: there are no tables."""
+    table = version_table(line)
     if not inspect(connection).has_table(table):
         return set()
     return set(connection.execute(text(f"SELECT version_num FROM {table}")).scalars())
+
+
+def refuse_a_synapses(connection: Connection) -> None:
+    """Raise WrongDatabase in a Synapse's database: our own tables need another one."""
+    if inspect(connection).has_table("schema_version"):
+        raise WrongDatabase(
+            "sender_database is a Synapse's own database: fedsender's tables need another one"
+        )
 
 
 def refuse_old_tables(connection: Connection, line: Line) -> None:
@@ -81,14 +95,16 @@ def refuse_old_tables(connection: Connection, line: Line) -> None:
 
 
 async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
-    """Migrate the line's tables, if they are old, in one transaction; then check them.
+    """Look for damage; migrate the line's tables, if they are old, in one transaction; check them.
 
     Waits for a database that is away, and for `WAIT_SECONDS` for another process that migrates.
 
     Raises:
         LockHeld: they are old, and a daemon runs on them.
         SchemaDiffers: they are newer, or differ from their noted version.
+        StoreError: the database is damaged.
     """
+    await database.check_whole()
     pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
     give_up = trio.current_time() + WAIT_SECONDS
     # Looked at before each try: a daemon that has just migrated them runs on them at once.
@@ -143,14 +159,15 @@ def alembic_config(line: Line) -> "Config":
     return config
 
 
-def upgrade(connection: Connection, line: Line) -> None:
-    """Migrate the line's tables to the newest version, in the connection's transaction.
+def upgrade(connection: Connection, line: Line, to: str = "head") -> None:
+    """Migrate the line's tables to a version, or the newest, in the connection's transaction.
 
     Raises SchemaDiffers if they are of a version that this fedsender has no script for.
     """
     from alembic import command
 
-    if unknown := _versions(connection, line).difference(_known(line)):
+    there = versions(connection, line) | {to} - {"head"}
+    if unknown := there.difference(_known(line)):
         raise SchemaDiffers(
             f"the {line} tables are of version {', '.join(sorted(unknown))}: they are newer than"
             " this fedsender, or older than its first release"
@@ -160,7 +177,7 @@ def upgrade(connection: Connection, line: Line) -> None:
     config = alembic_config(line)
     config.attributes["connection"] = connection
     with _ONE_AT_A_TIME:
-        command.upgrade(config, "head")
+        command.upgrade(config, to)
 
 
 def check(connection: Connection, line: Line) -> None:

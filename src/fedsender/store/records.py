@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from datetime import UTC, datetime
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from fedsender.ledger import DevicePoke
 
@@ -399,3 +400,22 @@ class StoredGeneration:
 
     events_position: int
     mark: str
+
+    @property
+    def restored(self) -> str | None:
+        """The time of the backup from which these records were restored; None: they were not."""
+        prefix, found, time = self.mark.partition(_RESTORED)
+        return time if found and not prefix else None
+
+
+_RESTORED: Final = "restored from "
+
+
+def restored_mark(made_ms: int) -> str:
+    """The mark of records that a restore has brought back: a homeserver's database has another."""
+    return f"{_RESTORED}{utc_text(made_ms)}"
+
+
+def utc_text(at_ms: int) -> str:
+    """A time as people write it, in UTC."""
+    return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M:%S UTC}"
