@@ -258,6 +258,7 @@ def test_what_is_no_plain_yaml_is_refused(text: str, expected: str) -> None:
     [
         ("admin: {listen: '0.0.0.0:9009'}", "3:17", "must be a loopback IP or a Unix socket"),
         ("admin: {listen: 'localhost:9009'}", "3:17", "must be a loopback IP or a Unix socket"),
+        ("admin: {listen: '[::ffff:8.8.8.8]:1'}", "3:17", "must be a loopback IP or a Unix socket"),
         (
             "homeserver: {kind: synapse}\nfeed: {kind: redis}",
             "3:13",
@@ -402,6 +403,8 @@ def test_addresses_are_read_and_written_alike() -> None:
 def test_only_the_admin_endpoint_may_take_any_free_port() -> None:
     assert config("admin: {listen: '127.0.0.1:0'}").admin.listen == TcpAddress("127.0.0.1", 0)
     assert config("admin: {listen: '[::1]:0'}").admin.listen == TcpAddress("::1", 0)
+    mapped = config("admin: {listen: '[::ffff:127.0.0.1]:0'}").admin.listen
+    assert mapped == TcpAddress("::ffff:127.0.0.1", 0)
     assert "must be an address" in problem("feed: {tcp: {address: '127.0.0.1:0'}}")
     assert "must be a loopback" in problem("admin: {listen: '0.0.0.0:0'}")
 

@@ -166,7 +166,11 @@ def test_patterns_know_two_wildcards(pattern: str, server: str, covered: bool) -
         ("192.0.2.1", "[::ffff:192.0.2.1]:443", True),
         ("[::ffff:c000:201]", "192.0.2.1", True),
         ("192.0.2.*", "192.0.2.1:443", True),
-        ("192.0.2.*", "[::ffff:192.0.2.1]", False),
+        ("192.0.2.*", "[::ffff:192.0.2.1]", True),
+        ("192.0.2.*", "[0:0:0:0:0:ffff:c000:201]:443", True),
+        ("*.2.1", "[::ffff:192.0.2.1]", True),
+        ("[2001:db8::*]", "[2001:0DB8:0::0:1]", True),
+        ("[2001:0db8::*]", "[2001:0DB8::1]", True),
         ("192.0.2.1", "192.0.2.10", False),
     ],
 )
@@ -180,8 +184,11 @@ def test_patterns_cover_a_host_however_its_name_is_written(
 def test_pattern_of_an_address_covers_each_of_its_spellings(
     ip: ipaddress.IPv6Address, data: st.DataObject
 ) -> None:
-    high, low = ip.exploded.rsplit(":", 2)[0], ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
-    spelling = data.draw(st.sampled_from([ip.exploded, ip.compressed.upper(), f"{high}:{low}"]))
+    digits = f"{int(ip):032x}"
+    groups = [digits[start : start + 4] for start in range(0, 32, 4)]
+    dotted = ":".join([*groups[:6], str(ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF))])
+    spellings = [":".join(groups), ip.compressed.upper(), ip.exploded, dotted]
+    spelling = data.draw(st.sampled_from(spellings))
     assert matrix.matches(f"[{ip}]", f"[{spelling}]:8448")
 
 

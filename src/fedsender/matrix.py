@@ -77,6 +77,8 @@ class BadEvent(ValueError):
 
 # --- server names ---------------------------------------------------------------------------------
 
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 _SERVER_NAME: Final = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[0-9A-Za-z.-]{1,255}))(?::(?P<port>[0-9]{1,5}))?",
     re.ASCII,
@@ -122,12 +124,16 @@ def matches(pattern: str, server: str) -> bool:
 
     Case, the final dot of a DNS name and zeros before a port mean nothing. A pattern without a port
     covers every port. A name that is an IP covers each spelling of it, and the IPv4 address inside
-    an IPv6 one (RFC 4291, 2.5.5.2); a glob sees an IP as it is written.
+    an IPv6 one (RFC 4291, 2.5.5.2). A glob covers an IP by its shortest spelling, too: otherwise a
+    server evades it with another one.
     """
     (host, port), (its_host, its_port) = host_and_port(pattern), host_and_port(server)
     if port is not None and (its_port is None or not _covers(port, its_port)):
         return False
-    return _covers(host, its_host)
+    if any(_covers(host, each) for each in _spellings(its_host)):
+        return True
+    address = address_of(host)
+    return address is not None and address == address_of(its_host)
 
 
 _PORT: Final = re.compile(r"[0-9*?]+", re.ASCII)
@@ -142,24 +148,45 @@ def host_and_port(text: str) -> tuple[str, str | None]:
     return host.lower().rstrip("."), port.lstrip("0") if colon else None
 
 
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP of a host (IPv6 in brackets), or None for a name; IPv4-mapped IPv6 becomes IPv4."""
+def ip_of(text: str) -> IpAddress:
+    """The IP that `text` is, IPv6 without brackets; IPv4-mapped IPv6 becomes IPv4.
+
+    IPs are compared as these, never as texts: one has many spellings, and the one that Python
+    writes depends on its version. Raises ValueError.
+    """
+    ip = ipaddress.ip_address(text)
+    return ip.ipv4_mapped or ip if isinstance(ip, ipaddress.IPv6Address) else ip
+
+
+def address_of(host: str) -> IpAddress | None:
+    """The IP of a server name's host (IPv6 in brackets), as of `ip_of`; None: it is a name."""
+    if not host.startswith("[") and (":" in host or not host[-1:].isdigit()):
+        return None
     try:
-        if not host.startswith("["):
-            return ipaddress.IPv4Address(host) if host[-1:].isdigit() else None
-        address = ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+        return ip_of(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
-    return address.ipv4_mapped or address
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address, or the /64 of an IPv6 one: its holder has all of that. A name: itself."""
+    try:
+        ip = ip_of(address)
+    except ValueError:
+        return address
+    return str(ip) if ip.version == 4 else str(ipaddress.ip_network((int(ip), 64), strict=False))
+
+
+def _spellings(host: str) -> tuple[str, ...]:
+    """A host as it is written; and if it is an IP, the shortest way of writing it."""
+    ip = address_of(host)
+    return (host,) if ip is None else (host, str(ip) if ip.version == 4 else f"[{ip}]")
 
 
 def _covers(pattern: str, text: str) -> bool:
     if "*" in pattern or "?" in pattern:
         return _pattern(pattern).match(text) is not None
-    if pattern == text:
-        return True
-    address = address_of(pattern)
-    return address is not None and address == address_of(text)
+    return pattern == text
 
 
 @lru_cache(maxsize=4_096)
@@ -176,12 +203,13 @@ def matching(patterns: tuple[str, ...], server: str) -> list[int]:
     are `*.` and a name, are looked up.
     """
     named, below, others = _looked_up(patterns)
-    host = host_and_port(server)[0]
-    found = [*others, *named.get(host, ())]
-    dot = host.find(".")
-    while dot >= 0:
-        found += below.get(host[dot + 1 :], ())
-        dot = host.find(".", dot + 1)
+    found = set(others)
+    for host in _spellings(host_and_port(server)[0]):
+        found.update(named.get(host, ()))
+        dot = host.find(".")
+        while dot >= 0:
+            found.update(below.get(host[dot + 1 :], ()))
+            dot = host.find(".", dot + 1)
     return [place for place in sorted(found) if matches(patterns[place], server)]
 
 

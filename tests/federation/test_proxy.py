@@ -260,18 +260,19 @@ async def test_names_of_the_proxys_own_machine_are_never_handed_over(
         ("9.0.0.0/8", False),
     ],
 )
-async def test_no_proxy(tmp_path: Path, spared: str, direct: bool) -> None:
-    network = network_of(b=PUBLIC)
+@pytest.mark.parametrize("address", [PUBLIC, f"::ffff:{PUBLIC}"])
+async def test_no_proxy(tmp_path: Path, spared: str, direct: bool, address: str) -> None:
+    network = network_of(b=address)
     async with behind(tmp_path, network, no_proxy=(parse_no_proxy(spared),)) as (
         client,
         server,
         tunnels,
     ):
-        network.ports = {(PUBLIC, 443): server.port, (PUBLIC, 8448): server.port}
+        network.ports = {(address, 443): server.port, (address, 8448): server.port}
         async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
             await send(peer)
     assert bool(tunnels.heads) is not direct
-    assert ((PUBLIC, 8448) in network.dialled) is direct
+    assert ((address, 8448) in network.dialled) is direct
 
 
 async def test_a_spared_name_without_an_address_is_not_handed_over(tmp_path: Path) -> None:

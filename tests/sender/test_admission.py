@@ -17,13 +17,13 @@ from trio.testing import MockClock
 
 from fedsender.config import Sending
 from fedsender.federation.client import FederationClient
+from fedsender.matrix import network_of
 from fedsender.sender.admission import (
     QUICK_S,
     Admission,
     Lane,
     Pace,
     Permit,
-    network_of,
     not_now,
     site_of,
 )
@@ -207,8 +207,9 @@ async def test_known_servers_in_places_of_the_known_do_not_give_way_to_the_unkno
 def test_what_servers_have_in_common() -> None:
     assert site_of("a.b.Example.org:8448") == site_of("example.org.") == "example.org"
     assert site_of("10.0.0.1:8449") == "10.0.0.1"
-    assert site_of("[2001:db8::1]:8449") == "[2001:db8::1]"
-    assert network_of("10.0.0.1") == "10.0.0.1"
+    assert site_of("[2001:db8::1]:8449") == site_of("[2001:0db8:0:0::0:1]") == "2001:db8::1"
+    assert site_of("[::ffff:10.0.0.1]:8449") == "10.0.0.1"
+    assert network_of("10.0.0.1") == network_of("::ffff:a00:1") == "10.0.0.1"
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db9::1")
 
 

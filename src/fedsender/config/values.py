@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from fedsender.config.document import ConfigError, cannot_be_read
-from fedsender.matrix import is_server_name, parse_server_name
+from fedsender.matrix import IpAddress, ip_of, is_server_name, parse_server_name
 
 _UNITS_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _UNITS_BYTES: Final = {
@@ -200,7 +200,6 @@ def parse_nameserver(value: object) -> TcpAddress:
 
 
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_network(value: object) -> IpNetwork:
@@ -295,7 +294,7 @@ def _lies_in(ip: IpAddress, networks: Iterable[IpNetwork]) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether this is an IP that leads nowhere but to this machine."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ip_of(host).is_loopback
     except ValueError:
         return False
 

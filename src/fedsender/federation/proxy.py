@@ -20,6 +20,7 @@ import trio
 from fedsender.config.sections import Proxy as Settings
 from fedsender.config.values import IpNetwork, TcpAddress, read_secret
 from fedsender.federation.transport import reason, words
+from fedsender.matrix import ip_of
 from fedsender.runtime import NameNotFound, Network, OutOfResources, RecordType, ResolveFailed
 
 MAX_HEAD_BYTES: Final = 8192
@@ -114,10 +115,10 @@ class Proxy:
         if self._spares_name(name) or self._spares_name(address):
             return True
         try:
-            ip = ipaddress.ip_address(address)
+            written, ip = ipaddress.ip_address(address), ip_of(address)
         except ValueError:
             return False
-        return any(ip in network for network in self._networks)
+        return any(written in network or ip in network for network in self._networks)
 
     def _spares_name(self, name: str) -> bool:
         name = name.lower().rstrip(".")

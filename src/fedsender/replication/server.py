@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import hmac
-import ipaddress
 import ssl
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -30,6 +29,7 @@ import structlog
 import trio
 
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
+from fedsender.matrix import network_of
 from fedsender.replication.line_stream import (
     PING_EVERY_S,
     SEND_PIECE,
@@ -590,13 +590,11 @@ def peer_of(stream: trio.abc.Stream) -> str:
     if not isinstance(below, trio.SocketStream):
         return ""
     try:
-        address = ipaddress.ip_address(below.socket.getpeername()[0].partition("%")[0])
-    except (OSError, ValueError, IndexError):
+        address: str = below.socket.getpeername()[0]
+    except (OSError, IndexError):
         # It is gone already, or has no address.
         return ""
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)
+    return network_of(address.partition("%")[0])
 
 
 @asynccontextmanager

@@ -16,7 +16,6 @@ one class the order is that of arrival. So the first class hardly waits, and the
 for ever.
 """
 
-import ipaddress
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from typing import Final
 import trio
 from cachetools import LRUCache
 
-from fedsender.matrix import address_of, host_and_port
+from fedsender.matrix import address_of, host_and_port, network_of
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
@@ -695,13 +694,5 @@ def site_of(server: str) -> str:
     """The site of a server: the last two labels of its name, or its IP. Servers of one owner share
     it."""
     host, _ = host_and_port(server)
-    if address_of(host) is not None:
-        return host
-    return ".".join(host.split(".")[-2:])
-
-
-def network_of(address: str) -> str:
-    """An IPv4 address, or the /64 of an IPv6 one: its holder has all of that."""
-    if ":" not in address:
-        return address
-    return str(ipaddress.ip_network((address, 64), strict=False))
+    ip = address_of(host)
+    return ".".join(host.split(".")[-2:]) if ip is None else str(ip)
