@@ -3,11 +3,14 @@
 import gc
 import weakref
 
+import pytest
 import trio
+from cachetools import LRUCache
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.sender.routing import REMEMBERED_S
+from fedsender.caches import remember
+from fedsender.sender.routing import REMEMBERED_S, Routed
 
 A, B = "a.example", "b.example"
 LONG = "x" * 20_000
@@ -87,3 +90,33 @@ async def test_where_an_event_goes_is_remembered_for_minutes_only(
             await world.say("!a:hs.example", "now and then")
             await trio.sleep(REMEMBERED_S / 5)
         assert 1 <= len(sender.context.router._routed) <= 6
+
+
+async def test_a_room_that_is_larger_than_a_cache_is_routed_all_the_same(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the smallest `sending.window_bytes` a route to 10,000 servers fits into no cache."""
+    servers = {f"s{number}.example" for number in range(10_000)}
+    world.settings["sending"] = {"window_bytes": "1MiB"}
+    async with world.run() as sender:
+        # Nobody hears of it: it is about the way of one event, not of 10,000 transactions.
+        monkeypatch.setattr(sender.registry, "offer", lambda *_: None)
+        await world.join("!large:hs.example", *sorted(servers))
+        await world.join("!small:hs.example", A)
+        await world.say("!large:hs.example", "to thousands")
+        await world.say("!small:hs.example", "to one")
+        await trio.sleep(5)
+        assert sender.fan_out.position == world.token
+        rows = await world.store.homeserver.read_events(2, 3, 1)
+        (routed,) = await sender.context.router.route(rows)
+        assert isinstance(routed, Routed)
+        assert routed.servers == servers
+        assert await world.store.homeserver.servers_now(["!large:hs.example"])
+
+
+async def test_what_alone_is_larger_than_a_cache_is_not_remembered() -> None:
+    cache: LRUCache[str, str] = LRUCache(5, getsizeof=len)
+    remember(cache, "a", "four")
+    remember(cache, "b", "x")
+    remember(cache, "a", "larger")
+    assert dict(cache) == {"b": "x"}

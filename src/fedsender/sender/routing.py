@@ -25,6 +25,7 @@ import tenacity
 import trio
 from cachetools import TTLCache
 
+from fedsender.caches import remember
 from fedsender.matrix import (
     BadEvent,
     Pdu,
@@ -178,7 +179,7 @@ class Router:
             known[row.event_id] = routed
             if self._forgotten == forgotten:
                 # Else it may have been read before it changed.
-                self._routed[row.event_id] = routed
+                remember(self._routed, row.event_id, routed)
         return [known[row.event_id] for row in rows if row.event_id in known]
 
     def _narrow(self, row: EventRow, servers: frozenset[str], target: str | None) -> frozenset[str]:

@@ -42,6 +42,7 @@ from sqlalchemy import (
 )
 from sqlalchemy import cast as cast_sql
 
+from fedsender.caches import remember
 from fedsender.facts import RelayRow, RoomServers, ServersRow
 from fedsender.runtime import Runtime
 from fedsender.store import (
@@ -482,8 +483,7 @@ class HomeserverStore:
         )
         if moves == self._moves:
             for name, servers in found.items():
-                if len(servers) < MAX_SERVERS_KNOWN:
-                    self._here[name] = servers
+                remember(self._here, name, servers)
         return known | found
 
     @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, func, or_, select
 
+from fedsender.caches import remember
 from fedsender.facts import RoomServers
 from fedsender.matrix import server_of
 from fedsender.store import tables
@@ -297,8 +298,8 @@ class _Look:
         if known is not None:
             return known
         found = self._find(group)
-        if not isinstance(found, HostsUnknown) and _size(found) <= self._cache.maxsize:
-            self._cache[group] = found
+        if not isinstance(found, HostsUnknown):
+            remember(self._cache, group, found)
         return found
 
     def _find(self, group: int) -> Hosts:
