@@ -179,7 +179,7 @@ async def test_what_changes_while_the_database_is_asked_is_known_afterwards(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that has become level then owes nothing; one that falls behind is not overlooked."""
-    ask = HomeserverStore.oldest_owed
+    ask = HomeserverStore.lagging
 
     async def ask_slowly(*arguments: Any) -> Any:
         found = await ask(*arguments)
@@ -190,7 +190,7 @@ async def test_what_changes_while_the_database_is_asked_is_known_afterwards(
         await fall_behind(world, B)
         await world.join(R2, C)
         world.servers[C].down = True
-        monkeypatch.setattr(HomeserverStore, "oldest_owed", ask_slowly)
+        monkeypatch.setattr(HomeserverStore, "lagging", ask_slowly)
         sender = desk.world.sender
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sender.sweep)

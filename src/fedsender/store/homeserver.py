@@ -80,7 +80,6 @@ from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
 from fedsender.store.statements import (
     as_given,
     given_rows,
-    in_chunks,
     insert_rows,
     on_conflict,
     replace_rows,
@@ -99,8 +98,6 @@ MAX_UNWRITTEN = 200
 """Answered to-device rows of one destination that are still there; all stand in its next line."""
 LAGGING_ROWS = 50_000
 """Rows of `destination_rooms` that one statement looks at."""
-OLDEST_AT_ONCE = 100
-"""Destinations whose oldest event one statement looks for: in a busy room one takes some 10 ms."""
 OWING_KEYS_PAGE = 1_000
 MAX_SERVERS_KNOWN = 200_000
 """The most servers of an embedded store's rooms in memory: some 20 MB if they all differ."""
@@ -590,8 +587,9 @@ class HomeserverStore:
         found.update((name, replace(found[name], owes_keys=True)) for name in owing_keys)
         return [found[name] for name in sorted(found)]
 
-    async def oldest_owed(
-        self, asked: Mapping[str, OwedSince], origin: str
+    @reading
+    def oldest_owed(
+        self, connection: Connection, asked: Mapping[str, OwedSince], origin: str
     ) -> dict[str, tuple[int, int | None]]:
         """By destination the oldest event that it is owed.
 
@@ -600,12 +598,12 @@ class HomeserverStore:
         looks here whether the destination was in the room then: after it has joined anew, the event
         may be of an earlier time.
         """
-        found: dict[str, tuple[int, int | None]] = {}
-        for chunk in in_chunks(sorted(asked.items()), OLDEST_AT_ONCE):
-            rows = [(name, since.lsso, since.floor) for name, since in chunk]
-            look = partial(_oldest_owed, rows=rows, origin=origin)
-            found.update(await self._database.read(look))
-        return found
+        if not asked:
+            return {}
+        given, query = _oldest_owed_of(connection.dialect.name, origin)
+        rows = [(name, since.lsso, since.floor) for name, since in sorted(asked.items())]
+        found = connection.execute(query, as_given(given, rows))
+        return {row[0]: (row[1], row[2]) for row in found}
 
     @reading
     def token_before(self, connection: Connection, received_ms: int, upto: int) -> int:
@@ -1286,13 +1284,6 @@ def _lagging_page(
     ]
     full = sum(row[3] for row in found) == LAGGING_ROWS
     return lagging, (found[-1][0], found[-1][4]) if full else None
-
-
-def _oldest_owed(
-    connection: Connection, rows: Sequence[tuple[str, int, int]], origin: str
-) -> dict[str, tuple[int, int | None]]:
-    given, query = _oldest_owed_of(connection.dialect.name, origin)
-    return {row[0]: (row[1], row[2]) for row in connection.execute(query, as_given(given, rows))}
 
 
 @cache
