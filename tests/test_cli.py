@@ -356,6 +356,28 @@ async def test_quarantine_is_listed_released_and_dropped(
         assert await shell("quarantine", "drop", str(edu)) == 0
         assert await shell("quarantine", "drop", str(edu)) == 1
         assert await shell("quarantine", "drop", "many") == 2
+        assert await shell("quarantine", "drop") == 2
+        assert await shell("quarantine", "release", "1", "--room", R1) == 2
+
+
+async def test_all_parts_of_a_blocked_room_are_released_by_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await shell.world.join(R1, A)
+        await shell.world.say(R1, "unsendable", event_id="$of-another-hash")
+        for number in range(150):
+            await shell.world.say(R1, str(number))
+        fan_out, newest = shell.world.sender.fan_out, shell.world.token
+        await until(lambda: fan_out.position == newest)
+        assert await shell("quarantine", "release", "--room", R1) == 1
+        assert "it still cannot be sent" in shell.out
+        [bad, *_] = await shell.world.store.sender.quarantined_in_room(R1, 1)
+        assert await shell("quarantine", "drop", str(bad.id)) == 0
+        assert await shell("quarantine", "release", "--room", R1, "--json") == 0
+        answer = json.loads(shell.out)
+        assert (len(answer["released"]), answer["refused"]) == (150, [])
+        assert await shell("quarantine", "drop", "--room", R1) == 1
 
 
 async def test_redeliver_since_lists_first_and_then_sends(

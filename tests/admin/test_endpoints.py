@@ -536,7 +536,7 @@ async def test_a_released_item_is_sent_again(world: World, autojump_clock: MockC
 
         world.servers[B].reply = world.servers[A].reply
         released = await desk.post("quarantine/release", {"ids": [item]})
-        assert released == {"released": [item], "kept": [], "refused": []}
+        assert released == {"released": [item], "kept": [], "refused": [], "more": False}
         await desk.post("notify_remote_server_up", {"servers": [B]})
         await settle(60)
         assert list(dict.fromkeys(world.servers[B].got)) == ["good", "poison"]
@@ -549,11 +549,39 @@ async def test_a_dropped_item_is_gone(world: World, autojump_clock: MockClock) -
         await desk.post("quarantine/drop", {"ids": [item, 999_999]}, 404)
         assert len((await desk.get("quarantine"))["items"]) == 1
 
-        assert await desk.post("quarantine/drop", {"ids": [item, item]}) == {"dropped": [item]}
+        dropped = await desk.post("quarantine/drop", {"ids": [item, item]})
+        assert dropped == {"dropped": [item], "more": False}
         assert (await desk.get("quarantine"))["items"] == []
         found = (await desk.get(f"trace/{event_id}"))["destinations"]
         fates = {each["destination"]: each for each in found}
         assert (fates[B]["outcome"], fates[B]["reason"]) == ("given up", "dropped from quarantine")
+
+
+async def test_a_blocked_room_is_freed_part_by_part(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await desk.post("quarantine/release", {"room_id": R1}, 404)
+        await world.say(R1, "unsendable", event_id="$of-another-hash")
+        for number in range(150):
+            await world.say(R1, str(number))
+        await settle()
+        kept = await desk.post("quarantine/release", {"room_id": R1})
+        assert kept["released"] == []
+        assert kept["refused"][0]["event_id"] == "$of-another-hash"
+        await desk.post("quarantine/drop", {"ids": kept["kept"]})
+        parts = [await desk.post("quarantine/release", {"room_id": R1}) for _ in range(2)]
+        assert [len(part["released"]) for part in parts] == [100, 50]
+        assert [part["more"] for part in parts] == [True, False]
+        await settle(60)
+        assert world.servers[A].got == [str(number) for number in range(150)]
+
+        await world.say(R1, "unsendable too", event_id="$of-one-more-hash")
+        await settle()
+        dropped = await desk.post("quarantine/drop", {"room_id": R1})
+        assert (len(dropped["dropped"]), dropped["more"]) == (1, False)
+        assert (await desk.get("quarantine"))["items"] == []
 
 
 async def test_the_quarantine_is_shown_in_pages_and_never_an_edus_content(
@@ -733,6 +761,10 @@ WRONG_BODIES: list[tuple[str, object]] = [
     ("quarantine/drop", {"ids": [0]}),
     ("quarantine/drop", {"ids": [2**63]}),
     ("quarantine/drop", {"ids": list(range(1, 1002))}),
+    ("quarantine/drop", {}),
+    ("quarantine/drop", {"ids": [1], "room_id": R1}),
+    ("quarantine/release", {"room_id": "x" * 256}),
+    ("quarantine/release", {"room_id": "!two\nlines"}),
     ("redeliver", {"pairs": [[A]]}),
     ("redeliver", {"pairs": [[A, "$x", "$y"]]}),
     ("redeliver", {"pairs": [[A, "not an event"]]}),

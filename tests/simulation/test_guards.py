@@ -44,8 +44,8 @@ def test_i1_position_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_i2_a_mark_past_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = PduQueue.fill
 
-    def too_far(self: PduQueue, draft: Any) -> None:
-        fill(self, draft)
+    def too_far(self: PduQueue, draft: Any, upto: int | None) -> None:
+        fill(self, draft, upto)
         if draft.pdus and self.pdus:
             draft.lsso = self.pdus[-1].stream_ordering + 5
 

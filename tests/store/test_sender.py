@@ -207,6 +207,21 @@ async def test_redeliveries_keep_the_order_inside_a_room(store: SenderStore) -> 
     assert await store.destinations_with_redeliveries() == [TWO]
 
 
+async def test_some_rooms_redeliveries_come_first(store: SenderStore) -> None:
+    pairs = [
+        Redelivery("a.example", f"${room}{number}", f"!{room}", number)
+        for room in "abc"
+        for number in (2, 1)
+    ]
+    await store.add_redeliveries(pairs)
+    first = await store.redeliveries("a.example", 3, first=("!c",))
+    assert [each.event_id for each in first] == ["$c1", "$c2", "$a1"]
+    rooms = ["!a", "!b", "!d"]
+    assert await store.rooms_with_redeliveries("a.example", rooms, ()) == {"!a", "!b"}
+    assert await store.rooms_with_redeliveries("a.example", rooms, ("$a1", "$a2")) == {"!b"}
+    assert await store.rooms_with_redeliveries("b.example", rooms, ()) == set()
+
+
 async def test_a_forgotten_destination_leaves_nothing(store: SenderStore) -> None:
     for name in (ONE, TWO):
         await store.save_frozen(frozen(name))

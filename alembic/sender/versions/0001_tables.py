@@ -158,6 +158,9 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("destination", "event_id"),
     )
+    op.create_index(
+        "redeliveries_in_order", "redeliveries", ["destination", "room_id", "stream_ordering"]
+    )
     op.create_table(
         "sender_list",
         sa.Column("instance_name", sa.Text(), nullable=False),

@@ -231,12 +231,25 @@ class Skip(Body):
     token: Annotated[StrictInt, Field(ge=1, le=MAX_INTEGER, description="Its stream ordering.")]
 
 
-class Ids(Body):
-    """Items of the quarantine."""
+class InQuarantine(Body):
+    """Either items of the quarantine, or those that block a room."""
 
-    ids: list[Annotated[StrictInt, Field(ge=1, le=MAX_INTEGER)]] = Field(
-        min_length=1, max_length=MAX_IDS
+    ids: list[Annotated[StrictInt, Field(ge=1, le=MAX_INTEGER)]] | None = Field(
+        default=None, min_length=1, max_length=MAX_IDS, description="Items by id."
     )
+    room_id: str | None = Field(
+        default=None,
+        min_length=2,
+        max_length=255,
+        pattern=_ONE_LINE,
+        description="The first events of this room that no server got, in order; see `more`.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.ids is None) == (self.room_id is None):
+            raise ValueError("either ids or room_id must be given")
+        return self
 
 
 class Pairs(Body):

@@ -81,7 +81,13 @@ ServersGiven = Annotated[
 ]
 Pattern = Annotated[str | None, typer.Option(metavar="GLOB", help="Every server it covers.")]
 Reason = Annotated[str | None, typer.Option(help="Shown wherever the servers' state is.")]
-Ids = Annotated[list[int], typer.Argument(metavar="ID...", min=1)]
+Ids = Annotated[list[int] | None, typer.Argument(metavar="[ID]...")]
+Room = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ROOM", help="All that block this room, in order; it goes on behind them."
+    ),
+]
 
 
 def _client(config: Path) -> "AdminClient":
@@ -330,9 +336,11 @@ def quarantine_list(
 
 
 @quarantine_app.command("release")
-def quarantine_release(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> int:
+def quarantine_release(
+    config: ConfigFile, ids: Ids = None, room: Room = None, as_json: AsJson = False
+) -> int:
     """Send quarantined PDUs after all."""
-    answer = _client(config).post("quarantine", "release", body={"ids": ids})
+    answer = _free(config, "release", ids, room)
     kept = [f"still in quarantine: {_listed(answer['kept'])}"] if answer["kept"] else []
     said = [f"released: {_listed(answer['released'])}", *_refused(answer), *kept]
     say_answer(answer, as_json, *said)
@@ -340,11 +348,32 @@ def quarantine_release(ids: Ids, config: ConfigFile, as_json: AsJson = False) ->
 
 
 @quarantine_app.command("drop")
-def quarantine_drop(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> int:
+def quarantine_drop(
+    config: ConfigFile, ids: Ids = None, room: Room = None, as_json: AsJson = False
+) -> int:
     """Give quarantined items up for good."""
-    answer = _client(config).post("quarantine", "drop", body={"ids": ids})
+    answer = _free(config, "drop", ids, room)
     say_answer(answer, as_json, f"dropped: {_listed(answer['dropped'])}")
     return DONE
+
+
+def _free(config: Path, verb: str, ids: list[int] | None, room: str | None) -> dict[str, Any]:
+    """The daemon's answer for these items, or for all that block a room, one part after the other.
+
+    What has left quarantine stays so if this is cut off.
+    """
+    if bool(ids) == (room is not None):
+        raise Mistake("name items by id, or give --room, and not both")
+    client = _client(config)
+    body: dict[str, object] = {"ids": ids} if ids else {"room_id": room}
+    answer = client.post("quarantine", verb, body=body)
+    more = answer.pop("more")
+    while more:
+        part = client.post("quarantine", verb, body=body)
+        more = part.pop("more")
+        for name, items in part.items():
+            answer[name] += items
+    return answer
 
 
 @app.command()

@@ -13,7 +13,7 @@ from fedsender.admin.bodies import (
     MAX_INTEGER,
     Error,
     EventId,
-    Ids,
+    InQuarantine,
     Pairs,
     Pause,
     Purge,
@@ -45,6 +45,7 @@ from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.matrix import matches
+from fedsender.sender.operations import Freed
 from fedsender.store.records import Quarantined
 
 log = structlog.get_logger()
@@ -199,18 +200,28 @@ class NotSent:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Items that left the quarantine to be sent again; and those that will not be sent."""
+    """Items that left the quarantine to be sent again; and those that will not be sent.
+
+    Attributes:
+        more: with a room: others wait for the same request again.
+    """
 
     released: list[int]
     kept: list[int]
     refused: list[NotSent]
+    more: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Items that were given up for good."""
+    """Items that were given up for good.
+
+    Attributes:
+        more: with a room: others wait for the same request again.
+    """
 
     dropped: list[int]
+    more: bool
 
 
 @router.get("/quarantine", summary="What was taken out of the way, in pages")
@@ -250,23 +261,42 @@ async def _present(context: AdminContext, ids: Sequence[int]) -> list[int]:
     return wanted
 
 
+def _blocking(freed: Freed) -> Freed:
+    """What was freed; the request is refused if no event blocks the room."""
+    if not freed.ids and not freed.kept:
+        raise not_found("no event blocks this room: none is in quarantine for all servers")
+    return freed
+
+
 @router.post("/quarantine/release", summary="Send quarantined PDUs after all")
-async def release(request: Ids, context: Reach) -> Released:
-    """They go through the redelivery lane. Items that still cannot be sent, and EDUs, stay."""
+async def release(request: InQuarantine, context: Reach) -> Released:
+    """They go through the redelivery lane. Items that still cannot be sent, and EDUs, stay.
+    A room's events are released in order, up to one that still cannot be sent."""
+    if request.room_id is not None:
+        freed = _blocking(await context.sender.operations.release_room(request.room_id))
+        log.info("room released", room=request.room_id, n=len(freed.ids), kept=freed.kept)
+        refusals = [NotSent(*each) for each in freed.refused]
+        return Released([*freed.ids], [*freed.kept], refusals, freed.more)
+    assert request.ids is not None
     ids = await _present(context, request.ids)
     refused = await context.sender.operations.release(ids)
     kept = [item.id for item in await context.store.quarantined(ids)]
     released = sorted(set(ids) - set(kept))
     log.info("quarantine released", released=released[:20], kept=kept[:20])
-    return Released(released, kept, [NotSent(*each) for each in refused])
+    return Released(released, kept, [NotSent(*each) for each in refused], more=False)
 
 
 @router.post("/quarantine/drop", summary="Give quarantined items up for good")
-async def drop(request: Ids, context: Reach) -> Dropped:
+async def drop(request: InQuarantine, context: Reach) -> Dropped:
+    if request.room_id is not None:
+        freed = _blocking(await context.sender.operations.drop_room(request.room_id))
+        log.info("room dropped", room=request.room_id, n=len(freed.ids))
+        return Dropped([*freed.ids], freed.more)
+    assert request.ids is not None
     ids = await _present(context, request.ids)
     await context.sender.operations.drop(ids)
     log.info("quarantine dropped", dropped=ids[:20], n=len(ids))
-    return Dropped(ids)
+    return Dropped(ids, more=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ transaction:
   that they supersede. If the newest event is gone or cannot be sent, the rest of the gap is sent
   whole, as a small one is (I2).
 - LSSO follows as min(values of the rooms not done) - 1.
+- A room in which the destination is owed older events by redelivery waits for them. It is passed
+  over, and counts as not done.
 
 It ends when a query that ran at or after the newest event offered finds nothing. An event that
 cannot be loaded is quarantined or passed, never waited for (W23).
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +41,10 @@ SCAN = GAP_EVENTS
 """The number of events of one room read at a time."""
 
 log = structlog.get_logger()
+
+Waiting = Callable[[Collection[str]], Awaitable[Collection[str]]]
+"""The rooms among these that wait for older events. It is asked after the rooms were read: what was
+owed to a room before those that were read is then known."""
 
 
 @dataclass(slots=True)
@@ -71,24 +77,37 @@ class CatchUp:
     stuck: dict[str, Bad] = field(default_factory=dict)
     on_record: bool = True
 
-    async def fill(self, draft: Draft, lsso: int) -> Literal["nothing", "some", "all"]:
+    async def fill(
+        self, draft: Draft, lsso: int, waiting: Waiting
+    ) -> Literal["nothing", "some", "all"]:
         """Put the events owed above `lsso` into the draft; return how much of the backlog it has.
 
         The draft may have rooms done but no PDUs. Then that progress is to be written down, and the
         next call goes on behind it.
         """
-        owed = await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1)
-        if not owed:
-            return "nothing"
-        for room_id, value in owed[:PAGE]:
-            if not await self._fill_room(draft, room_id, value):
-                draft.lsso = value - 1
+        passed_over: int | None = None
+        found: Literal["nothing", "all"] = "nothing"
+        # Behind a room that is passed over, LSSO does not pass the pages that are done.
+        while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1):
+            wait = await waiting([room_id for room_id, _ in owed])
+            for room_id, value in owed[:PAGE]:
+                if room_id in wait:
+                    passed_over = value if passed_over is None else passed_over
+                elif not await self._fill_room(draft, room_id, value):
+                    draft.lsso = (value if passed_over is None else passed_over) - 1
+                    return "some"
+            if len(owed) > PAGE and passed_over is None:
+                draft.lsso = owed[PAGE][1] - 1
                 return "some"
-        if len(owed) > PAGE:
-            draft.lsso = owed[PAGE][1] - 1
+            found, lsso = "all", owed[:PAGE][-1][1]
+            if len(owed) <= PAGE:
+                break
+        if passed_over is not None:
+            draft.lsso = passed_over - 1
             return "some"
-        draft.lsso = owed[-1][1]
-        return "all"
+        if found == "all":
+            draft.lsso = lsso
+        return found
 
     async def fill_suspect(self, draft: Draft, lsso: int, room_id: str) -> None:
         """Put in the next PDU of this room, if the draft is for it; the draft has room for one."""
@@ -99,19 +118,23 @@ class CatchUp:
                 await self._fill_one(draft, room_id, value)
                 return
 
-    async def fill_witness(self, draft: Draft, lsso: int, room_id: str, place: int) -> None:
+    async def fill_witness(
+        self, draft: Draft, lsso: int, room_id: str, place: int, waiting: Waiting
+    ) -> None:
         """Put in one event that the draft is for: the next one of another room, or else an event of
         this room above `place`, which may be out of turn.
 
         An event that stands in for others does so out of turn, too.
         """
         here: int | None = None
+        waits_here = False
         while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE):
             lsso = owed[-1][1]
+            wait = await waiting([each for each, _ in owed])
             for each, value in owed:
                 if each == room_id:
-                    here = value
-                elif await self._fill_one(draft, each, value):
+                    here, waits_here = value, each in wait
+                elif each not in wait and await self._fill_one(draft, each, value):
                     return
         answered = max(self.floor, self.answered.get(room_id, self.floor))
         after = max(place, answered)
@@ -121,7 +144,7 @@ class CatchUp:
         for number, one in enumerate(_one_by_one(await self._ours(rows))):
             if not draft.is_for(one.pdu.event_id):
                 continue
-            in_turn = number == 0 and after == answered
+            in_turn = number == 0 and after == answered and not waits_here
             draft.add_pdu(one if in_turn else Outgoing(one.pdu, "witness", one.sent.supersedes))
             if in_turn:
                 draft.rooms_done[room_id] = one.pdu.stream_ordering

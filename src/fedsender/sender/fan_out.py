@@ -19,8 +19,8 @@ operator can have it skipped.
 """
 
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class FanOut:
         self._chunk = context.sending.fan_out_chunk
         self._pool = context.pdu_pool
         self._already_owed = already_owed
-        # Held by a step, and while an event is passed over.
+        # Held by a step, while an event is passed over, and while a room is freed.
         self._turn = trio.Lock()
         self._one_by_one = 0
         self.position = -1
@@ -311,6 +311,17 @@ class FanOut:
         if not self._turn.locked():  # Else that step or the next one looks.
             async with self._turn:
                 await self._look_at_quarantine()
+
+    @asynccontextmanager
+    async def between_steps(self) -> AsyncIterator[None]:
+        """Run the body between two steps: meanwhile no event joins a blocked room.
+
+        Afterwards the rooms with no event left in quarantine go on.
+        """
+        async with self._turn:
+            yield
+            self._emptied += 1
+            await self._look_at_quarantine()
 
     @property
     def blocked(self) -> Mapping[str, int]:

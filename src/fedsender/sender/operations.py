@@ -13,6 +13,11 @@ from fedsender.store.records import Quarantined, Redelivery
 
 EVENTS_AT_ONCE = 500
 """Events of the homeserver that one call of `redeliver_since` reads."""
+FREED_AT_ONCE = 100
+"""Events of a blocked room that leave quarantine by one call, at most."""
+RELEASED_AT_ONCE = 10_000
+"""Rows that one call of `release_room` writes, one for each event and server. Meanwhile the other
+rooms wait. One event may have more."""
 # Events are not stored in the exact order in which they were received.
 _SLACK_MS = 60_000
 
@@ -32,6 +37,22 @@ class Stretch:
     events: tuple[Routed, ...]
     upto: int
     next_after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What became of events in quarantine that blocked a room.
+
+    Attributes:
+        ids: items that left quarantine.
+        kept: the item that cannot be sent, if there is one; those behind it stay, too.
+        more: whether others are left that may leave by another call.
+    """
+
+    ids: tuple[int, ...]
+    kept: tuple[int, ...]
+    refused: tuple[Refusal, ...]
+    more: bool
 
 
 class Operations:
@@ -147,17 +168,58 @@ class Operations:
             return await self.redeliver([(item.destination, item.event_id)], released=[item.id])
         routed = (await self._context.router.load([item.event_id])).get(item.event_id)
         if not isinstance(routed, Routed):
-            return [("*", item.event_id, "it still cannot be sent")]
-        pairs = [(server, item.event_id) for server in sorted(routed.servers)]
-        return await self.redeliver(pairs, released=[item.id])
+            return [("*", item.event_id, _why_unsendable(routed))]
+        await self._queue(_to_all(routed), [item.id])
+        return []
+
+    async def release_room(self, room_id: str) -> Freed:
+        """Send the first events of a blocked room that no server got, by the redelivery lane.
+
+        They leave quarantine in their order, up to one that still cannot be sent. No event joins
+        them meanwhile: a room with no event left goes on with what comes next.
+        """
+        store = self._context.store
+        accepted: list[Redelivery] = []
+        ids: list[int] = []
+        kept: list[int] = []
+        refused: list[Refusal] = []
+        async with self._fan_out.between_steps():
+            items = await store.quarantined_in_room(room_id, FREED_AT_ONCE + 1)
+            for item in items[:FREED_AT_ONCE]:
+                # One by one: of a room of many servers only few are taken.
+                event_id = str(item.event_id)
+                routed = (await self._context.router.load([event_id])).get(event_id)
+                if not isinstance(routed, Routed):
+                    kept, refused = [item.id], [("*", event_id, _why_unsendable(routed))]
+                    break
+                if accepted and len(accepted) + len(routed.servers) > RELEASED_AT_ONCE:
+                    break
+                ids.append(item.id)
+                accepted += _to_all(routed)
+            await self._queue(accepted, ids)
+        more = not kept and len(ids) < len(items)
+        return Freed(tuple(ids), tuple(kept), tuple(refused), more)
+
+    async def drop_room(self, room_id: str) -> Freed:
+        """Give the first events of a blocked room that no server got up for good.
+
+        A room with no event left goes on with what comes next.
+        """
+        async with self._fan_out.between_steps():
+            items = await self._context.store.quarantined_in_room(room_id, FREED_AT_ONCE + 1)
+            dropped = items[:FREED_AT_ONCE]
+            await self._give_up(dropped)
+        return Freed(tuple(item.id for item in dropped), (), (), len(items) > len(dropped))
 
     async def drop(self, ids: Sequence[int]) -> None:
         """Give quarantined items up for good, each with a line in the ledger."""
-        items = await self._context.store.quarantined(ids)
+        await self._give_up(await self._context.store.quarantined(ids))
+        await self._fan_out.look_again()
+
+    async def _give_up(self, items: Sequence[Quarantined]) -> None:
         for item in items:
             self._context.ledger.record(_dropped(item, self._context.runtime.now_ms()))
-        await self._context.store.drop(ids)
-        await self._fan_out.look_again()
+        await self._context.store.drop([item.id for item in items])
 
     async def hold(
         self,
@@ -220,6 +282,19 @@ class Operations:
         position = await context.homeserver.events_position()
         now_ms = context.runtime.now_ms()
         context.ledger.record(Line(now_ms, server, "purged", lsso=lsso, position=position))
+
+
+def _to_all(routed: Routed) -> list[Redelivery]:
+    pdu = routed.pdu
+    return [
+        Redelivery(server, pdu.event_id, pdu.room_id, pdu.stream_ordering)
+        for server in sorted(routed.servers)
+    ]
+
+
+def _why_unsendable(routed: Bad | None) -> str:
+    reason = "it is gone, or no longer ours to send" if routed is None else routed.reason
+    return f"it still cannot be sent: {reason}"
 
 
 def _dropped(item: Quarantined, now_ms: int) -> Line:

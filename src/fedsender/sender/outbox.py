@@ -6,6 +6,11 @@ order, or will be offered. Otherwise they are in the database, and catch-up read
 To-device messages, device lists and redeliveries are always in a database; memory only knows that
 there are some. Receipts are in memory or are a debt; typing and presence are in memory only.
 
+A redelivery is an event that LSSO may have passed: one sent again, or released from quarantine. A
+room's newer PDUs wait behind its redeliveries, in the database, and hold LSSO below them: catch-up
+passes the room over. Those of other rooms do not wait. Redeliveries take half of a transaction, and
+what the others leave.
+
 Only its owner, the destination's task, calls the coroutines here, one at a time. Two sequences must
 stay free of `await`. The first is in `_end_catch_up`: from the check that no PDU was offered since
 the query that found none owed, to the switch to level. Else a PDU is lost between the database and
@@ -13,7 +18,7 @@ the queue. The second is in the destination: from `fill` to the freezing of the 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -22,7 +27,7 @@ import trio
 from fedsender.config import EduKinds, Policy
 from fedsender.ledger import Line, SentPdu, TransactionRecord
 from fedsender.matrix import BadEvent, Pdu, canonical_json
-from fedsender.sender.catch_up import CatchUp
+from fedsender.sender.catch_up import PAGE, CatchUp
 from fedsender.sender.context import Context
 from fedsender.sender.edus import device_lists, presence
 from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
@@ -84,6 +89,9 @@ class Outbox:
         self.owes_to_device = self.owes_device_lists = not level
         self.owes_redeliveries = not level
         self._spilled_in_health = False
+        # Rooms that wait behind their redeliveries: these go first. And who gets an odd place.
+        self._waiting_rooms: tuple[str, ...] = ()
+        self._odd_turn = False
         # Offers and spills, counted: what a question to the database may not know of yet.
         self._news = 0
         self._news_seen = 0
@@ -227,15 +235,23 @@ class Outbox:
             await self._fill_to_device(draft, policy)
         if edus and self.owes_device_lists:
             await self._fill_device_lists(draft, policy)
+        again: Sequence[Outgoing] = ()
         if pdus and self.owes_redeliveries:
-            await self._fill_redeliveries(draft)
+            again = self._add_half(draft, await self._redeliveries(draft, self._waiting_rooms))
         page: tuple[list[Receipt], int] | None = None
         if edus and self.receipts.debt is not None:
             page = await self._owed_receipts(policy)
+        upto: int | None = None
+        if pdus and self.level and self.owes_redeliveries and self.queue.pdus:
+            upto = self.queue.pdus[-1].stream_ordering
+            if await self._behind_redeliveries(draft, {pdu.room_id for pdu in self.queue.pdus}):
+                self.spill(healthy=True)
         if pdus and not self.level:
             await self._fill_owed(draft, policy)
         if self.level:
-            self.queue.fill(draft)
+            # What was released while we asked may be older than what was offered then.
+            self.queue.fill(draft, upto)
+        _add_all(draft, again)
         if page is not None:
             draft.receipts_upto = fill_page(draft, *page)
         if self.edus_waiting:
@@ -260,15 +276,18 @@ class Outbox:
         if search.turn is Turn.SUSPECT:
             draft.only = search.suspect
             if self.owes_redeliveries:
-                await self._fill_redeliveries(draft)
+                _add_all(draft, await self._redeliveries(draft, (search.room_id,)))
             if draft.empty:
                 await catch_up.fill_suspect(draft, self.lsso, search.room_id)
         elif search.turn is Turn.WITNESS:
             self._news_seen = self._news
             draft.without = {str(search.suspect), *search.witnesses, *search.refused}
-            await catch_up.fill_witness(draft, self.lsso, search.room_id, search.place)
-            if draft.empty and self.owes_redeliveries:
-                await self._fill_redeliveries(draft)
+            if self.owes_redeliveries:
+                _add_all(draft, await self._redeliveries(draft, ()))
+            if draft.empty:
+                waiting = partial(self._behind_redeliveries, draft, held=search.suspect)
+                room_id, place = search.room_id, search.place
+                await catch_up.fill_witness(draft, self.lsso, room_id, place, waiting)
         else:
             event_id = search.witnesses[0]
             item = (await self._context.router.load([event_id])).get(event_id)
@@ -351,15 +370,19 @@ class Outbox:
             queue.pay(page[-1].stream_id)
         return None
 
-    async def _fill_redeliveries(self, draft: Draft) -> None:
+    # --- Redeliveries -----------------------------------------------------------------------------
+
+    async def _redeliveries(self, draft: Draft, first: tuple[str, ...]) -> list[Outgoing]:
+        """The redeliveries that the draft is for, `first` those of these rooms."""
         self.owes_redeliveries = False
-        waiting = await self._context.store.redeliveries(self.destination, draft.max_pdus)
+        limit = draft.max_pdus + len(draft.without)
+        waiting = await self._context.store.redeliveries(self.destination, limit, first=first)
         if not waiting:
-            return
+            return []
         self.owes_redeliveries = True
         event_ids = [item.event_id for item in waiting]
         routed = await self._context.router.load(event_ids)
-        dropped = []
+        found, dropped = [], []
         for each in waiting:
             event_id = each.event_id
             item = routed.get(event_id)
@@ -369,12 +392,41 @@ class Outbox:
             elif item is None or self.destination not in item.servers:
                 self._note_given_up(each, GONE if item is None else NOT_FOR_IT)
                 dropped.append(event_id)
-            elif draft.is_for(event_id) and not draft.add_pdu(
-                Outgoing(item.pdu, "redelivery", item.supersedes)
-            ):
-                break
+            elif draft.is_for(event_id):
+                found.append(Outgoing(item.pdu, "redelivery", item.supersedes))
         if dropped:
             await self._context.store.redelivered(self.destination, dropped)
+        return found
+
+    def _add_half(self, draft: Draft, again: Sequence[Outgoing]) -> Sequence[Outgoing]:
+        """Put in redeliveries up to half of the draft; return the others.
+
+        An odd place is theirs every other time, as with a limit of one PDU.
+        """
+        self._odd_turn = not self._odd_turn
+        places, size = draft.half(rounded_up=self._odd_turn)
+        added = 0
+        while added < min(places, len(again)):
+            if added and draft.bytes + len(again[added].pdu.wire) > size:
+                break
+            if not draft.add_pdu(again[added]):
+                break
+            added += 1
+        return again[added:]
+
+    async def _behind_redeliveries(
+        self, draft: Draft, rooms: Collection[str], *, held: str | None = None
+    ) -> Collection[str]:
+        """The rooms among these that wait for redeliveries of theirs that are not in the draft.
+
+        `held`: a suspect, which no other event waits for.
+        """
+        if not self.owes_redeliveries:
+            return ()
+        ahead = {outgoing.pdu.event_id for outgoing in draft.pdus}
+        return await self._context.store.rooms_with_redeliveries(
+            self.destination, rooms, ahead if held is None else {*ahead, held}
+        )
 
     def _note_given_up(self, item: Redelivery, reason: str) -> None:
         log.warning(
@@ -395,15 +447,25 @@ class Outbox:
         catch_up = await self._at_catch_up(policy)
         news = self._news
         assert self.lsso is not None
-        found = await catch_up.fill(draft, self.lsso)
+        waiting = partial(self._note_waiting, draft)
+        self._waiting_rooms = ()
+        found = await catch_up.fill(draft, self.lsso, waiting)
         if found == "some" and not catch_up.on_record:
             await self._put_on_record(catch_up)
             # Who may see it is judged when it is sent (I6), and writing takes time.
             draft.drop_catch_up()
-            found = await catch_up.fill(draft, self.lsso)
+            found = await catch_up.fill(draft, self.lsso, waiting)
         await self._quarantine_stuck(catch_up)
         if found == "nothing":
             await self._end_catch_up(news)
+
+    async def _note_waiting(self, draft: Draft, rooms: Collection[str]) -> Collection[str]:
+        waiting = await self._behind_redeliveries(draft, rooms)
+        if waiting:
+            # In the order in which they wait.
+            new = (room_id for room_id in rooms if room_id in waiting)
+            self._waiting_rooms = tuple(dict.fromkeys((*self._waiting_rooms, *new)))[:PAGE]
+        return waiting
 
     async def _at_catch_up(self, policy: Policy) -> CatchUp:
         catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
@@ -600,6 +662,13 @@ class Outbox:
         await self._context.homeserver.settle([Settlement(self.destination, None, (row_id,))])
         self._context.metrics.quarantined.inc()
         log.error("to-device message quarantined", destination=self.destination, row=row_id)
+
+
+def _add_all(draft: Draft, pdus: Iterable[Outgoing]) -> None:
+    """Put as many of these PDUs into the draft as it takes, in order."""
+    for outgoing in pdus:
+        if not draft.add_pdu(outgoing):
+            return
 
 
 def _count_dropped(metrics: Metrics, reason: str, count: int) -> None:

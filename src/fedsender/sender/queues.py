@@ -125,9 +125,14 @@ class PduQueue:
         """The PDU at the head."""
         return self.pdus[0] if self.pdus else None
 
-    def fill(self, draft: Draft) -> None:
-        """Put as many PDUs from the head into the draft as it takes; they stay queued."""
+    def fill(self, draft: Draft, upto: int | None = None) -> None:
+        """Put as many PDUs from the head into the draft as it takes; they stay queued.
+
+        `upto`: the stream ordering of the last one that may go; None: all may.
+        """
         for pdu in self.pdus:
+            if upto is not None and pdu.stream_ordering > upto:
+                return
             if not draft.add_pdu(self._pool.outgoing(pdu)):
                 return
             draft.lsso = pdu.stream_ordering

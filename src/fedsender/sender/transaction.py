@@ -125,6 +125,13 @@ class Draft:
             room = min(room, self.max_items - len(self.pdus) - len(self.edus))
         return pdus <= room
 
+    def half(self, *, rounded_up: bool) -> tuple[int, int]:
+        """Half of the PDUs that are still within the counts, and the size at half of the bytes."""
+        room = self.max_pdus - len(self.pdus)
+        if self.max_items is not None:
+            room = min(room, self.max_items - len(self.pdus) - len(self.edus))
+        return (max(0, room) + rounded_up) // 2, (self.bytes + self.max_bytes) // 2
+
     def add_pdu(self, outgoing: Outgoing) -> bool:
         """Add the PDU, or answer False if it must wait. One alone is never too large."""
         size = len(outgoing.pdu.wire) + 1

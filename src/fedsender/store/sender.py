@@ -354,6 +354,21 @@ class SenderStore:
         return {row[0]: row[1] for row in connection.execute(query)}
 
     @reading
+    def quarantined_in_room(
+        self, connection: Connection, room_id: str, limit: int
+    ) -> list[Quarantined]:
+        """Our first `limit` events of this room that no server got, in stream order."""
+        query = (
+            self._entries()
+            .where(quarantine.c.room_id == room_id, quarantine.c.destination.is_(None))
+            .where(quarantine.c.stream_ordering.is_not(None))
+            .order_by(None)
+            .order_by(quarantine.c.stream_ordering, quarantine.c.id)
+            .limit(limit)
+        )
+        return [Quarantined(**row._mapping) for row in connection.execute(query)]
+
+    @reading
     def quarantine_size(self, connection: Connection) -> int:
         """The number of items in quarantine that we hold."""
         return connection.execute(
@@ -448,17 +463,47 @@ class SenderStore:
 
     @reading_together(having=tables.redeliveries.c.destination, nothing=list)
     def redeliveries(
-        self, connection: Connection, destination: str, limit: int
+        self, connection: Connection, destination: str, limit: int, first: tuple[str, ...] = ()
     ) -> list[Redelivery]:
-        """The destination's redeliveries, room by room, in stream order."""
+        """The destination's redeliveries, room by room, in stream order.
+
+        `first`: the rooms that come before all others.
+        """
         lane = tables.redeliveries.c
         query = (
             select(lane.destination, lane.event_id, lane.room_id, lane.stream_ordering)
             .where(lane.destination == destination)
             .order_by(lane.room_id, lane.stream_ordering, lane.event_id)
-            .limit(limit)
         )
-        return [Redelivery(*row) for row in connection.execute(query)]
+        found: list[Redelivery] = []
+        if first:
+            rows = connection.execute(query.where(lane.room_id.in_(first)).limit(limit))
+            found += [Redelivery(*row) for row in rows]
+            query = query.where(lane.room_id.not_in(first))
+        if len(found) < limit:
+            rows = connection.execute(query.limit(limit - len(found)))
+            found += [Redelivery(*row) for row in rows]
+        return found
+
+    @reading
+    def rooms_with_redeliveries(
+        self,
+        connection: Connection,
+        destination: str,
+        rooms: Collection[str],
+        without: Collection[str],
+    ) -> set[str]:
+        """The rooms among these in which the destination has redeliveries.
+
+        `without`: events that do not count.
+        """
+        lane = tables.redeliveries.c
+        query = (
+            select(lane.room_id)
+            .distinct()
+            .where(lane.destination == destination, lane.event_id.not_in(sorted(without)))
+        )
+        return {row[0] for row in select_rows(connection, query, lane.room_id, sorted(rooms))}
 
     @writing
     def redelivered(

@@ -396,6 +396,7 @@ redeliveries = Table(
     Column("room_id", Text, nullable=False),
     Column("stream_ordering", BigInteger, nullable=False),
     Column("added_ms", BigInteger, nullable=False),
+    Index("redeliveries_in_order", "destination", "room_id", "stream_ordering"),
 )
 receipt_positions = Table(
     "receipt_positions",

@@ -1,0 +1,227 @@
+"""Rooms that wait behind an event in quarantine, or behind events that are sent again."""
+
+from pathlib import Path
+
+import pytest
+import trio
+from tests.sender.harness import Request, World, answer, ok
+from trio.testing import MockClock
+
+from fedsender.federation.client import Answer
+
+R1, R2, A = "!1:hs.example", "!2:hs.example", "a.example"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def block(world: World, room: str) -> None:
+    """An event that cannot be sent to anybody: its id is not its hash."""
+    await world.say(room, "unsendable", event_id="$of-another-hash")
+
+
+async def chatter(world: World, room: str, every_s: float) -> None:
+    """A room in which somebody writes without end: 1, 2, 3..."""
+    number = 0
+    while True:
+        await trio.sleep(every_s)
+        number += 1
+        await world.say(room, str(number))
+
+
+def in_order(bodies: list[str]) -> list[int]:
+    """The numbers among these texts, which stand in their order, each once."""
+    numbers = [int(body) for body in bodies if body.isdigit()]
+    assert numbers == sorted(set(numbers))
+    return numbers
+
+
+@pytest.mark.parametrize("verb", ["release", "drop"])
+async def test_a_busy_room_is_freed_within_one_turn(
+    world: World, autojump_clock: MockClock, verb: str
+) -> None:
+    """However fast the room is: nothing joins its events in quarantine while they leave."""
+    async with world.run() as sender, trio.open_nursery() as nursery:
+        await world.join(R1, A)
+        await block(world, R1)
+        nursery.start_soon(chatter, world, R1, 0.1)
+        await trio.sleep(20)
+        [bad] = [
+            each.id
+            for each in await world.store.sender.quarantine_list(None, 10_000)
+            if each.event_id == "$of-another-hash"
+        ]
+        assert R1 in sender.fan_out.blocked
+        if verb == "release":
+            kept = await sender.operations.release_room(R1)
+            assert (kept.ids, kept.kept, kept.more) == ((), (bad,), False)
+            assert kept.refused[0][:2] == ("*", "$of-another-hash")
+            await sender.operations.drop([bad])
+        free = sender.operations.release_room if verb == "release" else sender.operations.drop_room
+        calls = 1
+        while (await free(R1)).more:
+            calls += 1
+            assert calls < 20
+        assert sender.fan_out.blocked == {}
+        await trio.sleep(10)
+        nursery.cancel_scope.cancel()
+        assert await world.store.sender.quarantine_size() == 0
+    numbers = in_order(world.servers[A].got)
+    # Released, it has all; dropped, what came after.
+    first = 1 if verb == "release" else numbers[0]
+    assert numbers == list(range(first, numbers[-1] + 1))
+    assert numbers[-1] > 250
+
+
+async def test_what_is_released_comes_before_what_is_new(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Not only in the queue: also what catch-up sends waits, and over a kill."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.join(R2, A)
+        await block(world, R1)
+        for number in range(1, 301):
+            await world.say(R1, str(number))
+        await trio.sleep(10)
+        server = world.servers[A]
+        server.latency = 1.0
+        [bad] = (await world.store.sender.quarantined_in_room(R1, 1))[:1]
+        await sender.operations.drop([bad.id])
+        while (await sender.operations.release_room(R1)).more:
+            pass
+        for number in range(301, 311):
+            await world.say(R1, str(number))
+            await world.say(R2, f"other {number}")
+        await trio.sleep(3.5)
+        lsso = await world.store.homeserver.lsso(A)
+        owed = await world.store.homeserver.owed_rooms(A, lsso or 0, 10)
+        assert R1 in dict(owed)
+        assert in_order(server.got)[-1] < 300
+        assert server.got.count("other 310") == 1
+    async with world.run():
+        await trio.sleep(60)
+        assert in_order(world.servers[A].got) == list(range(1, 311))
+        assert len(set(world.servers[A].got)) == len(world.servers[A].got)
+        assert await world.store.homeserver.lagging() == []
+
+
+@pytest.mark.parametrize("max_pdus", [50, 1])
+async def test_redeliveries_leave_half_of_each_transaction_to_other_rooms(
+    tmp_path: Path, autojump_clock: MockClock, max_pdus: int
+) -> None:
+    world = World(tmp_path, destinations={"defaults": {"max_pdus": max_pdus}})
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.join(R2, A)
+        events = [world.pdu(R1, str(number)) for number in range(200)]
+        for event in events:
+            await world.apply(event)
+        await trio.sleep(250)
+        server = world.servers[A]
+        server.latency = 1.0
+        begun = len(server.requests)
+        pairs = [(A, event.event_id) for event in events]
+        assert await sender.operations.redeliver(pairs) == []
+        await trio.sleep(0.5)
+        for number in range(60):
+            await world.say(R2, f"live {number}")
+        # 25 in each transaction; a limit of one PDU is shared by turns.
+        await trio.sleep(5 if max_pdus > 1 else 125)
+        assert "live 59" in server.got
+        for request in server.requests[begun + 1 :]:
+            again = [body for body in request.bodies if body.isdigit()]
+            live = len(request.bodies) - len(again)
+            assert len(again) <= max(25, max_pdus - live)
+            assert again or live
+        both = server.requests[begun + 1 : begun + 3]
+        assert {body[:4] == "live" for request in both for body in request.bodies} == {True, False}
+        await trio.sleep(250)
+        assert [body for body in server.got if body.isdigit()] == 2 * [str(n) for n in range(200)]
+
+
+async def test_a_room_waits_behind_its_own_redeliveries_alone(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """R2 is owed one event again, R1 very many; whoever writes in R2 waits for the one."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.join(R2, A)
+        events = [world.pdu(R1, str(number)) for number in range(500)]
+        old = world.pdu(R2, "old")
+        for event in (*events, old):
+            await world.apply(event)
+        await trio.sleep(30)
+        server = world.servers[A]
+        before = len(server.got)
+        server.latency = 1.0
+        pairs = [(A, event.event_id) for event in (*events, old)]
+        assert await sender.operations.redeliver(pairs) == []
+        await world.say(R2, "new")
+        await trio.sleep(5)
+        got = server.got[before:]
+        assert "new" in got
+        assert got.index("old") < got.index("new")
+        await trio.sleep(60)
+        assert in_order(server.got[before:]) == list(range(500))
+
+
+@pytest.mark.parametrize("witness", [True, False])
+async def test_a_room_goes_on_when_one_of_its_redeliveries_is_poison(
+    world: World, autojump_clock: MockClock, witness: bool
+) -> None:
+    """It is held or in quarantine; the room's new events are what shows that it is at fault."""
+
+    def refuses(request: Request) -> Answer:
+        return answer(400) if "poison" in request.bodies else ok(request)
+
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.join(R2, A)
+        poison = world.pdu(R1, "poison")
+        await world.apply(poison)
+        await trio.sleep(10)
+        server = world.servers[A]
+        before = len(server.got)
+        server.reply = refuses
+        assert await sender.operations.redeliver([(A, poison.event_id)]) == []
+        await world.say(R1, "1")
+        if witness:
+            await world.say(R2, "of another room")
+        for number in range(2, 30):
+            await trio.sleep(1)
+            await world.say(R1, str(number))
+        await trio.sleep(6 * 3600)
+        [item] = await world.store.sender.quarantine_list(A, 10)
+        assert item.event_id == poison.event_id
+        assert set(server.got[before:]) >= {str(number) for number in range(1, 30)}
+        assert sender.active.get(A) is None or sender.active[A].outbox.level
+
+
+async def test_pages_of_rooms_behind_one_that_waits_are_sent(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """LSSO stands below the room that waits; catch-up looks at more than one page above it."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        rooms = [f"!{number:03}:hs.example" for number in range(10, 130)]
+        for room in rooms:
+            await world.join(room, A)
+        events = [world.pdu(R1, str(number)) for number in range(400)]
+        for event in events:
+            await world.apply(event)
+        await trio.sleep(30)
+        server = world.servers[A]
+        server.latency = 1.0
+        assert await sender.operations.redeliver([(A, each.event_id) for each in events]) == []
+        await world.say(R1, "400")
+        for room in rooms:
+            await world.say(room, f"new in {room}")
+        await trio.sleep(8)
+        assert {f"new in {room}" for room in rooms} <= set(server.got)
+        assert "400" not in server.got
+        await trio.sleep(60)
+        assert "400" in server.got
+        assert len([body for body in server.got if body.startswith("new in")]) == len(rooms)
