@@ -152,7 +152,7 @@ async def test_a_purge_holds_up_nobody_and_costs_nothing_if_it_rolls_back(
                 await sender.context.homeserver.write_marks()
                 assert sender.fan_out.position == 3
                 assert sender.fan_out.standstill is None
-                assert world.store.available
+                assert world.store.homeserver.trouble is None
                 purge.rollback()
         assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
             "rooms locked"

@@ -132,6 +132,28 @@ async def test_a_writer_that_is_cancelled_in_its_batch_waits_for_the_end(new_url
         assert await database.read(notes) == ["slow"]
 
 
+async def test_a_writer_is_told_that_it_is_cancelled_only_if_nothing_was_done(
+    new_url: NewUrl,
+) -> None:
+    """Whoever is told so may say "not done", and must not be wrong."""
+    token = trio.lowlevel.current_trio_token()
+    values: list[int] = []
+
+    async with open_database(new_url(), real_runtime(), name="test") as database:
+        await database.write(make_table)
+
+        def slow(connection: Connection) -> int:
+            add(connection, "slow")
+            trio.from_thread.run_sync(scope.cancel, trio_token=token)
+            return 7
+
+        with trio.CancelScope() as scope:
+            values.append(await database.write(slow))
+
+        assert (values, scope.cancelled_caught) == ([7], False)
+        assert await database.read(notes) == ["slow"]
+
+
 async def test_a_shielded_write_still_commits_while_everything_is_cancelled(
     new_url: NewUrl,
 ) -> None:

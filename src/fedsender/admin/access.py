@@ -17,6 +17,7 @@ from fedsender.admin.bodies import Refusal, error_body
 from fedsender.admin.http1 import OPERATORS, Bounds, Gone
 from fedsender.admin.page import LOGIN_BYTES, Page
 from fedsender.matrix import parse_server_name
+from fedsender.store.engine import WRITTEN
 
 log = structlog.get_logger()
 
@@ -100,15 +101,18 @@ class Doorkeeper:
             self._large_bytes -= _large(body)
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
+        written: list[str] = []
+        token = WRITTEN.set(written)
         try:
             with trio.fail_after(REQUEST_SECONDS):
                 await self._app(scope, receive, send)
         except trio.TooSlowError:
-            raise Refusal(
-                503,
-                "M_UNKNOWN",
-                f"not done within {REQUEST_SECONDS:.0f} s; /ready says whether a database is away",
-            ) from None
+            done = "only a part is done" if written else "not done"
+            text = f"{done} within {REQUEST_SECONDS:.0f} s; /ready says whether a database is away"
+            again = ": ask again once it is back" if written else ""
+            raise Refusal(503, "M_UNKNOWN", text + again) from None
+        finally:
+            WRITTEN.reset(token)
 
     async def _read_body(self, receive: Receive, body: bytearray, most: int) -> None:
         """The whole body into `body`; raises Refusal where it is too much or too slow."""

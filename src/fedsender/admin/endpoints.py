@@ -341,15 +341,9 @@ class Held:
 async def pause(request: Pause, context: Reach) -> Held:
     """Their backlog is kept. `resume` sends it, or the end of the pause. Survives restarts."""
     servers = await chosen(context, request)
-    operations, registry = context.sender.operations, context.sender.registry
-    for server in servers:
-        await operations.hold(
-            server,
-            paused=request.reason,
-            parked=registry.state_of(server).parked,
-            by=request.by,
-            for_ms=request.for_ms,
-        )
+    await context.sender.operations.pause(
+        servers, request.reason, by=request.by, for_ms=request.for_ms
+    )
     said = {"reason": request.reason, "by": request.by, "for_ms": request.for_ms}
     log.info("paused", servers=servers[:20], n=len(servers), **said)
     return Held(servers)
@@ -359,8 +353,7 @@ async def pause(request: Pause, context: Reach) -> Held:
 async def park(request: ServersWithReason, context: Reach) -> Held:
     """As pausing, for servers that are believed to be gone: the first step before a purge."""
     servers = await chosen(context, request)
-    for server in servers:
-        await context.sender.operations.park(server, request.reason)
+    await context.sender.operations.park(servers, request.reason)
     log.info("parked", servers=servers[:20], n=len(servers), reason=request.reason)
     return Held(servers)
 
@@ -368,8 +361,7 @@ async def park(request: ServersWithReason, context: Reach) -> Held:
 @router.post("/resume", summary="Undo pause and park")
 async def resume(request: Servers, context: Reach) -> Held:
     servers = await chosen(context, request)
-    for server in servers:
-        await context.sender.operations.hold(server, paused=None, parked=None)
+    await context.sender.operations.hold(*servers, paused=None, parked=None)
     log.info("resumed", servers=servers[:20], n=len(servers))
     return Held(servers)
 

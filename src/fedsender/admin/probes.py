@@ -28,10 +28,9 @@ def problems(context: AdminContext) -> Iterator[str]:
     """Why the daemon is not ready, one sentence each; none: it is."""
     sender, gate, ledger = context.sender, context.gate, context.ledger
     yield from _feed_problems(context.feed.status())
-    if not context.homeserver.available:
-        yield "the homeserver's database does not answer"
-    if not context.store.available:
-        yield "the sender's own database does not answer"
+    for whose, store in (("homeserver's", context.homeserver), ("sender's own", context.store)):
+        if store.trouble is not None:
+            yield f"the {whose} database cannot be used: {store.trouble}"
     if ledger.failing is not None:
         yield f"the ledger takes no lines: {ledger.failing}"
     if not gate.open:

@@ -335,6 +335,7 @@ class Destination:
         self._draining = False
         self._unread = False
         self._state_unsaved = False
+        self._pause_ended_ms: int | None = None
         self._has_answered = False
         # What a search needs to know that is on no record.
         self._last_kind = Kind.PDUS
@@ -462,12 +463,12 @@ class Destination:
         if in_attempt and waited > PATIENCE_S and not self.state.healthy:
             self._exchange.give_up()
 
-    def come_due(self, *, pause_ended: bool = False) -> None:
+    def come_due(self, *, pause_ended_ms: int | None = None) -> None:
         """Try now: the registry's timer, on Trio's clock, says that it is due.
 
-        `pause_ended`: the state on record still has a pause that is over.
+        `pause_ended_ms`: the state on record still has a pause that was to end then.
         """
-        self._state_unsaved = self._state_unsaved or pause_ended
+        self._pause_ended_ms = pause_ended_ms
         self._timer.hasten()
         self._timer.look_again()
 
@@ -501,6 +502,9 @@ class Destination:
 
         `frozen`: there is a frozen transaction of it in the database.
         """
+        if self._pause_ended_ms is not None:
+            await self._context.store.end_pause(self.name, self._pause_ended_ms)
+            self._pause_ended_ms = None
         if self._state_unsaved:
             await self._save_state()
         if self.frozen is not None and self.frozen.answered:

@@ -1,6 +1,6 @@
 """Operations of an operator: events sent again, quarantine released, servers forgotten."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fedsender.ledger import EVERY_SERVER, Line, SentPdu, TransactionRecord
@@ -208,53 +208,66 @@ class Operations:
         async with self._fan_out.between_steps():
             items = await self._context.store.quarantined_in_room(room_id, FREED_AT_ONCE + 1)
             dropped = items[:FREED_AT_ONCE]
-            await self._give_up(dropped)
+            await self._give_up([item.id for item in dropped])
         return Freed(tuple(item.id for item in dropped), (), (), len(items) > len(dropped))
 
     async def drop(self, ids: Sequence[int]) -> None:
         """Give quarantined items up for good, each with a line in the ledger."""
-        await self._give_up(await self._context.store.quarantined(ids))
+        await self._give_up(ids)
         await self._fan_out.look_again()
 
-    async def _give_up(self, items: Sequence[Quarantined]) -> None:
-        for item in items:
+    async def _give_up(self, ids: Sequence[int]) -> None:
+        for item in await self._context.store.drop(ids):
             self._context.ledger.record(_dropped(item, self._context.runtime.now_ms()))
-        await self._context.store.drop([item.id for item in items])
 
     async def hold(
         self,
-        server: str,
-        *,
+        *servers: str,
         paused: str | None,
         parked: str | None,
         by: str | None = None,
         for_ms: int | None = None,
     ) -> None:
-        """Set or clear an operator's reasons not to send to this server.
+        """Set or clear an operator's reasons not to send to these servers.
 
         Args:
-            by: the operator who pauses it; None: not known.
+            by: the operator who pauses them; None: not known.
             for_ms: milliseconds until the pause ends by itself; None: it does not.
         """
+        change = self._pausing(paused, by, for_ms)
+        await self._say(servers, lambda state: replace(change(state), parked=parked))
+
+    async def pause(
+        self, servers: Sequence[str], reason: str, *, by: str | None, for_ms: int | None
+    ) -> None:
+        """Set the reason of a pause, see `hold`; what is parked stays so."""
+        await self._say(servers, self._pausing(reason, by, for_ms))
+
+    async def park(self, servers: Sequence[str], reason: str) -> None:
+        """Set the reason why nothing is sent to these servers; a pause stays as it is."""
+        await self._say(servers, lambda state: replace(state, parked=reason))
+
+    def _pausing(
+        self, reason: str | None, by: str | None, for_ms: int | None
+    ) -> Callable[[ServerState], ServerState]:
         now_ms = self._context.runtime.now_ms()
-        await self._hold(
-            replace(
-                self._registry.state_of(server),
-                paused=paused,
-                paused_by=by,
-                paused_ms=now_ms if paused else None,
-                paused_until_ms=now_ms + for_ms if paused and for_ms is not None else None,
-                parked=parked,
-            )
+        return lambda state: replace(
+            state,
+            paused=reason,
+            paused_by=by,
+            paused_ms=now_ms if reason else None,
+            paused_until_ms=now_ms + for_ms if reason and for_ms is not None else None,
         )
 
-    async def park(self, server: str, reason: str) -> None:
-        """Set the reason why nothing is sent to this server; a pause stays as it is."""
-        await self._hold(replace(self._registry.state_of(server), parked=reason))
-
-    async def _hold(self, state: ServerState) -> None:
-        self._registry.hold(state)
-        await self._context.store.save_server_state(state)
+    async def _say(
+        self, servers: Sequence[str], change: Callable[[ServerState], ServerState]
+    ) -> None:
+        """Hold to it once it is durable: what could not be stored is not done, now or later."""
+        state_of = self._registry.state_of
+        await self._context.store.save_said([change(state_of(server)) for server in servers])
+        for server in servers:
+            # It may have failed, or answered, since.
+            self._registry.hold(change(state_of(server)))
 
     async def purge(self, server: str, *, force: bool = False) -> list[str]:
         """Forget this server and all it is owed. Returns the shared rooms, if they forbid that."""

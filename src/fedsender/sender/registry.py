@@ -379,7 +379,7 @@ class Registry:
     def hold(self, state: ServerState) -> None:
         """Take this state of a server, with an operator's reasons not to send set or cleared.
 
-        The caller makes it durable.
+        The caller has made it durable.
         """
         server = state.destination
         destination = self.active.get(server)
@@ -525,8 +525,8 @@ class Registry:
     def _bring_back(self, server: str) -> None:
         """Activate a server that is due. A paused one is due when its pause ends."""
         state = self.state_of(server)
-        pause_ended = state.paused is not None
-        if pause_ended:
+        ended_ms = state.paused_until_ms if state.paused is not None else None
+        if state.paused is not None:
             log.info("pause ended", destination=server, reason=state.paused, by=state.paused_by)
             self._states[server] = state.unpaused()
         if state.parked:
@@ -534,7 +534,7 @@ class Registry:
             return
         destination = self.reach(server, level=False, though_behind=True)
         if destination is not None:
-            destination.come_due(pause_ended=pause_ended)
+            destination.come_due(pause_ended_ms=ended_ms)
 
     def take_in(self, states: Mapping[str, ServerState], frozen: Iterable[str]) -> None:
         """Take in the records of the last daemon, before anything else.

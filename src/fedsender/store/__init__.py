@@ -119,11 +119,6 @@ class Store:
     edus: EduStore
     receipts: ReceiptRecords
 
-    @property
-    def available(self) -> bool:
-        """False while one of the databases is away."""
-        return self.homeserver.available and self.sender.available
-
 
 @asynccontextmanager
 async def open_store(

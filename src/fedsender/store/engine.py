@@ -26,6 +26,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
@@ -92,6 +93,10 @@ MAX_CONFLICTS = 20
 CHECK_S = 5.0
 # Who runs out of time so often has others wait for nothing, and is told.
 MAX_SLOW = 3
+
+
+WRITTEN: ContextVar[list[str] | None] = ContextVar("WRITTEN", default=None)
+"""Where a task and its children note which databases they have changed: None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +166,12 @@ class Database:
 
     @property
     def trouble(self) -> str | None:
-        """The driver's message about the present outage; None: there is none."""
-        return self._writer.trouble or self._readers.trouble
+        """The driver's message about the present outage; None: there is none.
+
+        It names no address: whoever reads it may be on another host.
+        """
+        trouble = self._writer.trouble or self._readers.trouble
+        return None if trouble is None else trouble.rpartition("failed: ")[2]
 
     @property
     def locked(self) -> bool:
@@ -252,15 +261,22 @@ class Database:
 
         `fn` may run more than once and must have the same result each time. An exception of `fn` is
         raised here and undoes only its own work. If cancelled before the transaction has begun,
-        nothing happens. After that it waits for the transaction's end, then raises Cancelled.
+        nothing happens. After that it waits for the transaction's end, and raises Cancelled only if
+        it was not committed.
         """
         value: T = await self._writes.put(Job(fn))
+        self._note_written()
         return value
 
     async def write_together(self, fn: Callable[[Connection, Sequence[Item]], T], item: Item) -> T:
         """The result of `fn(connection, items)`, run with all waiting items of this `fn`."""
         value: T = await self._writes.put(Job(fn, [item]))
+        self._note_written()
         return value
+
+    def _note_written(self) -> None:
+        if (written := WRITTEN.get()) is not None:
+            written.append(self.name)
 
     async def read_together(
         self, fn: Callable[[Connection, Sequence[Asked]], Mapping[Asked, T]], item: Asked
@@ -331,7 +347,7 @@ class Database:
         lane.trouble = words(error)
         if lane.away_since is None:
             lane.away_since = trio.current_time()
-            log.warning(
+            log.error(
                 "database unavailable", database=self.name, lane=lane.kind, error=words(error)
             )
 

@@ -25,6 +25,7 @@ class Job:
     """One caller's read or write. `running` while its transaction may be under way.
 
     Attributes:
+        ran: its transaction is committed.
         items: arguments of `run` after the connection, joined with those of other jobs; (): none.
         entered: `run` was called and has not returned.
         locked: tries that met another process's lock, in a row.
@@ -35,6 +36,7 @@ class Job:
     value: Any = None
     done: trio.Event = field(default_factory=trio.Event)
     running: bool = False
+    ran: bool = False
     withdrawn: bool = False
     alone: bool = False
     entered: bool = False
@@ -96,7 +98,7 @@ class GroupCommit:
         """The job's result, once its transaction is over.
 
         If cancelled before the transaction has begun, nothing happens. After that it waits for the
-        end, then raises Cancelled.
+        end, and raises Cancelled only if nothing was done.
         """
         await self.check_open()
         self._queue.append(job)
@@ -105,7 +107,9 @@ class GroupCommit:
             await job.done.wait()
         except trio.Cancelled:
             await self._withdraw(job)
-            raise
+            # Whoever is told that it is cancelled may say that nothing was done.
+            if not job.ran:
+                raise
         if isinstance(job.error, StoreClosed):
             # The loop has died and takes everybody with it; only who is shielded is told.
             await trio.lowlevel.checkpoint()
@@ -210,6 +214,7 @@ class GroupCommit:
     def _finish(self, batch: list[Job]) -> None:
         for job in batch:
             job.running = False
+            job.ran = job.error is None
             job.done.set()
         self._running = []
 

@@ -200,10 +200,10 @@ class HomeserverStore:
         self._epoch: str | None = None
 
     @property
-    def available(self) -> bool:
-        """False while the database is away."""
+    def trouble(self) -> str | None:
+        """Why the database cannot be used now: see `Database.trouble`."""
         state = self._state_database
-        return self._database.available and (state is None or state.available)
+        return self._database.trouble or (None if state is None else state.trouble)
 
     @property
     def locked(self) -> bool:

@@ -10,7 +10,7 @@ another list gives these entries to all senders on that list.
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import structlog
 import trio
@@ -104,6 +104,10 @@ class OwedReceipts:
     debts: Mapping[str, int]
 
 
+_SAID: Final = ("paused", "paused_by", "paused_ms", "paused_until_ms", "parked")
+"""Columns of a server's state that are an operator's."""
+
+
 class StateRecord(Protocol):
     """A dataclass of a server's state; its fields are the columns of `server_states`."""
 
@@ -130,9 +134,9 @@ class SenderStore:
         self._held_as = (instance, "")
 
     @property
-    def available(self) -> bool:
-        """False while the database is away."""
-        return self._database.available
+    def trouble(self) -> str | None:
+        """Why the database cannot be used now: see `Database.trouble`."""
+        return self._database.trouble
 
     # --- frozen transactions ----------------------------------------------------------------------
 
@@ -184,12 +188,40 @@ class SenderStore:
         return {row.destination: {**row._mapping} for row in rows}
 
     async def save_server_state(self, state: StateRecord) -> None:
-        """Store the state in place of the one before."""
+        """Store the state in place of the one before, but for what an operator has said."""
         await self._database.write_together(self._save_states, state)
 
     def _save_states(self, connection: Connection, states: Sequence[StateRecord]) -> None:
+        rows = self._state_rows(states)
+        changed = tuple(name for name in rows[0] if name not in _SAID)
+        replace_rows(connection, tables.server_states, ("destination",), rows, changed)
+
+    async def save_said(self, states: Sequence[StateRecord]) -> None:
+        """Store what an operator has said of these servers: all of it, or nothing.
+
+        Only this writes it. So a state that a server saves meanwhile takes nothing back.
+        """
+
+        def save(connection: Connection) -> None:
+            rows = self._state_rows(states)
+            replace_rows(connection, tables.server_states, ("destination",), rows, _SAID)
+
+        if states:
+            await self._database.write(save)
+
+    @writing
+    def end_pause(self, connection: Connection, destination: str, until_ms: int) -> None:
+        """Clear the pause that was to end at this time; one that was set since then stays."""
+        table = tables.server_states
+        query = update(table).where(
+            table.c.destination == destination, table.c.paused_until_ms == until_ms
+        )
+        none = dict.fromkeys(("paused", "paused_by", "paused_ms", "paused_until_ms"))
+        connection.execute(query.values(none))
+
+    def _state_rows(self, states: Sequence[StateRecord]) -> list[dict[str, Any]]:
         newest = {state.destination: state for state in states}
-        rows = [
+        return [
             {
                 **asdict(state),
                 "reason": state.reason[:MAX_REASON] if state.reason is not None else None,
@@ -197,7 +229,6 @@ class SenderStore:
             }
             for _, state in sorted(newest.items())
         ]
-        replace_rows(connection, tables.server_states, ("destination",), rows)
 
     # --- catch-up ---------------------------------------------------------------------------------
 

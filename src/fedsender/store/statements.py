@@ -63,10 +63,18 @@ def upsert(dialect: str, table: Table) -> Insert:
 
 
 def replace_rows(
-    connection: Connection, table: Table, key: tuple[str, ...], rows: Sequence[Mapping[str, Any]]
+    connection: Connection,
+    table: Table,
+    key: tuple[str, ...],
+    rows: Sequence[Mapping[str, Any]],
+    changed: tuple[str, ...] = (),
 ) -> None:
-    """Write rows, all with the same columns, each in place of the row with its key."""
-    connection.execute(_replacing(connection.dialect.name, table, key, tuple(rows[0])), rows)
+    """Write rows, all with the same columns, each in place of the row with its key.
+
+    `changed`: the columns that change in a row that is there; none: all but the key.
+    """
+    columns = changed or tuple(rows[0])
+    connection.execute(_replacing(connection.dialect.name, table, key, columns), rows)
 
 
 @cache
