@@ -48,6 +48,26 @@ def test_anything_else_is_none(body: bytes) -> None:
     assert parse_answer(body) is None
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "blank"),
+    [
+        *((200, body, True) for body in (b"", b" \r\n", b"null", b"[]", b"\xef\xbb\xbf[ ]")),
+        *((200, body, True) for body in (b'{"pdus":null}', b'{"pdus":[],"more":1}')),
+        *((200, body, False) for body in (b"{}", b'{"pdus":{}}', b"<html></html>", b"OK", b"0")),
+        *((200, body, False) for body in (b"[{}]", b'{"pdus":["x"]}', b'{"pdus":""}', b"[" * 9999)),
+        *((status, b"", False) for status in (201, 202, 204, 302, 404, 503)),
+    ],
+)
+def test_answer_that_says_nothing_is_told_from_others(
+    status: int, body: bytes, blank: bool
+) -> None:
+    """Synapse#9065: to be judged by who says it, and to what."""
+    said = answer_of(Response(status, (), body), [], reused=True, now_ms=lambda: NOW_MS)
+
+    assert said.blank is blank
+    assert not (said.blank and said.is_answer)
+
+
 @given(st.binary(max_size=200))
 def test_no_body_makes_parsing_fail(body: bytes) -> None:
     parse_answer(body)

@@ -369,6 +369,10 @@ async def test_peer_left_while_holding_a_connection_gives_it_back(tmp_path: Path
         (response(200, b'{"server":{"name":"x"}}'), True),
         (response(404, b"{}"), False),
         (response(200, b"<html>"), False),
+        # A proxy that says the same to everything.
+        (response(200, b""), False),
+        (response(200, b"{}"), False),
+        (response(200, b'{"server":null}'), False),
         (b"garbage\r\n\r\n", False),
         (response(200, b"[" + b" " * 100_000 + b"]"), False),
     ],

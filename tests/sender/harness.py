@@ -93,6 +93,7 @@ class RemoteServer:
     latency: float = 0.01
     reply: Reply = ok
     version: bool = True
+    versions_asked: int = 0
     attempts: list[float] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     answered: list[Request] = field(default_factory=list)
@@ -156,6 +157,7 @@ class FakePeer:
     def release(self) -> None: ...
 
     async def version_answers(self) -> bool:
+        self.server.versions_asked += 1
         await trio.sleep(self.server.latency)
         return self.server.version and not self.server.down
 

@@ -76,6 +76,15 @@ def test_i4_rows_are_deleted_when_they_are_read(monkeypatch: pytest.MonkeyPatch)
     assert goes_red("I4")
 
 
+def test_i4_a_proxy_that_says_nothing_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def believe(*_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(Destination, "_may_say_nothing", believe)
+
+    assert goes_red("I4")
+
+
 def test_i5_no_pause_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "wait_s", lambda *_: 0.0)
     monkeypatch.setattr(failure, "MIN_GAP_SECONDS", 0.0)

@@ -300,6 +300,8 @@ def _held(state: ServerState) -> Iterator[str]:
     """The state of each search for a poisonous item."""
     for kind in Kind:
         search = state.search(kind)
+        if search is not None and search.apart and search.suspect is None:
+            yield f"The last {kind.value}s were answered by nothing: they go apart, and wait."
         if search is None or search.suspect is None:
             continue
         if search.full:

@@ -35,6 +35,8 @@ class Answer(NamedTuple):
         text: the error in the peer's words; "" if it gives none.
         retry_after_s: seconds for which the peer asks to be left alone, if this is no answer.
         reused: it came over a connection that had carried an exchange before.
+        blank: it is none, but only because it says nothing: status 200, and a body that is empty,
+            `null` or `[]`, or has a `pdus` that is `null` or `[]`.
     """
 
     status: int
@@ -43,6 +45,7 @@ class Answer(NamedTuple):
     text: str
     retry_after_s: float | None
     reused: bool
+    blank: bool = False
 
 
 def longest_answer(pdus: int) -> int:
@@ -66,8 +69,9 @@ def answer_of(
     content = parse_answer(response.body, len(event_ids)) if response.status == 200 else None
     if content is not None:
         return Answer(200, True, _refused(content, event_ids), "", None, reused)
-    wait_s = retry_after_s(response, now_ms)
-    return Answer(response.status, False, {}, _error_text(response), wait_s, reused)
+    wait_s, text = retry_after_s(response, now_ms), _error_text(response)
+    blank = response.status == 200 and _says_nothing(response.body)
+    return Answer(response.status, False, {}, text, wait_s, reused, blank)
 
 
 def parse_answer(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
@@ -81,22 +85,43 @@ def parse_answer(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
     return document
 
 
+def _says_nothing(body: bytes) -> bool:
+    if not body.strip():
+        return True
+    try:
+        document = _decoded(body)
+    except ValueError:
+        return False
+    if isinstance(document, dict):
+        document = document.get("pdus", "")
+    return document is None or document == []
+
+
 def json_object(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
     """The JSON object in `body`; None if there is none, or it has too many parts to be parsed.
-
-    The parts are counted first: a parser holds the event loop until it is done, in a thread too.
 
     Args:
         pdus: number of PDUs that it answers; each may have some more parts.
     """
-    if body.count(b",") + body.count(b"{") + body.count(b"[") > _PARTS + _PARTS_PER_PDU * pdus:
-        return None
     try:
-        # Not orjson: it refuses lone surrogates, which a peer may quote from an event it refused.
-        document = _decoder.decode(body.removeprefix(BOM_UTF8).decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError):
+        document = _decoded(body, pdus)
+    except ValueError:
         return None
     return document if isinstance(document, dict) else None
+
+
+def _decoded(body: bytes, pdus: int = 0) -> object:
+    """The JSON value in `body`, with the bounds of `json_object`; raises ValueError.
+
+    The parts are counted first: a parser holds the event loop until it is done, in a thread too.
+    """
+    if body.count(b",") + body.count(b"{") + body.count(b"[") > _PARTS + _PARTS_PER_PDU * pdus:
+        raise ValueError("too many parts to be parsed")
+    try:
+        # Not orjson: it refuses lone surrogates, which a peer may quote from an event it refused.
+        return _decoder.decode(body.removeprefix(BOM_UTF8).decode("utf-8", "surrogatepass"))
+    except RecursionError as error:
+        raise ValueError("too deep to be parsed") from error
 
 
 def retry_after_s(response: Response, now_ms: Callable[[], int]) -> float | None:

@@ -21,7 +21,7 @@ import trio
 from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
-from fedsender.federation.answer import Answer, answer_of, longest_answer, parse_answer
+from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, Reached, TlsPolicy, Unreachable, unheard
 from fedsender.federation.discovery import (
@@ -65,7 +65,6 @@ __all__ = [
     "Stale",
     "Unreachable",
     "open_client",
-    "parse_answer",
 ]
 
 _CACHE_ENTRIES: Final = 20_000
@@ -367,7 +366,8 @@ class Peer:
             self._held.connection.cut(ExchangeFailed("timeout", "we gave it up"))
 
     async def version_answers(self) -> bool:
-        """Whether the server answers an unsigned `GET /_matrix/federation/v1/version`.
+        """Whether a homeserver answers an unsigned `GET /_matrix/federation/v1/version`: with a
+        `server` that is an object, which a proxy that says 200 to everything does not have.
 
         The deadline is the caller's.
         """
@@ -375,7 +375,8 @@ class Peer:
             response = await self.get("/_matrix/federation/v1/version")
         except (Unreachable, SendFailed, OutOfResources):
             return False
-        return response.status == 200 and parse_answer(response.body) is not None
+        said = json_object(response.body) or {}
+        return response.status == 200 and isinstance(said.get("server"), dict)
 
     async def get(self, target: str) -> Response:
         """The answer to an unsigned GET, at most 64 KiB; the deadline is the caller's.

@@ -42,6 +42,8 @@ class Context:
         full: servers with no room in quarantine for an item that is convicted.
         receipt_debts: for servers that are not active, the stream id above which each is owed
             receipts.
+        seen_homeservers: servers with answers that say nothing, and when `/version` last answered
+            there as a homeserver's (trio's clock, seconds).
         receipts_unsaved: set when receipts that are owed may have changed.
         troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
     """
@@ -71,6 +73,7 @@ class Context:
     alarms: Alarms = field(default_factory=Alarms)
     full: set[str] = field(default_factory=set)
     receipt_debts: dict[str, int] = field(default_factory=dict)
+    seen_homeservers: dict[str, float] = field(default_factory=dict)
     receipts_unsaved: Signal = field(default_factory=Signal)
     troubles: dict[str, float] = field(default_factory=dict)
 

@@ -164,6 +164,7 @@ class Exchange(Alarm):
             is_answer=answer.is_answer,
             retry_after_s=answer.retry_after_s,
             text=answer.text,
+            blank=answer.blank,
         )
 
     async def _put(self, peer: Peer, transaction: Transaction) -> Answer | None:
@@ -224,6 +225,9 @@ PUT_AWAY_AFTER_S = 5.0
 """During a longer wait than this, no large body is kept in memory."""
 PUT_AWAY_BYTES = 8192
 """The size of the largest body that is kept in memory during such a wait."""
+DAY_S = 86_400.0
+APART = 1.4
+"""How much longer the waits of PDUs, and of EDUs, are while each kind has its own."""
 PATIENCE_S = 5.0
 """The time that a wake gives an attempt to end by itself."""
 HOUR_MS = 3_600_000
@@ -655,6 +659,8 @@ class Destination:
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
             answer, verdict = await self._exchange.put(peer, transaction, started + timeout_s)
+            if verdict.apart and await self._may_say_nothing(peer, transaction):
+                verdict = failure.DELIVERED
         except (Exception, trio.Cancelled) as error:
             took_s = trio.current_time() - started
             cut_off = _why_cut_off(error)
@@ -677,9 +683,30 @@ class Destination:
         context.attempt_log.end(slot)
         if transaction.answered:
             self._permit.answered()
-            await self._answered(transaction)
+            await self._answered(transaction, blank=answer is not None and answer.blank)
         else:
             await self._failed(peer, transaction, verdict)
+
+    async def _may_say_nothing(self, peer: Peer, transaction: Transaction) -> bool:
+        """Whether this transaction was answered by an answer that says nothing (`Answer.blank`).
+
+        Homeservers that have nothing to say about a transaction without PDUs answer so
+        (matrix-org/synapse#9065, Construct's `/send`). A proxy in maintenance does too. So
+        `/version` must answer as a homeserver's, after this answer if rows are deleted for it, or
+        if it was a question. For what may be lost, or is owed until it is read anew, once a day is
+        enough. No suspect is acquitted so.
+        """
+        search, record = self.state.edu_search, transaction.record
+        marks = [item.mark for item in transaction.items]
+        if transaction.pdus or (search is not None and search.suspect in marks):
+            return False
+        seen, durable = self._context.seen_homeservers, record.outbox or record.device_lists
+        if marks and not durable and trio.current_time() - seen.get(self.name, -math.inf) < DAY_S:
+            return True
+        answers = await self._version_answers(peer)
+        if answers:
+            seen[self.name] = trio.current_time()
+        return answers
 
     # --- What goes into a transaction -------------------------------------------------------------
 
@@ -764,14 +791,17 @@ class Destination:
 
     # --- After an answer --------------------------------------------------------------------------
 
-    async def _answered(self, transaction: Transaction) -> None:
+    async def _answered(self, transaction: Transaction, *, blank: bool) -> None:
         """Write the answer's effects to the databases; the ledger has the answer already.
 
         A PDU that the answer refuses is settled like the others: only its receiver could mend it.
+
+        Args:
+            blank: whether the answer said nothing.
         """
         now_ms, before = self._context.runtime.now_ms(), self.state
         was_failing = not before.healthy
-        self.state = self._searched(failure.after_success(before, now_ms), transaction)
+        self.state = self._searched(failure.after_success(before, now_ms), transaction, blank)
         self._timer.answered()
         if was_failing and before.failures and not self.state.searches:
             self._reporter.well_again()
@@ -785,7 +815,7 @@ class Destination:
             self._has_answered = True
             await self._reporter.clear_backoff(self.state)
 
-    def _searched(self, state: ServerState, transaction: Transaction) -> ServerState:
+    def _searched(self, state: ServerState, transaction: Transaction, blank: bool) -> ServerState:
         """The state after an answer to this transaction, for the searches under way."""
         if state.pdu_search is None and state.edu_search is None:
             return state
@@ -798,6 +828,8 @@ class Destination:
             marks = [item.mark for item in items]
             if not marks:
                 search = search.lives()
+            elif blank and search.suspect is not None:
+                search = search.hastened().unproven(rng)
             else:
                 ahead = any(pdu.lane == "witness" for pdu in transaction.pdus)
                 search = search.answered(marks, most, rng, out_of_turn=ahead)
@@ -806,7 +838,7 @@ class Destination:
             if search is not None and self.outbox.level:
                 search = search.level()
             state = state.with_search(kind, search)
-        if state.edu_search is not None and transaction.drafted is not None:
+        if state.edu_search is not None and transaction.drafted is not None and not blank:
             for edu in transaction.drafted.edus[:1]:
                 # Sent once more, it speaks for the server, and its answer moves nothing.
                 self._witness = replace(edu, outbox_ids=(), pokes=(), keys=())
@@ -875,11 +907,14 @@ class Destination:
         now_ms = self._context.runtime.now_ms()
         edus, pdus = transaction.items_by_kind
         kinds = [kind for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items]
-        searching = any(self.state.search(kind) in self.state.searches for kind in kinds)
+        searches = [search for kind in kinds if (search := self.state.search(kind)) is not None]
+        searching = any(search.limit is not None for search in searches)
         suspect = failure.content_is_suspect(
             self.state, verdict, now_ms=now_ms, searching=searching
         )
-        if not transaction.items:
+        if verdict.apart:
+            await self._part(transaction, verdict, now_ms)
+        elif not transaction.items:
             # It has no content; whoever rejects it rejects everything.
             await self._put_on_record(transaction)
         elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
@@ -892,6 +927,21 @@ class Destination:
             await self._reform(transaction, state)
         else:
             await self._put_on_record(transaction)
+
+    async def _part(self, transaction: Transaction, verdict: Verdict, now_ms: int) -> None:
+        """Have PDUs and EDUs go apart, each after waits of its own: this answer said nothing.
+
+        These waits are longer than others, so that both kinds together keep within I5.
+        """
+        edus, pdus = transaction.items_by_kind
+        kind = Kind.PDUS if pdus else Kind.EDUS if edus else self._last_kind
+        search = self.state.search(kind) or Search(None)
+        search = replace(search.unproven(self._context.runtime.random), apart=True)
+        state = self._waiting(
+            self.state.with_search(kind, search), kind, verdict, now_ms, longer=APART
+        )
+        self._timer.hasten()
+        await self._reform(transaction, replace(state, next_attempt_ms=now_ms))
 
     async def _version_answers(self, peer: Peer) -> bool:
         with trio.move_on_after(self._context.connect_deadline):
@@ -946,10 +996,17 @@ class Destination:
             # Waits have not begun to grow by it.
             state = replace(state, failures=state.failures - 1)
             return state.with_search(kind, replace(search.hastened(), quick=search.quick + 1))
+        return self._waiting(state, kind, verdict, now_ms)
+
+    def _waiting(
+        self, state: ServerState, kind: Kind, verdict: Verdict, now_ms: int, *, longer: float = 1
+    ) -> ServerState:
+        search = state.search(kind)
+        assert search is not None
         since = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
         rng = self._context.runtime.random
         wait_s = failure.wait_s(self.policy.backoff, since, verdict, now_ms, rng)
-        return state.with_search(kind, search.waiting(now_ms, wait_s))
+        return state.with_search(kind, search.waiting(now_ms, wait_s * longer))
 
     async def _reform(self, transaction: Transaction, state: ServerState) -> None:
         """Give this transaction up for another one."""

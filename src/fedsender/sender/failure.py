@@ -92,6 +92,8 @@ class Verdict:
     Attributes:
         retry_after_s: the wait that the server asked for, in seconds; None: it asked for none.
         sent: whether the request's first byte may have left, so that the server may have it.
+        apart: whether it says something of one kind of item only: PDUs and EDUs then go apart, so
+            that neither waits behind the other.
     """
 
     outcome: Outcome
@@ -99,29 +101,38 @@ class Verdict:
     status: int | None = None
     retry_after_s: float | None = None
     sent: bool = False
+    apart: bool = False
 
 
-_DELIVERED: Final = Verdict(Outcome.DELIVERED, "", 200, sent=True)
+DELIVERED: Final = Verdict(Outcome.DELIVERED, "", 200, sent=True)
 
 
 def judge_status(
-    status: int, *, is_answer: bool, retry_after_s: float | None, text: str = ""
+    status: int,
+    *,
+    is_answer: bool,
+    retry_after_s: float | None,
+    text: str = "",
+    blank: bool = False,
 ) -> Verdict:
     """The verdict on an HTTP answer.
 
     Args:
         is_answer: whether the body is a transaction's answer.
         text: the server's own description of the error.
+        blank: whether it says nothing; `Answer` has the words.
     """
     outcome = _outcome_of(status, is_answer, retry_after_s)
     if outcome is Outcome.DELIVERED:
-        return _DELIVERED
+        return DELIVERED
     reason = f"answered {status}"
     if text:
         reason += f": {text}"
     if outcome is Outcome.LYING and status == 200:
         reason = "answered 200 with a body that is no answer to a transaction"
-    return Verdict(outcome, reason, status, retry_after_s, sent=True)
+    if blank:
+        reason = "answered 200 with a body that says nothing"
+    return Verdict(outcome, reason, status, retry_after_s, sent=True, apart=blank)
 
 
 def _outcome_of(status: int, is_answer: bool, retry_after_s: float | None) -> Outcome:

@@ -69,7 +69,9 @@ class Search:
 
     Attributes:
         limit: the most items in one transaction; 0: none until an empty one was answered; None: no
-            limit, the search is over, and only `ahead` is still of use.
+            limit, and unless `apart` the search is over, and only `ahead` is still of use.
+        apart: whether the last answer to these items said nothing. None of them is suspected by
+            that, but the two kinds go apart until these are answered.
         quick: refusals in the search that no wait followed, since the last answer to an item.
         waits, since_ms: refusals that a wait followed, and the time of the first.
         set_ms, next_ms: the time when the last wait was set, and its end; None: there is no wait.
@@ -109,11 +111,12 @@ class Search:
     alone: bool = False
     full: bool = False
     ahead: tuple[str, ...] = ()
+    apart: bool = False
 
     @property
     def active(self) -> bool:
         """Whether it is still under way."""
-        return self.limit is not None
+        return self.limit is not None or self.apart
 
     @property
     def asks(self) -> bool:
@@ -198,7 +201,15 @@ class Search:
     def _grown(self, most: int) -> "Search | None":
         limit = more_items(self.limit, most)
         over = limit is None and not self.ahead
-        return None if over else replace(self, limit=limit, refused=())
+        return None if over else replace(self, limit=limit, refused=(), apart=False)
+
+    def unproven(self, rng: Random) -> "Search":
+        """The search after an answer that says nothing, and so proves nothing.
+
+        It acquits no suspect, and makes nobody a witness. What went was drawn by lot or not: the
+        lot is void, of the suspect as of a witness, and another is drawn.
+        """
+        return self if self.suspect is None else self._next(rng)
 
     def acquitted(self) -> "Search":
         """The search without a suspect: it was answered, or is gone, or is in quarantine."""

@@ -18,6 +18,7 @@ class Mode(Enum):
     WELL = "well"
     SLOW = "slow"
     REFUSES_SOME = "refuses some PDUs"
+    TERSE = "says nothing without PDUs"
     # no connection
     REFUSED = "refused"
     SILENT = "silent"
@@ -33,7 +34,7 @@ class Mode(Enum):
     HALF_ANSWER = "half an answer"
     # no proper answer
     GARBAGE = "garbage"
-    NO_OBJECT = "no object"
+    PROXY = "says nothing to everything"
     REDIRECT = "redirect"
     HUGE = "huge"
     BUSY = "busy"
@@ -60,6 +61,7 @@ _PROCESSING = (
     Mode.WELL,
     Mode.SLOW,
     Mode.REFUSES_SOME,
+    Mode.TERSE,
     Mode.BREAK_AFTER,
     Mode.HALF_ANSWER,
     Mode.CLOSES,
@@ -140,6 +142,7 @@ CHARACTERS = (
         long=True,
     ),
     Character("picky 400", (), picky=400),
+    Character("terse", _moods(Mode.TERSE, Mode.TERSE, Mode.PROXY), long=True),
     Character("busy", _moods(Mode.BUSY, Mode.BUSY_FOR)),
     Character(
         "failing",
@@ -154,7 +157,7 @@ CHARACTERS = (
     Character("refusing", _moods(Mode.FORBIDDEN, Mode.NOT_THERE)),
     Character(
         "lying",
-        _moods(Mode.GARBAGE, Mode.REDIRECT, Mode.NO_OBJECT, Mode.HUGE),
+        _moods(Mode.GARBAGE, Mode.REDIRECT, Mode.PROXY, Mode.HUGE),
     ),
     Character("moving", _moods(Mode.REFUSED, Mode.BAD_TLS), moves=True),
     Character("dead", (SILENT,), long=True),
@@ -163,7 +166,6 @@ CHARACTERS = (
         _moods(Mode.SLOW, Mode.STALL_EARLY, Mode.CLOSES, Mode.HALF_ANSWER),
     ),
     Character("picky 413", (Mood((Mode.CLOSES,)),), picky=413),
-    Character("steady", ()),
     Character("picky 403", (), picky=403),
     Character("picky 500", (), picky=500),
     Character("away", _moods(Mode.REFUSED, Mode.SILENT), long=True),

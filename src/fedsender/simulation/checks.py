@@ -14,6 +14,7 @@ import trio
 from fedsender.daemon import Daemon
 from fedsender.ledger import EVERY_SERVER, NOTES
 from fedsender.matrix import MAX_PDU_BYTES
+from fedsender.simulation.behaviours import Mode
 from fedsender.simulation.disk import Disk, QuarantinedItem
 from fedsender.simulation.observations import DAY_S, STUBBORN, Observations, ServerView, Unanswered
 from fedsender.simulation.receiver import Attempt
@@ -662,6 +663,8 @@ class WireChecks:
         # A streak counts for the server: what it was sent meanwhile may have changed its id.
         stubborn = max(before.times, view.stubborn) >= STUBBORN
         suspect = status in MAY_BE_CONTENT or stubborn or before.attempt.searching
+        # After a 200 that says nothing the kinds go apart.
+        suspect = suspect or before.attempt.mode is Mode.PROXY
         if not (suspect and self._isolated(view)):
             self._observed.fail(
                 "I3",

@@ -178,9 +178,11 @@ class Disk:
         return rows[0] if rows else None
 
     def searching(self, server: str) -> tuple[bool, bool]:
-        """Whether a search for a poisonous item is on record; and whether a PDU is its suspect."""
+        """Whether a search for a poisonous item is on record, or items that go apart; and whether a
+        PDU is its suspect."""
         query = (
-            "SELECT pdu_search ->> 'limit' IS NOT NULL OR edu_search ->> 'limit' IS NOT NULL,"
+            "SELECT pdu_search ->> 'limit' IS NOT NULL OR edu_search ->> 'limit' IS NOT NULL"
+            " OR coalesce(pdu_search ->> 'apart', 0) OR coalesce(edu_search ->> 'apart', 0),"
             " pdu_search ->> 'suspect' IS NOT NULL FROM server_states WHERE destination = ?"
         )
         rows = self._rows(SENDER, query, server)

@@ -122,6 +122,7 @@ AT_ONCE_S = 0.5
 """Longer than a TLS handshake takes here: a request that comes later comes over an idle connection.
 """
 DRIP_S = 10.0
+NOTHING = b'{"pdus":[]}'
 STATUSES = {
     Mode.FAILING: (500, 502, 503),
     Mode.FORBIDDEN: (401, 403),
@@ -271,6 +272,8 @@ class RemoteServer:
         if self.mood.modes[0] in (Mode.SILENT, Mode.STALL):
             return SILENCE
         after = self.internet.round_trip_s()
+        if self.mood.modes[0] is Mode.PROXY:
+            return Reply(200, NOTHING, after)
         if request.target == WELL_KNOWN and self.character.attack is gzip_bomb:
             return Reply(after=after, play=play(gzip_bomb, read_transaction(b"", 0)))
         if request.target == VERSION:
@@ -335,13 +338,14 @@ class RemoteServer:
             return Reply(status, b'{"errcode":"M_X"}', headers=headers)
         if mode is Mode.HUGE:
             return Reply(play=_huge)
-        body = b'{"pdus":[]}' if mode is Mode.NO_OBJECT else b"<html>It works!</html>"
-        return Reply(200, body)
+        return Reply(200, NOTHING if mode is Mode.PROXY else b"<html>It works!</html>")
 
     def _acknowledgement(self, attempt: Attempt) -> Reply:
         """The answer to a transaction that is taken in, as far as it goes."""
         mode = attempt.mode
-        whole = Reply(200, self._receipt(attempt), closes=mode is Mode.CLOSES)
+        terse = mode is Mode.TERSE and attempt.contents is not None and not attempt.contents.pdus
+        receipt = b"" if terse else self._receipt(attempt)
+        whole = Reply(200, receipt, closes=mode is Mode.CLOSES)
         resets = self.rng.random() < 0.5
 
         async def partly(stream: ServerStream, _: Ended) -> bool:
