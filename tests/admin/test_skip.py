@@ -2,6 +2,7 @@
 operator has it passed over."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -31,7 +32,7 @@ async def happen(world: World, *pdus: PduRow, bad: PduRow) -> int:
     for pdu in pdus:
         world.token += 1
         await world.store.homeserver.apply_feed_batch([(world.token, [pdu])])
-    with sqlite3.connect(world.directory / "homeserver.sqlite3") as connection:
+    with closing(sqlite3.connect(world.directory / "homeserver.sqlite3")) as connection, connection:
         connection.execute(
             "UPDATE event_json SET json = CAST(? AS TEXT) WHERE event_id = ?",
             (UNREADABLE, bad.event_id),

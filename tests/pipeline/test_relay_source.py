@@ -4,7 +4,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -123,7 +123,7 @@ def fan_out(url: str, upto: int, base: int = 0, epoch: str | None = None) -> Non
     relay = Path(url.removeprefix("sqlite:///")).parent / "relay/relay.sqlite3"
     found = None
     if relay.exists():
-        with sqlite3.connect(relay) as database:
+        with closing(sqlite3.connect(relay)) as database, database:
             ((found,),) = database.execute("SELECT epoch FROM stream_epoch")
     name = epoch or found or "0" * 16
     engine = sa.create_engine(url)
@@ -435,7 +435,7 @@ async def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         (tmp_path / "relay").rename(tmp_path / "third")
         (tmp_path / "other").rename(tmp_path / "relay")
         fan_out(url, 20)
-        with sqlite3.connect(tmp_path / "relay/relay.sqlite3") as database:
+        with closing(sqlite3.connect(tmp_path / "relay/relay.sqlite3")) as database, database:
             database.execute("UPDATE relay_log SET checksum = 1 WHERE token = 15")
         with pytest.raises(
             PipelineError, match=r"pipeline.relay: record 15 of the log is not what"

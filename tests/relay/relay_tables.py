@@ -45,7 +45,8 @@ class Relay:
         self.newest: SnapshotInfo | None = None
         self.now_ms = NOW_MS
         self.count = 0
-        self._engine = sa.create_engine(f"sqlite:///{self.directory / 'relay.db'}")
+        url = f"sqlite:///{self.directory / 'relay.db'}"
+        self._engine = sa.create_engine(url, poolclass=sa.NullPool)
         with self._engine.begin() as connection:
             upgrade(connection, "homeserver")
             connection.execute(tables.relay_state.insert().values(id=1, first=1))

@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -194,7 +194,7 @@ class World:
 
     async def change(self, statement: str) -> None:
         """Change the relay's database behind its back."""
-        with sqlite3.connect(self.directory / DATABASE) as connection:
+        with closing(sqlite3.connect(self.directory / DATABASE)) as connection, connection:
             connection.execute(statement)
 
     def copied(self) -> Path:

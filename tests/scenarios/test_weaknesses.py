@@ -1,6 +1,7 @@
 """Weaknesses of Synapse's sender (docs/weaknesses.md) that no other test shows to be mended."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ async def test_catch_up_passes_over_what_can_no_longer_be_loaded(
         await trio.sleep(2)
         await world.say(R2, "owed")
         await trio.sleep(8000)
-    with sqlite3.connect(tmp_path / "homeserver.sqlite3") as database:
+    with closing(sqlite3.connect(tmp_path / "homeserver.sqlite3")) as database, database:
         changed = database.execute("UPDATE event_json SET json = '{' WHERE json LIKE '%lost%'")
         assert changed.rowcount == 1
     server.down = False

@@ -3,7 +3,7 @@
 import itertools
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ A, B = "a.example", "b.example"
 @contextmanager
 def broken_table(database: Path, name: str) -> Iterator[None]:
     """While the body runs, who asks for this table gets an error that waiting does not cure."""
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute(f"ALTER TABLE {name} RENAME TO gone")
     yield
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute(f"ALTER TABLE gone RENAME TO {name}")
 
 

@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class PostgresWorld(World):
 
     def redeliveries(self) -> list[tuple[object, ...]]:
         """The (server, room) pairs in the table of redeliveries."""
-        with sqlite3.connect(self.directory / "sender.sqlite3") as connection:
+        with closing(sqlite3.connect(self.directory / "sender.sqlite3")) as connection, connection:
             query = "SELECT destination, room_id FROM redeliveries ORDER BY 1"
             return list(connection.execute(query))
 

@@ -1,6 +1,7 @@
 """SQLite files with our tables and no rows: making the tables takes longer than most tests."""
 
 import sqlite3
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from fedsender.store.migrations import Line, upgrade
 def _file(line: Line) -> bytes:
     with TemporaryDirectory() as directory:
         path = Path(directory) / "made.sqlite3"
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA journal_mode = WAL")
         connection.close()

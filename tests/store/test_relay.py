@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -727,11 +727,11 @@ async def test_the_file_shrinks_by_what_was_deleted(tmp_path: Path) -> None:
                 ]
             )
         await store.append_records([record("last", ["redaction", ["$r", "$t"]])])
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection, connection:
             pages = connection.execute("PRAGMA page_count").fetchone()[0]
         await store.expire(0, 1_001, 2**30)
         await store.drop_through(1_000)
         await store.give_pages_back()
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection, connection:
             left = connection.execute("PRAGMA page_count").fetchone()[0]
         assert left < pages / 10
