@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sqlite3
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import trio
 import trio.testing
 import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy.exc import OperationalError
 from tests.federation.servers import proxy_py
 from tests.servers import Databases
@@ -24,13 +26,16 @@ from tests.service import PATIENCE_S, Service, World, open_world
 from fedsender import daemon, version
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
+from fedsender.demo import process
 from fedsender.demo.process import SERVER_NAME, write_signing_key
+from fedsender.federation.signing import signing_key_from_seed
 from fedsender.ledger import NOTES
 from fedsender.runtime import RealNetwork, real_runtime
 from fedsender.segments import segments
 from fedsender.systemd import Notifier
 from fedsender.testing.clock import inline, until
 from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
+from fedsender.testing.rules import Origin
 
 pytestmark = pytest.mark.slow
 
@@ -378,6 +383,41 @@ async def test_a_reload_follows_the_logs_level_and_a_new_token(home: Path) -> No
         path = "/_fedsender/admin/v1/destinations"
         assert (await service.ask(path)).status_code == 401
         assert (await service.ask(path, "another token")).status_code == 200
+
+
+async def test_a_reload_takes_a_new_signing_key_and_the_old_one_signs_no_more(home: Path) -> None:
+    """The receiver knows one key at a time, and takes nothing that another one has signed. What it
+    refused goes out under the new key: a repeated transaction is signed afresh (I3)."""
+    async with open_world(home) as world:
+        (server,), origins = world.servers, world.receivers.origins
+        old, seed = origins[SERVER_NAME], b"n" * 32
+        new = signing_key_from_seed("new", seed)
+        public = Ed25519PrivateKey.from_private_bytes(seed).public_key()
+        async with world.service() as service:
+            await service.manager.ready()
+            await arrived(world.say(), server)
+            overview = (await service.ask("/_fedsender/admin/v1/overview")).json()
+            assert overview["signing_keys"] == list(old.keys)
+
+            origins[SERVER_NAME] = Origin(SERVER_NAME, {new.key_id: public})
+            refused = world.say()
+            await until(lambda: len(world.receivers.violations) > 0)
+            assert refused not in server.received
+            written = b64encode(seed).rstrip(b"=").decode()
+            process.write_secret(home / "signing.key", "ed25519 new no key\n")
+            assert await reload(service) == OLD_CONFIG
+            process.write_secret(home / "signing.key", f"ed25519 new {written}\n")
+            assert await reload(service) == SENDING
+            await arrived(refused, server)
+            overview = (await service.ask("/_fedsender/admin/v1/overview")).json()
+            assert overview["signing_keys"] == [new.key_id]
+            assert service.logged("configuration reloaded")[-1]["signing_keys"] == [new.key_id]
+
+            before = len(world.receivers.violations)
+            origins[SERVER_NAME] = old
+            refused = world.say()
+            await until(lambda: len(world.receivers.violations) > before)
+            assert refused not in server.received
 
 
 async def test_a_file_that_does_not_answer_at_a_reload_stops_nothing(home: Path) -> None:

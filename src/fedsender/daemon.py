@@ -30,7 +30,12 @@ from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.federation.client import open_client
 from fedsender.federation.proxy import proxies_in
-from fedsender.federation.signing import load_signing_keys
+from fedsender.federation.signing import (
+    BadSigningKey,
+    KeyRing,
+    SigningKey,
+    load_signing_keys,
+)
 from fedsender.health import failure_rate, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
@@ -75,6 +80,7 @@ class Daemon:
     """The context of a running daemon, for the admin endpoint and for tests."""
 
     config: Config
+    keys: KeyRing
     policies: Policies
     store: Store
     sender: Sender
@@ -107,7 +113,7 @@ async def open_core(
         InstanceTaken: another process uses our name on Redis; raised out of the body.
     """
     boot_id = runtime.entropy(8).hex()
-    keys = load_signing_keys(config.signing_key, config.signing_key_id)
+    keys = KeyRing(*load_signing_keys(config.signing_key, config.signing_key_id))
     metrics = Metrics(config.server_name, config.metrics.per_destination)
     metrics.build_info.labels(version(), config.instance_name).set(1)
     policies = Policies(config)
@@ -126,7 +132,7 @@ async def open_core(
         open_ledger(
             config.ledger, config.instance_name, boot_id, runtime, metrics.ledger_failures
         ) as ledger,
-        open_client(config.federation, runtime, config.server_name, keys[0], metrics) as client,
+        open_client(config.federation, runtime, config.server_name, keys, metrics) as client,
         open_sender(
             policies=policies,
             runtime=runtime,
@@ -146,7 +152,7 @@ async def open_core(
         announcer.feed = feed
         if config.lists():
             _note_lists(ledger, config, runtime, await store.homeserver.events_position())
-        yield Daemon(config, policies, store, sender, feed, ledger, metrics, admission)
+        yield Daemon(config, keys, policies, store, sender, feed, ledger, metrics, admission)
 
 
 def _note_lists(ledger: Ledger, config: Config, runtime: Runtime, position: int) -> None:
@@ -341,6 +347,7 @@ def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager
     return open_admin(
         AdminContext(
             policies=daemon.policies,
+            keys=daemon.keys,
             sender=daemon.sender,
             homeserver=daemon.store.homeserver,
             store=daemon.store.sender,
@@ -407,26 +414,29 @@ async def _reload_when_told(
 async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> str:
     """Take over the settings that can change while running; return a status for the operator.
 
-    They are the policies, allow and deny lists, the log, the tokens and the append endpoint's
-    certificate. A file that cannot be used changes nothing.
+    They are the policies, allow and deny lists, the log, the signing keys, the tokens and the
+    append endpoint's certificate. A file that cannot be used changes nothing.
     """
 
     from fedsender.admin.serving import read_files
 
-    def read() -> Config:
+    def read() -> tuple[Config, Sequence[SigningKey]]:
         newer = load(run.path)
         if problems := newer.file_problems("destinations"):
             raise ConfigError(*problems)
-        return newer
+        return newer, load_signing_keys(newer.signing_key, newer.signing_key_id)
 
     try:
         # In a thread: a long list takes a second to read, and a file system may not answer.
-        newer = await run.runtime.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
+        newer, keys = await run.runtime.run_sync(
+            read, limiter=trio.CapacityLimiter(1), abandon=True
+        )
         in_force = daemon.config.with_reloadable(newer)
         await read_files(endpoints)
-    except ConfigError as error:
+    except (ConfigError, BadSigningKey) as error:
         log.error("configuration not reloaded", error=str(error))
         return "the configuration cannot be used; running on the old one"
+    daemon.keys.keys = tuple(keys)
     changed = in_force.lists() != daemon.policies.config.lists()
     daemon.policies.use(in_force)
     daemon.sender.use_policies()
@@ -437,5 +447,5 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
     if waiting:
         log.warning("these settings wait for a restart", settings=waiting)
         return f"reloaded; waiting for a restart: {', '.join(waiting)}"
-    log.info("configuration reloaded")
+    log.info("configuration reloaded", signing_keys=[key.key_id for key in keys])
     return f"sending for {daemon.config.server_name}"

@@ -16,6 +16,7 @@ from fedsender.admin.context import AdminContext
 from fedsender.admin.page import Page
 from fedsender.admin.serving import Admin
 from fedsender.config import Policies
+from fedsender.federation.signing import KeyRing, signing_key_from_seed
 from fedsender.streams import FeedStatus
 
 TOKEN = "the admin token"
@@ -89,6 +90,7 @@ def serve(world: World, standing: Standing) -> AbstractAsyncContextManager[Admin
 def context_of(world: World, standing: Standing) -> AdminContext:
     return AdminContext(
         policies=Policies(world.config()),
+        keys=KeyRing(signing_key_from_seed("a_1", bytes(32))),
         sender=world.sender,
         homeserver=world.store.homeserver,
         store=world.store.sender,

@@ -15,7 +15,7 @@ import rich.console
 import trio
 import yaml
 from tests.federation.servers import (
-    KEY,
+    KEY_RING,
     NAME,
     OURS,
     AnybodyMay,
@@ -231,7 +231,9 @@ async def test_answers_of_the_daemons_cache_are_used_and_its_file_stays_as_it_is
     async with open_stage(tmp_path, well_known=response(200, b'{"m.server":"b.example"}')) as stage:
         runtime = runtime_with(stage.network)
         async with (
-            open_client(stage.config().federation, runtime, OURS, KEY, Metrics(OURS)) as client,
+            open_client(
+                stage.config().federation, runtime, OURS, KEY_RING, Metrics(OURS)
+            ) as client,
             client.peer(NAME, Policy(), AnybodyMay()) as peer,
         ):
             await peer.connect()
@@ -256,9 +258,9 @@ async def test_answers_of_the_daemons_cache_are_used_and_its_file_stays_as_it_is
 async def test_an_earlier_answer_that_still_holds_is_said_to_be_one(tmp_path: Path) -> None:
     async with open_stage(tmp_path, "hs.b.example", well_known=response(500)) as stage:
         stage.network.records["hs.b.example", "A"] = [IP]
-        runtime = runtime_with(stage.network)
+        runtime, federation = runtime_with(stage.network), stage.config().federation
         federation, metrics = stage.config().federation, Metrics(OURS)
-        async with open_client(federation, runtime, OURS, KEY, metrics) as client:
+        async with open_client(federation, runtime, OURS, KEY_RING, metrics) as client:
             now = trio.current_time()
             delegation = Delegation("hs.b.example:8448", now - 1, now + 1000)
             client.discovery.cache.keep_delegation(NAME, delegation)

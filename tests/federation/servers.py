@@ -26,7 +26,7 @@ import trustme
 from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
 from fedsender.federation.client import Answer, FederationClient, Peer, open_client
-from fedsender.federation.signing import signing_key_from_seed
+from fedsender.federation.signing import KeyRing, signing_key_from_seed
 from fedsender.runtime import (
     NameNotFound,
     RealNetwork,
@@ -40,7 +40,7 @@ from fedsender.testing.http import Request, RequestReader
 
 OURS = "ours.example"
 NAME = "b.example"
-KEY = signing_key_from_seed("a_1", bytes(range(32)))
+KEY_RING = KeyRing(signing_key_from_seed("a_1", bytes(range(32))))
 
 Conversation = Callable[[trio.abc.Stream], Awaitable[None]]
 
@@ -290,7 +290,7 @@ async def client_of(
     }
     runtime = runtime_with(network or RealNetwork())
     config = Federation.model_validate(values)
-    async with open_client(config, runtime, OURS, KEY, Metrics(OURS)) as client:
+    async with open_client(config, runtime, OURS, KEY_RING, Metrics(OURS)) as client:
         yield client
 
 

@@ -14,7 +14,7 @@ import trio
 import trio.testing
 from tests.federation.servers import (
     BODY,
-    KEY,
+    KEY_RING,
     NAME,
     OK,
     OURS,
@@ -108,7 +108,8 @@ async def test_each_attempt_is_signed_with_the_key_of_the_moment(tmp_path: Path)
         client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         await send(peer)
-        client.key = signing_key_from_seed("new", bytes(32))
+        assert client.keys is not None
+        client.keys.keys = (signing_key_from_seed("new", bytes(32)),)
         await send(peer)
     verify(requests[0])
     verify(requests[1], "ed25519:new", bytes(32))
@@ -552,7 +553,7 @@ async def test_metrics_count_requests_answers_and_connections(tmp_path: Path) ->
     )
     async with (
         serving(authority.context(NAME), answering(OK, response(500))) as server,
-        open_client(config, runtime_with(RealNetwork()), OURS, KEY, metrics) as client,
+        open_client(config, runtime_with(RealNetwork()), OURS, KEY_RING, metrics) as client,
         client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         await send(peer)

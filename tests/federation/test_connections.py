@@ -12,7 +12,7 @@ import trio
 import trio.testing
 from tests.federation.servers import (
     BODY,
-    KEY,
+    KEY_RING,
     NAME,
     OK,
     OURS,
@@ -97,7 +97,7 @@ async def in_memory(
         # The clock is virtual, so nothing may be written from a thread.
         runtime = replace(runtime_with(network), run_sync=inline)
         config = Federation.model_validate(values)
-        async with open_client(config, runtime, OURS, KEY, Metrics(OURS)) as client:
+        async with open_client(config, runtime, OURS, KEY_RING, Metrics(OURS)) as client:
             yield client, network
         nursery.cancel_scope.cancel()
 

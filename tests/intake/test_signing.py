@@ -18,7 +18,12 @@ from tests.testing.test_rooms import NAME, a_homeserver
 
 from fedsender.demo import process
 from fedsender.facts import BadRow, prepare
-from fedsender.federation.signing import SigningKey, parse_signing_keys, signing_key_from_seed
+from fedsender.federation.signing import (
+    KeyRing,
+    SigningKey,
+    parse_signing_keys,
+    signing_key_from_seed,
+)
 from fedsender.intake.client import NewRecord
 from fedsender.intake.intake import Append, Intake
 from fedsender.intake.signing import EventSigner
@@ -38,7 +43,7 @@ async def no_read(event_ids: object) -> Mapping[str, Any]:
 
 
 def signer(*keys: SigningKey, name: str = OURS) -> EventSigner:
-    return EventSigner(name, keys or (ONE,), no_read)
+    return EventSigner(name, KeyRing(*(keys or (ONE,))), no_read)
 
 
 def verify(event: dict[str, Any], room_version: str, key: SigningKey, name: str = OURS) -> None:
@@ -150,7 +155,7 @@ def test_whatever_comes_is_refused_with_a_reason_or_is_an_event(
 async def pushed_to(config: StoreConfig, *keys: SigningKey) -> AsyncIterator[Intake]:
     runtime = real_runtime()
     async with open_store(config, runtime) as store, trio.open_nursery() as nursery:
-        signs = EventSigner(OURS, keys, store.homeserver.events_by_id)
+        signs = EventSigner(OURS, KeyRing(*keys), store.homeserver.events_by_id)
         feed = PushFeed(runtime, store.homeserver, RecordingSink(), signs)
         nursery.start_soon(feed.run)
         await feed.connected.wait()
@@ -181,6 +186,18 @@ async def test_each_event_is_answered_as_it_is_stored_also_after_a_change_of_key
         assert later[1] == first
         assert later[0] is not None
         assert list(later[0]["signatures"][OURS]) == ["ed25519:b", "ed25519:a"]
+
+
+def test_events_are_signed_with_the_keys_of_the_moment() -> None:
+    ring = KeyRing(ONE)
+    signs = EventSigner(OURS, ring, no_read)
+    ring.keys = (TWO,)
+    match signs.complete(row(message(1))):
+        case ["pdu", [_, _, dict(event), _]]:
+            assert list(event["signatures"][OURS]) == [TWO.key_id]
+            verify(event, "11", TWO)
+        case other:
+            raise AssertionError(other)
 
 
 async def test_what_is_signed_arrives_and_its_receiver_can_check_it(tmp_path: Path) -> None:

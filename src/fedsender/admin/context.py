@@ -6,6 +6,7 @@ from typing import Protocol
 import trio
 
 from fedsender.config import Config, Policies
+from fedsender.federation.signing import KeyRing
 from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
@@ -50,6 +51,7 @@ class AdminContext:
     """
 
     policies: Policies
+    keys: KeyRing
     sender: Sender
     homeserver: HomeserverStore
     store: SenderStore

@@ -286,6 +286,7 @@ def overview_facts(answer: Answer) -> Iterator[tuple[str, str]]:
         f" {memory['most_queued']}, transactions under way {memory['bodies']} of"
         f" {memory['most_bodies']}",
     )
+    yield "signs with", ", ".join(answer["signing_keys"])
     states = sorted(answer["states"].items(), key=lambda each: -each[1])
     counts = (f"{number:,} {name.replace('_', ' ')}" for name, number in states if number)
     yield "servers", f"{page['known']:,}: {', '.join(counts) or 'none'}"

@@ -75,6 +75,7 @@ class Overview:
         reasons: why it is not ready, one sentence each.
         in_flight: attempts under way.
         rates: of the last minute; null: the daemon has just started.
+        signing_keys: the ids of the keys that sign now: requests, and with `sign_events` events.
         states: the number of servers in each state.
         owed_by_age: by the age of the oldest event that is owed; "unknown": only keys are owed, or
             the age is not known.
@@ -92,6 +93,7 @@ class Overview:
     feed: Feed
     in_flight: int
     rates: Rates | None
+    signing_keys: tuple[str, ...]
     states: Mapping[str, int]
     owed_by_age: Mapping[str, Owed]
     failing_by_age: Mapping[str, Mapping[str, int]]
@@ -123,6 +125,7 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         ),
         in_flight=sender.context.admission.in_flight,
         rates=context.metrics.rates(),
+        signing_keys=_signing_keys(context),
         states=dict(sender.registry.counts()),
         owed_by_age=owed,
         failing_by_age=failing,
@@ -130,6 +133,13 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         memory=_memory(context),
         page=await list_page(context, listing, debts),
     )
+
+
+def _signing_keys(context: AdminContext) -> tuple[str, ...]:
+    feed = context.config.feed
+    signs = feed.kind == "push" and feed.push.sign_events
+    keys = context.keys.keys if signs else (context.keys.first,)
+    return tuple(key.key_id for key in keys)
 
 
 def _memory(context: AdminContext) -> Memory:

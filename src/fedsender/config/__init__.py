@@ -96,7 +96,7 @@ __all__ = [
 
 
 _NO_FILE: Final = Document("configuration", {}, {}, {})
-_RELOADABLE = ("allow", "deny", "destinations", "log")
+_RELOADABLE = ("allow", "deny", "destinations", "log", "signing_key", "signing_key_id")
 
 
 class _Contradictory(ValueError):
@@ -126,7 +126,7 @@ class Config(Section):
     )
     signing_key: SecretPath = Field(
         description="File with the homeserver's signing key: Synapse's lines (of several the first"
-        " signs requests), a seed in base64, or PEM (PKCS 8)."
+        " signs requests), a seed in base64, or PEM (PKCS 8). A reload reads it again."
     )
     signing_key_id: str | None = Field(
         default=None,

@@ -41,7 +41,7 @@ from fedsender.federation.discovery_cache import (
 )
 from fedsender.federation.places import Displaced, Places
 from fedsender.federation.proxy import Proxy
-from fedsender.federation.signing import SigningKey, authorization_header
+from fedsender.federation.signing import KeyRing, authorization_header
 from fedsender.federation.transport import (
     AnswerMemory,
     Bounds,
@@ -138,29 +138,29 @@ async def open_client(
     config: Federation,
     runtime: Runtime,
     server_name: str,
-    key: SigningKey | None,
+    keys: KeyRing | None,
     metrics: Metrics,
 ) -> AsyncIterator["FederationClient"]:
-    """A client that sends as `server_name`, signing with `key`.
+    """A client that sends as `server_name`, signing with the first of `keys`.
 
-    At the end idle connections are closed and the cache of discovery is saved. A client without a
-    key only looks: it sends no transaction, and the file of the cache stays as it is.
+    At the end idle connections are closed and the cache of discovery is saved. A client without
+    keys only looks: it sends no transaction, and the file of the cache stays as it is.
 
     Raises:
         ConfigError: the file with the proxy's password cannot be used.
     """
-    client = FederationClient(config, runtime, server_name, key, metrics)
+    client = FederationClient(config, runtime, server_name, keys, metrics)
     cache = client.discovery.cache
     await load_cache(cache, config.discovery_cache, runtime)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connections.watch, name="idle connections")
-            if key is not None:
+            if keys is not None:
                 nursery.start_soon(keep_saved, cache, config.discovery_cache, runtime)
             yield client
             nursery.cancel_scope.cancel()
     finally:
-        if key is not None:
+        if keys is not None:
             with trio.CancelScope(shield=True):
                 await save_cache(cache, config.discovery_cache, runtime)
         await client.connections.close()
@@ -174,11 +174,11 @@ class FederationClient:
         config: Federation,
         runtime: Runtime,
         server_name: str,
-        key: SigningKey | None,
+        keys: KeyRing | None,
         metrics: Metrics,
     ) -> None:
         self.server_name = server_name
-        self.key = key
+        self.keys = keys
         self.config = config
         self.runtime = runtime
         self.metrics = metrics
@@ -402,9 +402,9 @@ class Peer:
     def _signed(self, live: Live, method: str, target: str, body: bytes) -> bytes:
         """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""
         client = self._client
-        assert client.key is not None, "a client without a key sends no transaction"
+        assert client.keys is not None, "a client without keys sends no transaction"
         value = authorization_header(
-            client.server_name, self.destination, method, target, body, client.key
+            client.server_name, self.destination, method, target, body, client.keys.first
         )
         return b"%bcontent-type: application/json\r\nauthorization: %b\r\n" % (
             live.lines,

@@ -65,6 +65,24 @@ class SigningKey:
         return _unpadded(public.public_bytes(Encoding.Raw, PublicFormat.Raw))
 
 
+class KeyRing:
+    """The signing keys in use, for all who sign; a reload replaces them.
+
+    Attributes:
+        keys: the first one signs requests, each one signs the events of a homeserver that has its
+            events signed here.
+    """
+
+    def __init__(self, *keys: SigningKey) -> None:
+        assert keys, "a key file has a key"
+        self.keys = keys
+
+    @property
+    def first(self) -> SigningKey:
+        """The key that signs requests."""
+        return self.keys[0]
+
+
 def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
     """A key from its 32 secret bytes; raises BadSigningKey."""
     if not _VERSION.fullmatch(version):
@@ -77,8 +95,8 @@ def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
 def load_signing_keys(path: Path, key_id: str | None = None) -> tuple[SigningKey, ...]:
     """Read a key file: see `parse_signing_keys`.
 
-    Requests are signed with the first key alone. Synapse publishes no other, a request has one
-    `Authorization` header at most (RFC 9110, 5.3), and nginx answers 400 to one with two.
+    Requests are signed with the first key alone, as Synapse does: a request has one `Authorization`
+    header at most (RFC 9110, 5.3), and nginx answers 400 to one with two.
 
     Raises:
         BadSigningKey: it cannot be read, or its content cannot be used.

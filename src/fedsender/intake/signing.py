@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fedsender.facts import BadRow
-from fedsender.federation.signing import SigningKey
+from fedsender.federation.signing import KeyRing
 from fedsender.intake.writer import Full
 from fedsender.matrix import BadEvent, JsonObject, event_id_of, hashed, make_pdu, room_version_of
 from fedsender.store.engine import StoreError
@@ -26,11 +26,11 @@ class EventSigner:
     """The signer of appended events.
 
     Args:
-        keys: each signs every event.
+        keys: each of them signs every event.
         read: from the store.
     """
 
-    def __init__(self, server_name: str, keys: Sequence[SigningKey], read: Read) -> None:
+    def __init__(self, server_name: str, keys: KeyRing, read: Read) -> None:
         self._server_name = server_name
         self._keys = keys
         self._read = read
@@ -62,7 +62,7 @@ class EventSigner:
             raise BadEvent("its sender is not ours, so it must come with hashes and signatures")
         version = room_version_of(room_version)
         whole, message = hashed(event, version)
-        signatures = {key.key_id: key.sign(message) for key in self._keys}
+        signatures = {key.key_id: key.sign(message) for key in self._keys.keys}
         whole["signatures"] = {self._server_name: signatures}
         if event_id is None:
             event_id = event_id_of(whole, version)

@@ -11,7 +11,7 @@ The feed does not skip a row that it cannot understand: events stop there, with 
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from fedsender.config import (
     UnixAddress,
     read_secret,
 )
-from fedsender.federation.signing import SigningKey
+from fedsender.federation.signing import KeyRing
 from fedsender.intake.signing import EventSigner
 from fedsender.replication.client import (
     EmbeddedFeed,
@@ -155,7 +155,7 @@ def _make_feed(
     store: FeedStore,
     sink: Sink,
     *,
-    keys: Sequence[SigningKey],
+    keys: KeyRing | None,
     shadow: bool,
 ) -> Feed:
     if config.feed.kind == "relay":
@@ -165,8 +165,9 @@ def _make_feed(
             settings, runtime, store, sink, handles=config.handles, directory=directory
         )
     if config.feed.kind == "push":
-        signs = config.feed.push.sign_events
-        signer = EventSigner(config.server_name, keys, store.events_by_id) if signs else None
+        signer = None
+        if config.feed.push.sign_events and keys is not None:
+            signer = EventSigner(config.server_name, keys, store.events_by_id)
         return PushFeed(runtime, store, sink, signer)
     if config.feed.kind == "tcp":
         settings = tcp_settings(config)
@@ -192,7 +193,7 @@ async def open_feed(
     store: FeedStore,
     sink: Sink,
     *,
-    keys: Sequence[SigningKey] = (),
+    keys: KeyRing | None = None,
     shadow: bool = False,
     metrics: Metrics | None = None,
 ) -> AsyncIterator[Feed]:
