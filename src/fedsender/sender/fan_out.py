@@ -233,15 +233,20 @@ class FanOut:
         self, pairs: Collection[tuple[str, str]], routed: Sequence[Routed]
     ) -> None:
         """Make redeliveries of the events that are owed to these (server, room) pairs."""
-        redeliveries = [
-            Redelivery(server, item.pdu.event_id, item.pdu.room_id, item.pdu.stream_ordering)
-            for item in routed
-            for server in self._without(item)
-            if (server, item.pdu.room_id) in pairs
-        ]
-        await self._context.store.add_redeliveries(redeliveries)
+        set_aside = 0
+        # One event at a time: a room may have thousands of servers.
+        for item in routed:
+            event_id, room_id, place = item.pdu.event_id, item.pdu.room_id, item.pdu.stream_ordering
+            redeliveries = [
+                Redelivery(server, event_id, room_id, place)
+                for server in self._without(item)
+                if (server, room_id) in pairs
+            ]
+            if redeliveries:
+                await self._context.store.add_redeliveries(redeliveries)
+                set_aside += len(redeliveries)
         rooms = sorted({room_id for _, room_id in pairs})
-        log.warning("rooms locked", first=rooms[0], rooms=len(rooms), set_aside=len(redeliveries))
+        log.warning("rooms locked", first=rooms[0], rooms=len(rooms), set_aside=set_aside)
 
     def _without(self, item: Routed) -> Collection[str]:
         """The servers of this event, without those for which it was noted as owed before."""
