@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import structlog
+import trio
 
 from fedsender.ledger import Ledger, Line
 from fedsender.sender import failure
 from fedsender.sender.admission import Admission, Lane
 from fedsender.sender.destination import Destination
+from fedsender.sender.fan_out import FanOut
 from fedsender.sender.outbox import Outbox
 from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Transaction
 from fedsender.simulation import simulate
 from fedsender.store import homeserver
-from fedsender.store.homeserver import HomeserverStore, Settlement
+from fedsender.store.homeserver import HomeserverStore, RoomsLocked, Settlement
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +41,29 @@ def test_i1_position_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homeserver, "_record_owed", lambda *_: (set(), set()))
 
     assert goes_red("I1")
+
+
+def test_i1_a_debt_in_a_locked_room_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forget(self: FanOut, *_: Any) -> None: ...
+
+    monkeypatch.setattr(FanOut, "_set_aside", forget)
+
+    assert goes_red("I1")
+
+
+def test_standstill_a_lock_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait(self: FanOut, position: int, owed: Any, first: Any, _: Any) -> Any:
+        while True:
+            try:
+                return await self._homeserver.commit_fan_out(position, owed, first), set()
+            except RoomsLocked:
+                await trio.sleep(1)
+
+    monkeypatch.setattr(FanOut, "_commit", wait)
+
+    report = simulate(1, 12, 0.15, stop_at="standstill")
+
+    assert any(violation.invariant == "standstill" for violation in report.violations)
 
 
 def test_i2_a_mark_past_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:

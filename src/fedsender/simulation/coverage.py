@@ -44,6 +44,7 @@ class Troubles:
     restart: Callable[[], None]
     fail_database: Callable[[float], Awaitable[None]]
     fail_homeserver: Callable[[float], Awaitable[None]]
+    lock_room: Callable[[str, float], Awaitable[None]]
 
 
 class Coverage:
@@ -97,6 +98,7 @@ class Coverage:
                 "full disks": self._fill_disk,
                 "database outages": partial(self._troubles.fail_database, 20.0),
                 "homeserver restarts": partial(self._troubles.fail_homeserver, 20.0),
+                "set aside": self._talk_in_a_locked_room,
                 "orderly restarts": self._troubles.restart,
                 "redeliveries": self._operator.redeliver,
                 "wakes": self._operator.wake,
@@ -172,6 +174,14 @@ class Coverage:
         self._homeserver.say(self._stage())
         await trio.sleep(1)
         self._homeserver.redact(self._stage())
+
+    async def _talk_in_a_locked_room(self) -> None:
+        room = self._stage()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._troubles.lock_room, room.room_id, 2 * MINUTE)
+            # By then its rows are locked, too.
+            await trio.sleep(1.5 * MINUTE)
+            self._homeserver.say(room)
 
     async def _fill_disk(self) -> None:
         life = self._troubles.life()

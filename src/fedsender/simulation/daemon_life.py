@@ -8,7 +8,7 @@ the copy is where the next life begins, and the old life may unwind as it likes.
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +23,7 @@ from fedsender.simulation.checks import CommitChecks, WireChecks
 from fedsender.simulation.disk import Disk
 from fedsender.simulation.observations import Observations
 from fedsender.store import StoreConfig, store_config
+from fedsender.store.homeserver import HomeserverStore, RoomsLocked
 from fedsender.telemetry import Metrics
 from fedsender.testing.clock import derived, virtual_runtime
 from fedsender.testing.network import Internet, MemoryNetwork
@@ -176,6 +177,7 @@ class Life:
             self._config, self._runtime(), store_settings=settings, faults=self._at_commit
         ) as daemon:
             self.daemon, self._metrics = daemon, daemon.metrics
+            _heed_locks(daemon.store.homeserver, self._observed)
             self._opened()
             async with trio.open_nursery() as acts:
                 self.acts = acts
@@ -247,6 +249,34 @@ class Life:
         observed.disk = Disk(self.image, observed.orderings)
         self._wire.crashed()
         self._scope.cancel()
+
+
+def _heed_locks(homeserver: HomeserverStore, observed: Observations) -> None:
+    """Have the fan-out meet locks on rooms as in PostgreSQL: SQLite has none."""
+    commit = homeserver.commit_fan_out
+    if observed.lock is not None:
+        observed.lock.refused_at = None
+
+    async def commit_unless_locked(
+        position: int, owed: Mapping[tuple[str, str], int], first: Mapping[str, int] | None = None
+    ) -> set[str]:
+        lock = observed.lock
+        locked: set[tuple[str, str]] = set()
+        if lock is not None:
+            rows = {} if lock.rows else observed.disk.owed(lock.room_id)
+            locked = {pair for pair in owed if pair[1] == lock.room_id and pair[0] not in rows}
+        if lock is not None and locked:
+            await trio.lowlevel.checkpoint()
+            observed.counts["set aside"] += len(locked)
+            if lock.refused_at is None:
+                lock.refused_at = trio.current_time()
+            raise RoomsLocked(locked)
+        gone = await commit(position, owed, first)
+        if lock is not None:
+            lock.refused_at = None
+        return gone
+
+    homeserver.commit_fan_out = commit_unless_locked  # type: ignore[method-assign]
 
 
 def _where(point: str, life: Life) -> str:

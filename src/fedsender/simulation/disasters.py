@@ -20,7 +20,7 @@ from fedsender.simulation.behaviours import Mode
 from fedsender.simulation.checks import CommitChecks
 from fedsender.simulation.daemon_life import Life
 from fedsender.simulation.disk import HOMESERVER, SENDER, Disk
-from fedsender.simulation.observations import Observations, Unanswered
+from fedsender.simulation.observations import Observations, RoomLock, Unanswered
 from fedsender.simulation.receiver import Attempt
 from fedsender.testing.network import MemoryStream
 from fedsender.testing.rooms import Homeserver
@@ -259,6 +259,37 @@ def _target(descriptor: int) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return ""
+
+
+STANDS_STILL_S = 60.0
+"""So long after it met a lock the fan-out has gone on, if nothing else ails the daemon."""
+
+
+async def lock_room(
+    observed: Observations, life: Callable[[], Life | None], room_id: str, seconds: float
+) -> None:
+    """Another process locks a room, half-way also its rows, and in the end it rolls back."""
+    if observed.lock is not None:
+        return
+    observed.counts["rooms locked"] += 1
+    lock = observed.lock = RoomLock(room_id)
+    began = trio.current_time()
+    try:
+        while trio.current_time() < began + seconds:
+            await trio.sleep(min(LOOK_EVERY_S, seconds))
+            lock.rows = trio.current_time() >= began + seconds / 2
+            _check_goes_on(observed, lock, life())
+    finally:
+        observed.lock = None
+
+
+def _check_goes_on(observed: Observations, lock: RoomLock, life: Life | None) -> None:
+    """A lock holds up no other room."""
+    if lock.refused_at is None or trio.current_time() < lock.refused_at + STANDS_STILL_S:
+        return
+    if life is None or life.crashed or life.draining or life.away_at >= lock.refused_at:
+        return
+    observed.fail("standstill", f"the fan-out waits for {lock.room_id} since {lock.refused_at:.0f}")
 
 
 LOOK_EVERY_S = 5.0

@@ -239,6 +239,10 @@ class Disk:
         query = "SELECT event_id FROM redeliveries WHERE destination = ?"
         return [row[0] for row in self._rows(SENDER, query, server)]
 
+    def all_redeliveries(self) -> list[tuple[str, str]]:
+        """The same for all servers: (server, event id) pairs."""
+        return self._rows(SENDER, "SELECT destination, event_id FROM redeliveries")
+
 
 class LedgerTail:
     """Follows the ledger of one life of the daemon after another.

@@ -181,6 +181,20 @@ class Violation:
 
 
 @dataclass(slots=True)
+class RoomLock:
+    """A room that another process has locked in the homeserver's database.
+
+    Attributes:
+        rows: the rows in which servers are owed its events are locked, too.
+        refused_at: since when (virtual seconds) the fan-out was refused and has committed nothing.
+    """
+
+    room_id: str
+    rows: bool = False
+    refused_at: float | None = None
+
+
+@dataclass(slots=True)
 class Observations:
     """The observations of one world.
 
@@ -195,6 +209,7 @@ class Observations:
         unsent: the events that were ever in quarantine for all servers.
         secrets: texts that may stand in no log line and in no line of the ledger.
         disk_full: the ledger takes no lines at present.
+        lock: the room that is locked at present, if any is.
         crashed_at: when lives were cut off, in the last 24 h.
         calm_since: when (virtual seconds) nothing ailed the daemon itself any more.
         latencies: of PDUs that honest servers of a hostile world answered, in seconds from the
@@ -217,6 +232,7 @@ class Observations:
     unsent: set[str] = field(default_factory=set)
     secrets: tuple[bytes, ...] = ()
     disk_full: bool = False
+    lock: RoomLock | None = None
     crashed_at: deque[float] = field(default_factory=deque)
     calm_since: float = math.inf
     latencies: list[float] = field(default_factory=list)

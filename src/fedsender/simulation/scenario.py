@@ -12,7 +12,7 @@ from fedsender.simulation.behaviours import HOUR, MINUTE, Mode, Mood, life_of
 from fedsender.simulation.checks import LOOKS_S, PER_SERVER_S, FinalChecks, StartCheck
 from fedsender.simulation.coverage import Coverage, Troubles
 from fedsender.simulation.daemon_life import Life
-from fedsender.simulation.disasters import Backup, Operator, fill_ledger_disk
+from fedsender.simulation.disasters import Backup, Operator, fill_ledger_disk, lock_room
 from fedsender.simulation.receiver import RemoteServer, move
 from fedsender.simulation.world import World
 from fedsender.streams import Watermark
@@ -196,6 +196,7 @@ class Scenario:
                 nursery.start_soon(self._talk)
                 nursery.start_soon(self._trouble_homeserver, seconds / 4)
             nursery.start_soon(self._write_to_devices)
+            nursery.start_soon(self._lock_rooms, seconds / 8)
             nursery.start_soon(self._trouble_disk, seconds / 6)
             nursery.start_soon(self._back_up_and_restore, seconds)
 
@@ -206,6 +207,7 @@ class Scenario:
             restart=self._restart_in_order,
             fail_database=self._fail_database,
             fail_homeserver=self._fail_homeserver,
+            lock_room=self._lock_room,
         )
         return Coverage(self._world, self._operator, troubles)
 
@@ -315,6 +317,17 @@ class Scenario:
                 await fill_ledger_disk(self._observed, life, seconds)
             else:
                 await self._fail_database(seconds)
+
+    async def _lock_rooms(self, every_s: float) -> None:
+        """The homeserver purges a room now and then, in vain."""
+        rng = derived(self._world.size.seed, "locks")
+        while True:
+            await trio.sleep(rng.uniform(0.2, 1.2) * every_s)
+            room = rng.choice(self._world.homeserver.lively)
+            await self._lock_room(room.room_id, rng.uniform(1, 15 * MINUTE))
+
+    async def _lock_room(self, room_id: str, seconds: float) -> None:
+        await lock_room(self._observed, lambda: self._life, room_id, seconds)
 
     async def _fail_database(self, seconds: float) -> None:
         life = self._life
