@@ -6,10 +6,10 @@ order, or will be offered. Otherwise they are in the database, and catch-up read
 To-device messages, device lists and redeliveries are always in a database; memory only knows that
 there are some. Receipts are in memory or are a debt; typing and presence are in memory only.
 
-A redelivery is an event that LSSO may have passed: one sent again, or released from quarantine. A
-room's newer PDUs wait behind its redeliveries, in the database, and hold LSSO below them: catch-up
-passes the room over. Those of other rooms do not wait. Redeliveries take half of a transaction, and
-what the others leave.
+A redelivery is an event that LSSO may have passed: one sent again, released from quarantine, or set
+aside by the fan-out because its room was locked. A room's newer PDUs wait behind its redeliveries,
+in the database, and hold LSSO below them: catch-up passes the room over. Those of other rooms do
+not wait. Redeliveries take half of a transaction, and what the others leave.
 
 Only its owner, the destination's task, calls the coroutines here, one at a time. Two sequences must
 stay free of `await`. The first is in `_end_catch_up`: from the check that no PDU was offered since
