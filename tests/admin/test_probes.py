@@ -2,8 +2,10 @@
 
 import re
 
+import psycopg
 import pytest
 import trio
+from sqlalchemy.exc import OperationalError
 from tests.admin.desk import open_desk
 from tests.sender.harness import World, answer, ok
 from tests.sender.test_database_errors import R1, A, broken_table
@@ -46,6 +48,33 @@ async def test_not_ready_while_it_is_unknown_who_is_owed_something(
         assert "which servers are owed something" in reason
         await trio.sleep(100)
         assert (await desk.get("/ready"))["ready"] is True
+
+
+async def test_a_lock_that_another_process_holds_is_a_warning_and_no_database_that_is_away(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """What needs the lock is tried again without end."""
+    held = True
+
+    def lock(point: str) -> None:
+        if held and point == "homeserver: before commit" and hasattr(world, "sender"):
+            cause = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
+            raise OperationalError("INSERT", {}, cause)
+
+    world.faults = lock
+    async with open_desk(world) as desk:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.join, R1, A)
+            await trio.sleep(60)
+            found = await desk.get("/ready")
+            assert found["ready"] is True
+            (warning,) = found["warnings"]
+            assert warning.startswith("another process has locked a part of the homeserver's data")
+            held = False
+        await world.say(R1, "after")
+        await trio.sleep(10)
+        assert "warnings" not in await desk.get("/ready")
+    assert world.servers[A].got == ["after"]
 
 
 async def test_a_full_quarantine_is_a_warning_and_no_server_can_make_us_unready(
