@@ -126,6 +126,80 @@ class SynapseWorld(World):
             ),
         )
 
+    async def found(self, room: str, group: int, *users: str) -> None:
+        """A room of version 10 with these members, by the state group and by the current state."""
+        await self.write(tables.rooms, {"room_id": room, "room_version": "10"})
+        await self.state(room, group, *users)
+        await self.members(room, *users)
+
+    async def state(self, room: str, group: int, *users: str) -> None:
+        """A state group in which these are joined."""
+        for user in users:
+            event_id = f"${room}{user}{group}"
+            await self.write(
+                tables.room_memberships,
+                {"event_id": event_id, "user_id": user, "room_id": room, "membership": "join"},
+            )
+            await self.write(
+                tables.state_groups_state,
+                {
+                    "state_group": group,
+                    "room_id": room,
+                    "type": "m.room.member",
+                    "state_key": user,
+                    "event_id": event_id,
+                },
+            )
+
+    async def message(
+        self,
+        room: str,
+        group: int | None,
+        text: str,
+        *,
+        sender: str = f"@a:{HS}",
+        newest: bool = False,
+        metadata: str = "{}",
+        **values: Any,
+    ) -> str:
+        """An event with this state group after it; `newest`: the room's only forward extremity."""
+        pdu = self.pdu(room, text, sender=sender, **values)
+        self.token += 1
+        await self.write(
+            tables.events,
+            {
+                "stream_ordering": self.token,
+                "event_id": pdu.event_id,
+                "room_id": room,
+                "type": pdu.event["type"],
+                "sender": sender,
+                "state_key": pdu.event.get("state_key"),
+                "received_ts": self.runtime.now_ms(),
+                "depth": self.token,
+                "outlier": False,
+            },
+        )
+        await self.write(
+            tables.event_json,
+            {
+                "event_id": pdu.event_id,
+                "room_id": room,
+                "internal_metadata": metadata,
+                "json": pdu.json,
+                "format_version": 3,
+            },
+        )
+        if group is not None:
+            row = {"event_id": pdu.event_id, "state_group": group}
+            await self.write(tables.event_to_state_groups, row)
+        if newest:
+            await self.remove(tables.event_forward_extremities, room_id=room)
+            row = {"event_id": pdu.event_id, "room_id": room}
+            await self.write(tables.event_forward_extremities, row)
+        if hasattr(self, "sender"):
+            self.sender.events.advance(self.token)
+        return pdu.event_id
+
     async def members(self, room: str, *users: str) -> None:
         """These are in the room now."""
         for user in users:

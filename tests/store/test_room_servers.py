@@ -236,14 +236,17 @@ async def test_partial_state_rooms_use_all_servers_that_are_known(
             story.room.now({ME: "join", CAT: "join", BEN: "leave"})
             unknown = story.room.event()
             assert unknown == "$3"
+            story.joins(CAT)
             return story.says()
 
         last = await synapse.database.write(write)
         everybody = {"us.example", "b.example", "c.example:8448", "told.example"}
 
         assert await before(synapse, last) == everybody
-        assert await before(synapse, "$3") == everybody
+        # Who joined after an event does not get it for that.
+        assert await before(synapse, "$3") == {"b.example", "told.example"}
         assert await synapse.store.servers_now([ROOM]) == {ROOM: everybody}
+        assert await synapse.store.rooms_with("c.example:8448", [ROOM]) == set()
         assert await synapse.store.rooms_shared_with("told.example") == [ROOM]
 
 

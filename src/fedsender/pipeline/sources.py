@@ -22,7 +22,6 @@ from fedsender.store.event_rows import auth_memberships, event_row, json_object,
 from fedsender.store.records import EventRow
 from fedsender.store.room_servers import (
     exceptions,
-    joined_now,
     memberships_of,
     partial_rooms,
     prior_memberships,
@@ -258,12 +257,10 @@ def told_servers(source: Source, *, after: int, upto: int) -> Iterator[pa.Record
     def look(connection: Connection) -> list[tuple[str, str, int, int]]:
         query = sa.select(tables.partial_state_rooms.c.room_id)
         rooms = list(connection.execute(query).scalars())
-        partial = partial_rooms(connection, rooms)
-        now = joined_now(connection, partial)
         return [
             (room, server, after + 1, upto)
-            for room, servers in partial.items()
-            for server in sorted(servers | now[room])
+            for room, servers in partial_rooms(connection, rooms).items()
+            for server in sorted(servers)
         ]
 
     rows = source.read(look)

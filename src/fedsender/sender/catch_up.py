@@ -11,8 +11,9 @@ transaction:
   long as one transaction takes the whole backlog, as after most restarts, nothing is written there.
 - A small gap is sent whole and in order. Of a large one only the newest event is sent, which stands
   in for the rest (the receiver fetches the events between). If other servers have written since,
-  the room's forward extremities that this server may see stand in (I6). The ledger names the events
-  that they supersede. If the newest event is gone or cannot be sent, the rest of the gap is sent
+  the room's forward extremities that this server may see stand in (I6). None do while only a part
+  of the room's state is known: nobody can say then who was banned. The ledger names the events that
+  they supersede. If the newest event is gone or cannot be sent, the rest of the gap is sent
   whole, as a small one is (I2).
 - LSSO follows as min(values of the rooms not done) - 1.
 - A room in which the destination is owed older events by redelivery waits for them. It is passed
@@ -169,6 +170,8 @@ class CatchUp:
                     if standing_in and number > 0:
                         break
                     return False
+                if one.pdu.stream_ordering > value:
+                    draft.others.add(room_id)
                 if not standing_in:
                     draft.rooms_done[room_id] = one.pdu.stream_ordering
             draft.rooms_done[room_id] = after = upto
@@ -223,8 +226,8 @@ class CatchUp:
             )
             return []
         own = rows[0]
-        here = (await self.homeserver.servers_now([room_id])).get(room_id, frozenset())
-        joined = self.destination in here
+        # Before anything else is read: the draft is held against this once more when it is full.
+        joined = bool(await self.homeserver.rooms_with(self.destination, [room_id]))
         extremities = await self.homeserver.forward_extremities(room_id) if joined else []
         if extremities and own.event_id not in extremities:
             newer = await self._visible(extremities, after)
@@ -245,7 +248,9 @@ class CatchUp:
         rows = [
             row
             for row in found.values()
-            if row.stream_ordering > after and not row.rejected and self._sendable(row)
+            if row.stream_ordering > after
+            and not (row.rejected or row.outlier or row.partial)
+            and self._sendable(row)
         ]
         before = await self.homeserver.servers_before(rows)
         visible = []

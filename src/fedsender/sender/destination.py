@@ -638,11 +638,12 @@ class Destination:
         gate = self._context.admission.gate
         if self.frozen is None and not self._held:
             draft = await self._fill()
+            await self.outbox.leave_out_unseen(draft)
             self._permit.hurried = False
             if draft.empty and not draft.asks:
                 await self.outbox.note_progress(draft)
                 return None
-            # No await between the filling and this line: what may be sent was judged there.
+            # No await from `leave_out_unseen` to this line: who may see it was judged there.
             if gate.open and not self._held:
                 self.frozen = self._freeze(draft)
             else:

@@ -14,7 +14,8 @@ not wait. Redeliveries take half of a transaction, and what the others leave.
 Only its owner, the destination's task, calls the coroutines here, one at a time. Two sequences must
 stay free of `await`. The first is in `_end_catch_up`: from the check that no PDU was offered since
 the query that found none owed, to the switch to level. Else a PDU is lost between the database and
-the queue. The second is in the destination: from `fill` to the freezing of the draft (I6).
+the queue. The second is in the destination: from `leave_out_unseen` to the freezing of the draft
+(I6).
 """
 
 import json
@@ -294,6 +295,17 @@ class Outbox:
             if isinstance(item, Routed) and self.destination in item.servers:
                 draft.add_pdu(Outgoing(item.pdu, "witness"))
         await self._quarantine_stuck(catch_up)
+
+    async def leave_out_unseen(self, draft: Draft) -> None:
+        """Take a catch-up's PDUs out again if the server may not see all of them now (I6).
+
+        The draft was filled from many reads: since the first one a server may have been banned.
+        """
+        if not draft.others:
+            return
+        may_see = await self._context.homeserver.rooms_with(self.destination, draft.others)
+        if not draft.others <= may_see:
+            draft.drop_catch_up()
 
     def _drop_unwanted(self, kinds: EduKinds) -> None:
         """Drop queued EDUs of the kinds that the policy has switched off."""

@@ -7,7 +7,9 @@ are asked:
 1. An event is ours to send if it is of a local user, or if we accepted it for another server and
    send it on behalf of that server (`send_on_behalf_of`). These are left out: a membership that was
    agreed elsewhere (`out_of_band_membership`), an event that is to be kept back (`proactively_send`
-   false), a rejected event, an outlier, and the event that creates a room (no user is in it yet).
+   false), a rejected event, an outlier, the event that creates a room (no user is in it yet), and
+   another server's event while only a part of the room's state is known. (Synapse accepts none for
+   others then.)
 2. It goes to every server with a joined user in the state *before* it. So the server of a user that
    it kicks or bans gets it, and the server of a user that it lets in does not.
 3. A leave or ban set by another user also goes to the target's server if the target was only
@@ -82,6 +84,8 @@ class _NotYet(Exception):
 def is_ours(row: EventRow, server_name: str) -> bool:
     """Whether rule 1 holds, as far as can be told without parsing the event."""
     if row.rejected or row.outlier:
+        return False
+    if row.partial and row.sender.partition(":")[2] != server_name:
         return False
     return is_sent_by(server_name, row.sender, row.internal_metadata)
 

@@ -84,6 +84,7 @@ class Draft:
         without: marks of the items that it is not for.
         asks: whether it is sent empty, to find out whether the server answers.
         outbox_before: to-device rows that were answered before and are still to be deleted.
+        others: the rooms of which it has events of other servers (I6).
     """
 
     max_pdus: int
@@ -100,6 +101,7 @@ class Draft:
     rooms_done: dict[str, int] = field(default_factory=dict)
     receipts_upto: int | None = None
     outbox_before: Sequence[int] = ()
+    others: set[str] = field(default_factory=set)
 
     @property
     def empty(self) -> bool:
@@ -161,7 +163,7 @@ class Draft:
         kept = [outgoing for outgoing in self.pdus if outgoing.sent.lane != "catch_up"]
         gone = (outgoing for outgoing in self.pdus if outgoing.sent.lane == "catch_up")
         self.bytes -= sum(len(outgoing.pdu.wire) + 1 for outgoing in gone)
-        self.pdus, self.lsso, self.rooms_done = kept, None, {}
+        self.pdus, self.lsso, self.rooms_done, self.others = kept, None, {}, set()
 
     def drop_outbox(self, row_id: int) -> bool:
         """Take the EDUs of this row out again; False if there are no others: then they stay."""

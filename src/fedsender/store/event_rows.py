@@ -9,11 +9,13 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    FromClause,
     Row,
     Select,
     bindparam,
     case,
     exists,
+    false,
     inspect,
     literal,
     null,
@@ -111,11 +113,12 @@ def _event_query(schema: Schema) -> Select[Any]:
         of_sender = exists().where(ban.room_id == events.c.room_id, ban.user_id == events.c.sender)
         claims.append(of_sender)
     state_group: ColumnElement[Any] = null()
+    partial: ColumnElement[bool] = false()
     if schema.state_groups:
-        groups, in_part = tables.event_to_state_groups, tables.partial_state_rooms.c
+        groups = tables.event_to_state_groups
         stored = stored.outerjoin(groups, groups.c.event_id == events.c.event_id)
-        whole = ~exists().where(in_part.room_id == events.c.room_id)
-        state_group = case((whole, groups.c.state_group))
+        partial = _partial(events)
+        state_group = case((~partial, groups.c.state_group))
     return select(
         events.c.stream_ordering,
         events.c.event_id,
@@ -133,7 +136,21 @@ def _event_query(schema: Schema) -> Select[Any]:
         rooms.c.room_version,
         or_(*claims).label("perhaps_redacted"),
         state_group.label("state_group"),
+        partial.label("partial"),
     ).select_from(stored)
+
+
+def _partial(events: FromClause) -> ColumnElement[bool]:
+    """Whether only a part of the state before the event is known.
+
+    Events from before our join, of an earlier stay in the room, keep their whole state.
+    """
+    rooms, join = tables.partial_state_rooms, tables.events.alias("our_join")
+    since = rooms.outerjoin(join, join.c.event_id == rooms.c.join_event_id)
+    before, at = join.c.stream_ordering, events.c.stream_ordering
+    joined = select(literal(1)).select_from(since)
+    joined = joined.where(rooms.c.room_id == events.c.room_id, or_(before.is_(None), before <= at))
+    return joined.correlate(events).exists()
 
 
 def _event_rows(connection: Connection, rows: Sequence[Row[Any]], schema: Schema) -> list[EventRow]:
@@ -161,6 +178,7 @@ def event_row(row: Row[Any], *, redacted: bool) -> EventRow:
         room_version=row.room_version,
         redacted=redacted,
         state_group=row.state_group,
+        partial=bool(row.partial),
     )
 
 

@@ -483,6 +483,17 @@ class HomeserverStore:
                 remember(self._here, name, servers)
         return known | found
 
+    async def rooms_with(self, destination: str, room_ids: Iterable[str]) -> set[str]:
+        """The rooms among these of which it is known that the server is in them now (I6).
+
+        None of them is a room with partial state.
+        """
+        if self._embedded:
+            here = await self.servers_now(list(room_ids))
+            return {room_id for room_id, servers in here.items() if destination in servers}
+        look = partial(room_servers.rooms_with, server=destination, room_ids=room_ids)
+        return await self._database.read(look)
+
     @contextmanager
     def _hosts_moving(self) -> Iterator[None]:
         """Keep results of reads out of memory while servers join or leave rooms."""

@@ -42,6 +42,8 @@ class EventRow:
         redacted: it has a valid redaction, so it is sent pruned.
         state_group: in a Synapse, the state after it; None where that is not known, or not for
             good: while the room's state is partial.
+        partial: whether only a part of the state before it is known: the homeserver joined the room
+            a short while ago and still fetches the rest, and the event is not older than that join.
     """
 
     stream_ordering: int
@@ -59,6 +61,7 @@ class EventRow:
     room_version: str | None
     redacted: bool
     state_group: int | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cachetools import LRUCache
-from sqlalchemy import BigInteger, Connection, cast, func, or_, select
+from sqlalchemy import BigInteger, Connection, cast, exists, func, or_, select
 
 from fedsender.caches import remember
 from fedsender.facts import RoomServers
@@ -137,11 +137,12 @@ class EventStates:
     def __init__(self) -> None:
         self.groups: dict[str, int] = {}
         self.prior: dict[str, str | None] = {}
-        self.partial: dict[str, frozenset[str]] = {}
+        self.told: dict[str, frozenset[str]] = {}
 
 
 def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStates:
-    """State groups, replaced memberships, and the servers of partial-state rooms."""
+    """State groups, replaced memberships, and for events with partial state the servers named to us
+    at the join."""
     states = EventStates()
     unknown = [event for event in events if event.state_group is None]
     for event in events:
@@ -153,10 +154,11 @@ def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStat
         states.groups[event_id] = group
     members = [event for event in events if _is_membership(event)]
     states.prior = prior_memberships(connection, members)
-    partial = partial_rooms(connection, {event.room_id for event in unknown})
-    if partial:
-        now = joined_now(connection, partial)
-        states.partial = {room: servers | now[room] for room, servers in partial.items()}
+    in_part = [event for event in events if event.partial]
+    told = partial_rooms(connection, {event.room_id for event in in_part})
+    states.told = {
+        event.event_id: told[event.room_id] for event in in_part if event.room_id in told
+    }
     return states
 
 
@@ -216,8 +218,27 @@ def joined_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, fro
     return {room_id: frozenset(names) for room_id, names in found.items()}
 
 
+def rooms_with(connection: Connection, server: str, room_ids: Iterable[str]) -> set[str]:
+    """The rooms among these of which it is known that the server is in them now.
+
+    None of them has partial state. One statement: between two, a room could come to have it.
+    """
+    state, in_part = tables.current_state_events.c, tables.partial_state_rooms.c
+    query = (
+        select(state.room_id)
+        .where(state.type == "m.room.member", state.membership == "join")
+        .where(state.state_key.endswith(":" + server, autoescape=True))
+        .where(~exists().where(in_part.room_id == state.room_id))
+        .distinct()
+    )
+    return {row.room_id for row in select_rows(connection, query, state.room_id, room_ids)}
+
+
 def servers_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The servers in each room now; of a partial-state room, also those named at the join."""
+    """The servers in each room now; of a partial-state room, also those named at the join.
+
+    For EDUs of our own users alone: the list from the join may be hours old.
+    """
     wanted = sorted(room_ids)
     now = joined_now(connection, wanted)
     for room_id, servers in partial_rooms(connection, wanted).items():
@@ -264,7 +285,7 @@ class _Look:
         if event.type == "m.room.create" and event.state_key == "":
             return NOBODY
         hosts = self._before(event, states)
-        told = states.partial.get(event.room_id)
+        told = states.told.get(event.event_id)
         if told is None:
             return hosts
         return told if isinstance(hosts, HostsUnknown) else told | hosts

@@ -507,7 +507,10 @@ event_forward_extremities = Table(
     Column("room_id", Text, nullable=False),
 )
 partial_state_rooms = Table(
-    "partial_state_rooms", synapse, Column("room_id", Text, primary_key=True)
+    "partial_state_rooms",
+    synapse,
+    Column("room_id", Text, primary_key=True),
+    Column("join_event_id", Text, comment="our join; NULL: it is under way"),
 )
 partial_state_rooms_servers = Table(
     "partial_state_rooms_servers",
