@@ -539,6 +539,10 @@ class Metrics:
             "fedsender_isolations", "Steps of finding the item that makes a server refuse"
         )
         self.quarantined = self._count("fedsender_quarantined", "Items put into quarantine")
+        self.given_up = self._count(
+            "fedsender_given_up_events",
+            "Owed events that could not be sent any more, mostly as their history was purged",
+        )
         self.notify_failures = self._count(
             "fedsender_notify_failures",
             "Messages of `notify` that could not be delivered",

@@ -85,6 +85,9 @@ BY_LACK = {"fedsender_out_of_resources"}
 BY_LOOP = {"fedsender_loop_longest_step_seconds"}
 """What tests/test_telemetry.py sees move."""
 
+BY_PURGE = {"fedsender_given_up_events"}
+"""In tests/sender/test_purged_history.py."""
+
 BY_QUARANTINE = {"fedsender_full_quarantines", "fedsender_quarantine_items"}
 """What tests/admin/test_probes.py sees move."""
 
@@ -135,7 +138,7 @@ def touched(metrics: Metrics) -> set[str]:
 def test_every_declared_metric_is_in_one_of_the_lists() -> None:
     """A new metric must be shown to move, or it is dead weight on a dashboard."""
     known = BY_TROUBLE | BY_SOCKETS | BY_RELAY | BY_LACK | BY_LOOP | BY_QUARANTINE | BY_PUSH
-    known |= BY_OUTAGE | BY_NATURE | BY_NOTIFY
+    known |= BY_OUTAGE | BY_NATURE | BY_NOTIFY | BY_PURGE
     assert set(values(Metrics(HS))) == known
     assert not BY_TROUBLE & BY_SOCKETS
 

@@ -236,6 +236,13 @@ def upgrade() -> None:
             "parked", sa.Text(), nullable=True, comment="why nothing is tried; NULL: not parked"
         ),
         sa.Column(
+            "given_up",
+            sa.Integer(),
+            nullable=False,
+            comment="owed events that were gone by then",
+        ),
+        sa.Column("given_up_ms", sa.BigInteger(), nullable=True, comment="when that happened last"),
+        sa.Column(
             "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
         ),
         sa.PrimaryKeyConstraint("destination"),

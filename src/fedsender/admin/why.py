@@ -112,6 +112,8 @@ class Why:
         oldest_rooms: of the rooms of `depth` the 100 that have waited the longest.
         summary: all of it in one sentence.
         isolating: items per transaction while a poisonous one is looked for.
+        given_up: events that it was owed and that were gone before they could be sent; the ledger
+            names them.
         held: suspects, one sentence each: its record, and why it is still owed.
         paused_by: the operator who paused it, if known.
         paused_until_ts: when the pause ends by itself; null: by resume only.
@@ -132,6 +134,7 @@ class Why:
     next_attempt_ts: int | None
     in_flight: InFlight | None
     isolating: int | None
+    given_up: int
     held: tuple[str, ...]
     paused: str | None
     paused_by: str | None
@@ -187,7 +190,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         destination=server,
         state=words,
         since_ts=_since(context, status, now_ms),
-        summary=" ".join((sentence, *_held(state))),
+        summary=" ".join((sentence, *_held(state), *_given_up(state, now_ms))),
         depth=depth,
         oldest=oldest,
         oldest_rooms=pending.oldest_rooms,
@@ -197,6 +200,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         next_attempt_ts=next_ts,
         in_flight=in_flight,
         isolating=state.isolating,
+        given_up=state.given_up,
         held=tuple(_held(state)),
         paused=state.paused,
         paused_by=state.paused_by,
@@ -315,6 +319,17 @@ def _held(state: ServerState) -> Iterator[str]:
             answers = many(search.answers + 1, "time")
             found = f"{times} by now; other {kind.value}s were refused {others}, answered {answers}"
         yield f"The {kind.value} {search.suspect} was refused and is held: {found}."
+
+
+def _given_up(state: ServerState, now_ms: int) -> Iterator[str]:
+    """What it was owed and cannot get any more."""
+    if state.given_up_ms is not None:
+        ago = duration((now_ms - state.given_up_ms) / 1000)
+        events = many(state.given_up, "owed event")
+        yield (
+            f"{events} could not be sent any more, the last {ago} ago:"
+            " see the lines `dropped` of the ledger."
+        )
 
 
 def _answered(state: ServerState, now_ms: int) -> str:

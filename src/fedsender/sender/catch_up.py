@@ -12,9 +12,12 @@ transaction:
 - A small gap is sent whole and in order. Of a large one only the newest event is sent, which stands
   in for the rest (the receiver fetches the events between). If other servers have written since,
   the room's forward extremities that this server may see stand in (I6). None do while only a part
-  of the room's state is known: nobody can say then who was banned. The ledger names the events that
-  they supersede. If the newest event is gone or cannot be sent, the rest of the gap is sent
-  whole, as a small one is (I2).
+  of the room's state is known: nobody can say then who was banned. Events of erased users stand in
+  for nothing. The ledger names the events that are superseded. If the newest event is gone or
+  cannot be sent, the rest of the gap is sent whole, as a small one is (I2).
+- The homeserver may have purged the history of a room, and with it all that the gap had. Then too
+  forward extremities stand in. If there are none, the room is passed, and the draft says so: the
+  ledger gets a line.
 - LSSO follows as min(values of the rooms not done) - 1.
 - A room in which the destination is owed older events by redelivery waits for them. It is passed
   over, and counts as not done.
@@ -27,9 +30,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import structlog
-
 from fedsender.config.policy import GAP_EVENTS
+from fedsender.ledger import SentPdu
 from fedsender.matrix import BadEvent, Pdu
 from fedsender.sender.routing import Bad, Routed, Router, parse_row
 from fedsender.sender.transaction import Draft, Outgoing
@@ -40,8 +42,6 @@ PAGE = 50
 """The number of rooms looked at for one transaction."""
 SCAN = GAP_EVENTS
 """The number of events of one room read at a time."""
-
-log = structlog.get_logger()
 
 Waiting = Callable[[Collection[str]], Awaitable[Collection[str]]]
 """The rooms among these that wait for older events. It is asked after the rooms were read: what was
@@ -159,23 +159,52 @@ class CatchUp:
 
     async def _fill_room(self, draft: Draft, room_id: str, value: int) -> bool:
         """Put one room's gap into the draft; return whether an answer to it completes the room."""
-        after = max(self.floor, self.answered.get(room_id, self.floor))
+        start = after = max(self.floor, self.answered.get(room_id, self.floor))
+        newest = 0
         while after < value:
             outgoing, upto, standing_in = await self._next_of_room(room_id, after, value)
-            # Several extremities stand in together or not at all, unless they never fit together.
-            if standing_in and not draft.empty and not draft.takes(len(outgoing)):
-                return False
-            for number, one in enumerate(outgoing):
-                if not draft.add_pdu(one):
-                    if standing_in and number > 0:
-                        break
+            # Several extremities stand in together or not at all. If they never fit together, the
+            # newest does.
+            if standing_in and not draft.takes_together(outgoing):
+                if not draft.empty:
                     return False
-                if one.pdu.stream_ordering > value:
+                outgoing = outgoing[-1:]
+            for one in outgoing:
+                if not draft.add_pdu(one):
+                    return False
+                newest = one.pdu.stream_ordering
+                if newest > value:
                     draft.others.add(room_id)
                 if not standing_in:
-                    draft.rooms_done[room_id] = one.pdu.stream_ordering
+                    draft.rooms_done[room_id] = newest
             draft.rooms_done[room_id] = after = upto
+        if start < value and newest < value:
+            await self._pass(draft, room_id, start, value)
         return True
+
+    async def _pass(self, draft: Draft, room_id: str, start: int, value: int) -> None:
+        """Note in the draft that this gap's newest event is passed unsent.
+
+        It is not if the event is in quarantine, or was answered out of turn.
+        """
+        own = await self._event_at(room_id, value)
+        if own is not None and not self._sendable(own):
+            return
+        if own is None:
+            reason = "the event is gone from the homeserver's database"
+        elif own.outlier:
+            reason = "the homeserver has purged the history of the room"
+        elif own.rejected:
+            reason = "the homeserver has rejected the event since"
+        else:
+            reason = "by what is known now the event is not for this server"
+        event_id = "" if own is None else own.event_id
+        lost = SentPdu(event_id, room_id, value, "catch_up", (start + 1, value))
+        draft.given_up.append((lost, reason))
+
+    async def _event_at(self, room_id: str, value: int) -> EventRow | None:
+        rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
+        return rows[0] if rows else None
 
     async def _next_of_room(
         self, room_id: str, after: int, value: int
@@ -184,9 +213,12 @@ class CatchUp:
         it; whether they stand in for the gap, and so cover it only together."""
         if not self.whole:
             small = None if self.newest_only else await self._small_gap(room_id, after, value)
-            if small is not None:
+            if small:
                 return small, value, False
-            standing_in = await self._stand_in(room_id, after, value)
+            own = await self._event_at(room_id, value)
+            if small is not None and own is not None and not self._sendable(own):
+                return [], value, False
+            standing_in = await self._stand_in(own, room_id, after, value)
             if standing_in:
                 return standing_in, value, True
         rows = await self.homeserver.room_events(room_id, after, value, SCAN)
@@ -212,28 +244,23 @@ class CatchUp:
     def _sendable(self, row: EventRow) -> bool:
         return row.event_id not in self.refused and row.event_id not in self.stuck
 
-    async def _stand_in(self, room_id: str, after: int, value: int) -> list[Outgoing]:
-        """The event that the row names, or instead newer ones that this server may see. Empty: the
-        event is gone or cannot be sent; the rest of the gap perhaps can."""
+    async def _stand_in(
+        self, own: EventRow | None, room_id: str, after: int, value: int
+    ) -> list[Outgoing]:
+        """The event that the row names, `own`, or instead newer ones that this server may see.
+
+        Empty: the event is gone or cannot be sent; the rest of the gap perhaps can.
+        """
         supersedes = (after + 1, value)
-        rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
-        if not rows:
-            log.warning(
-                "an owed event is gone",
-                destination=self.destination,
-                room=room_id,
-                stream_ordering=value,
-            )
-            return []
-        own = rows[0]
         # Before anything else is read: the draft is held against this once more when it is full.
         joined = bool(await self.homeserver.rooms_with(self.destination, [room_id]))
         extremities = await self.homeserver.forward_extremities(room_id) if joined else []
-        if extremities and own.event_id not in extremities:
+        if own is None or own.event_id not in extremities:
             newer = await self._visible(extremities, after)
             if newer and newer[-1].stream_ordering > value:
                 return [Outgoing(pdu, "catch_up", supersedes) for pdu in newer]
-        for item in await self.router.route([own] if self._sendable(own) else []):
+        rows = [own] if own is not None and self._sendable(own) else []
+        for item in await self.router.route(rows):
             if isinstance(item, Routed):
                 # What never came may reach further down than the gap.
                 from_mark, _ = item.supersedes or supersedes
@@ -249,7 +276,7 @@ class CatchUp:
             row
             for row in found.values()
             if row.stream_ordering > after
-            and not (row.rejected or row.outlier or row.partial)
+            and not (row.rejected or row.outlier or row.partial or row.erased)
             and self._sendable(row)
         ]
         before = await self.homeserver.servers_before(rows)

@@ -641,15 +641,30 @@ class Destination:
             await self.outbox.leave_out_unseen(draft)
             self._permit.hurried = False
             if draft.empty and not draft.asks:
+                self.outbox.note_given_up(draft.given_up)
                 await self.outbox.note_progress(draft)
+                await self._count_given_up()
                 return None
             # No await from `leave_out_unseen` to this line: who may see it was judged there.
             if gate.open and not self._held:
                 self.frozen = self._freeze(draft)
+                self.outbox.note_given_up(draft.given_up)
+                await self._count_given_up()
             else:
                 self.outbox.give_back(draft)
         # Told to stop while it waited for its place, or shut out while it connected.
         return self.frozen if gate.open and not self._held else None
+
+    async def _count_given_up(self) -> None:
+        """Remember that owed events were passed, for `why`."""
+        if self.outbox.given_up:
+            given_up, now_ms = (
+                self.state.given_up + self.outbox.given_up,
+                self._context.runtime.now_ms(),
+            )
+            self.outbox.given_up = 0
+            self.state = replace(self.state, given_up=given_up, given_up_ms=now_ms)
+            await self._save_state()
 
     async def _send(self, peer: Peer, transaction: Transaction) -> None:
         context = self._context

@@ -169,6 +169,9 @@ class ServerState:
         paused_by, paused_ms: the operator who paused it, if known, and when.
         paused_until_ms: when the pause ends by itself; None: not by itself.
         parked: the reason why nothing is tried until an operator says so; None: not parked.
+        given_up: the number of owed events that could not be sent any more, mostly because their
+            history was purged.
+        given_up_ms: when that happened last.
     """
 
     destination: str
@@ -191,6 +194,8 @@ class ServerState:
     paused_ms: int | None = None
     paused_until_ms: int | None = None
     parked: str | None = None
+    given_up: int = 0
+    given_up_ms: int | None = None
 
     def wait_s(self, now_ms: int) -> float:
         """Seconds until our own timer tries again, as of now.
@@ -335,6 +340,8 @@ def after_success(state: ServerState, now_ms: int) -> ServerState:
         paused_ms=state.paused_ms,
         paused_until_ms=state.paused_until_ms,
         parked=state.parked,
+        given_up=state.given_up,
+        given_up_ms=state.given_up_ms,
     )
 
 

@@ -285,11 +285,7 @@ class FanOut:
             if row.type == "m.room.redaction":
                 targets += _redacts(row)
             elif row.type == "m.room.member" and _redacts_all(row):
-                # Not only what is queued: any of the target's events may be remembered.
-                self._router.clear()
                 targets += self._pool.sent_by(row.state_key or "", row.room_id)
-        for target in targets:
-            self._router.forget(target)
         queued = [target for target in targets if target in self._pool]
         found = await self._homeserver.events_by_id(queued) if queued else {}
         for event_id, row in found.items():
@@ -299,8 +295,6 @@ class FanOut:
 
     def redacted(self, event_ids: Collection[str]) -> None:
         """Note that these events were redacted: the next chunk redacts those that are queued."""
-        for event_id in event_ids:
-            self._router.forget(event_id)
         self._redacted.update(event_ids)
 
     async def _look_at_quarantine(self) -> None:

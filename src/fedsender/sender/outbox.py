@@ -38,7 +38,7 @@ from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction, settle
 from fedsender.store.homeserver import Settlement
-from fedsender.store.records import PresenceState, Receipt, Redelivery
+from fedsender.store.records import PresenceState, Receipt
 from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
@@ -69,6 +69,8 @@ class Outbox:
         receipts: those that wait in memory, and whether more wait in the database.
         owes_to_device, owes_device_lists, owes_redeliveries: whether the database may have some.
         lsso: the destination's low-water mark; None until it was needed.
+        given_up: the number of owed events that could not be sent any more, since the destination
+            asked last.
         stored_lsso: the mark in the database, once `write_marks` was called; None: it has none, or
             was not read.
     """
@@ -79,6 +81,7 @@ class Outbox:
         self.level = level
         self.lsso: int | None = None
         self.stored_lsso: int | None = None
+        self.given_up = 0
         self._context = context
         # No method of ours: it would know us, and who has left would wait for Python's search for
         # cycles, hundreds at a time.
@@ -307,6 +310,27 @@ class Outbox:
         if not draft.others <= may_see:
             draft.drop_catch_up()
 
+    def note_given_up(self, given_up: Iterable[tuple[SentPdu, str]]) -> None:
+        """Write a line for each owed event that cannot be sent any more, with the reason.
+
+        A draft that is formed again has them again: then there are two lines.
+        """
+        context = self._context
+        for pdu, reason in given_up:
+            log.warning(
+                "owed event given up",
+                destination=self.destination,
+                room=pdu.room_id,
+                stream_ordering=pdu.stream_ordering,
+                reason=reason,
+            )
+            record = TransactionRecord([pdu])
+            now_ms = context.runtime.now_ms()
+            line = Line(now_ms, self.destination, "dropped", record=record, reason=reason)
+            context.ledger.record(line)
+            context.metrics.given_up.inc()
+            self.given_up += 1
+
     def _drop_unwanted(self, kinds: EduKinds) -> None:
         """Drop queued EDUs of the kinds that the policy has switched off."""
         if not kinds.receipts:
@@ -402,7 +426,8 @@ class Outbox:
                 await self.quarantine_pdu(item)
                 dropped.append(event_id)
             elif item is None or self.destination not in item.servers:
-                self._note_given_up(each, GONE if item is None else NOT_FOR_IT)
+                pdu = SentPdu(event_id, each.room_id, each.stream_ordering, "redelivery")
+                self.note_given_up([(pdu, GONE if item is None else NOT_FOR_IT)])
                 dropped.append(event_id)
             elif draft.is_for(event_id):
                 found.append(Outgoing(item.pdu, "redelivery", item.supersedes))
@@ -439,18 +464,6 @@ class Outbox:
         return await self._context.store.rooms_with_redeliveries(
             self.destination, rooms, ahead if held is None else {*ahead, held}
         )
-
-    def _note_given_up(self, item: Redelivery, reason: str) -> None:
-        log.warning(
-            "redelivery given up",
-            destination=self.destination,
-            event_id=item.event_id,
-            reason=reason,
-        )
-        pdu = SentPdu(item.event_id, item.room_id, item.stream_ordering, "redelivery")
-        record, now_ms = TransactionRecord([pdu]), self._context.runtime.now_ms()
-        line = Line(now_ms, self.destination, "dropped", record=record, reason=reason)
-        self._context.ledger.record(line)
 
     # --- Catch-up ---------------------------------------------------------------------------------
 

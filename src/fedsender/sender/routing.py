@@ -77,6 +77,18 @@ class Bad:
     content: bytes | None = None
 
 
+_Known = tuple[str, bool, bool]
+
+
+def _known(row: EventRow) -> _Known:
+    """By what a route is remembered: it changes with a redaction, and once the state is whole."""
+    return row.event_id, _pruned(row), row.partial
+
+
+def _pruned(row: EventRow) -> bool:
+    return row.redacted or row.erased
+
+
 class _NotYet(Exception):
     """The servers before an event are unknown, but may be known when asked again."""
 
@@ -121,19 +133,14 @@ class Router:
         self._homeserver = homeserver
         self._server_name = server_name
         self._may_send_to = may_send_to
-        self._forgotten = 0
-        self._routed: TTLCache[str, Routed] = TTLCache(
+        self._cleared = 0
+        self._routed: TTLCache[_Known, Routed] = TTLCache(
             cache_bytes, REMEMBERED_S, timer=trio.current_time, getsizeof=_size
         )
 
-    def forget(self, event_id: str) -> None:
-        """Forget the route of an event that has changed (it was redacted)."""
-        self._forgotten += 1
-        self._routed.pop(event_id, None)
-
     def clear(self) -> None:
         """Forget all routes: the permitted servers have changed."""
-        self._forgotten += 1
+        self._cleared += 1
         self._routed.clear()
 
     def is_ours(self, row: EventRow) -> bool:
@@ -148,14 +155,14 @@ class Router:
         Args:
             known_before: by event id the servers before it, as far as they were read with the rows.
         """
-        forgotten = self._forgotten
+        cleared = self._cleared
         known: dict[str, Routed | Bad] = {}
         fresh: list[EventRow] = []
         parsed: dict[str, tuple[Pdu, Mapping[str, Any]]] = {}
         for row in rows:
             if not self.is_ours(row):
                 continue
-            cached = self._routed.get(row.event_id)
+            cached = self._routed.get(_known(row))
             if cached is not None:
                 known[row.event_id] = cached
                 continue
@@ -181,9 +188,8 @@ class Router:
             mark = stands_above(row.internal_metadata)
             routed = Routed(pdu, self._narrow(row, servers, target), mark)
             known[row.event_id] = routed
-            if self._forgotten == forgotten:
-                # Else it may have been read before it changed.
-                remember(self._routed, row.event_id, routed)
+            if self._cleared == cleared:
+                remember(self._routed, _known(row), routed)
         return [known[row.event_id] for row in rows if row.event_id in known]
 
     def _narrow(self, row: EventRow, servers: frozenset[str], target: str | None) -> frozenset[str]:
@@ -246,7 +252,7 @@ def _size(routed: Routed) -> int:
 
 
 def parse_row(row: EventRow) -> Pdu:
-    """The PDU of a row as it goes out: redacted if it was redacted.
+    """The PDU of a row as it goes out: pruned if it was redacted, or its sender erased.
 
     Raises:
         BadEvent: it cannot be sent.
@@ -261,7 +267,7 @@ def _parse(row: EventRow) -> tuple[Pdu, Mapping[str, Any]]:
         raise BadEvent("the room's version is unknown")
     stored = (row.event_id, row.room_id, row.stream_ordering, row.json, row.room_version)
     pdu, event = make_pdu(*stored, row.received_ts)
-    if row.redacted:
+    if _pruned(row):
         pdu = make_redacted_pdu(*stored, row.received_ts)
     return pdu, event
 

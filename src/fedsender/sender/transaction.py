@@ -85,6 +85,7 @@ class Draft:
         asks: whether it is sent empty, to find out whether the server answers.
         outbox_before: to-device rows that were answered before and are still to be deleted.
         others: the rooms of which it has events of other servers (I6).
+        given_up: owed events that a catch-up cannot send any more, and why; each for its gap.
     """
 
     max_pdus: int
@@ -102,6 +103,7 @@ class Draft:
     receipts_upto: int | None = None
     outbox_before: Sequence[int] = ()
     others: set[str] = field(default_factory=set)
+    given_up: list[tuple[SentPdu, str]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -134,6 +136,11 @@ class Draft:
             room = min(room, self.max_items - len(self.pdus) - len(self.edus))
         return (max(0, room) + rounded_up) // 2, (self.bytes + self.max_bytes) // 2
 
+    def takes_together(self, pdus: Sequence[Outgoing]) -> bool:
+        """Whether there is room for all of these PDUs."""
+        size = sum(len(each.pdu.wire) + 1 for each in pdus)
+        return self.takes(len(pdus)) and self.bytes + size <= self.max_bytes
+
     def add_pdu(self, outgoing: Outgoing) -> bool:
         """Add the PDU, or answer False if it must wait. One alone is never too large."""
         size = len(outgoing.pdu.wire) + 1
@@ -163,7 +170,8 @@ class Draft:
         kept = [outgoing for outgoing in self.pdus if outgoing.sent.lane != "catch_up"]
         gone = (outgoing for outgoing in self.pdus if outgoing.sent.lane == "catch_up")
         self.bytes -= sum(len(outgoing.pdu.wire) + 1 for outgoing in gone)
-        self.pdus, self.lsso, self.rooms_done, self.others = kept, None, {}, set()
+        self.pdus, self.lsso, self.rooms_done = kept, None, {}
+        self.others, self.given_up = set(), []
 
     def drop_outbox(self, row_id: int) -> bool:
         """Take the EDUs of this row out again; False if there are no others: then they stay."""

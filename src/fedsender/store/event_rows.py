@@ -46,7 +46,7 @@ class Schema:
     Attributes:
         bans: the table `room_ban_redactions`, which older Synapses lack.
         recheck: the column `redactions.recheck` (Synapse's schema 94).
-        state_groups: a Synapse's tables of state groups.
+        state_groups: a Synapse's tables of state groups, partial state and erased users.
     """
 
     bans: bool = False
@@ -114,10 +114,12 @@ def _event_query(schema: Schema) -> Select[Any]:
         claims.append(of_sender)
     state_group: ColumnElement[Any] = null()
     partial: ColumnElement[bool] = false()
+    erased: ColumnElement[bool] = false()
     if schema.state_groups:
         groups = tables.event_to_state_groups
         stored = stored.outerjoin(groups, groups.c.event_id == events.c.event_id)
         partial = _partial(events)
+        erased = exists().where(tables.erased_users.c.user_id == events.c.sender)
         state_group = case((~partial, groups.c.state_group))
     return select(
         events.c.stream_ordering,
@@ -137,6 +139,7 @@ def _event_query(schema: Schema) -> Select[Any]:
         or_(*claims).label("perhaps_redacted"),
         state_group.label("state_group"),
         partial.label("partial"),
+        erased.label("erased"),
     ).select_from(stored)
 
 
@@ -179,6 +182,7 @@ def event_row(row: Row[Any], *, redacted: bool) -> EventRow:
         redacted=redacted,
         state_group=row.state_group,
         partial=bool(row.partial),
+        erased=bool(row.erased),
     )
 
 

@@ -40,6 +40,7 @@ class EventRow:
         internal_metadata: Synapse's notes about the event, never sent.
         room_version: None if the room is gone or has none.
         redacted: it has a valid redaction, so it is sent pruned.
+        erased: its sender was erased, so it is sent pruned, and stands in for nothing.
         state_group: in a Synapse, the state after it; None where that is not known, or not for
             good: while the room's state is partial.
         partial: whether only a part of the state before it is known: the homeserver joined the room
@@ -62,6 +63,7 @@ class EventRow:
     redacted: bool
     state_group: int | None = None
     partial: bool = False
+    erased: bool = False
 
 
 @dataclass(frozen=True, slots=True)

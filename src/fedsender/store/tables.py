@@ -357,6 +357,10 @@ server_states = Table(
     Column("paused_ms", BigInteger, comment="when the operator paused it"),
     Column("paused_until_ms", BigInteger, comment="when it ends by itself; NULL: never"),
     Column("parked", Text, comment="why nothing is tried; NULL: not parked"),
+    Column(
+        "given_up", Integer, nullable=False, default=0, comment="owed events that were gone by then"
+    ),
+    Column("given_up_ms", BigInteger, comment="when that happened last"),
 )
 catch_ups = Table(
     "catch_ups",
@@ -518,6 +522,7 @@ partial_state_rooms_servers = Table(
     Column("room_id", Text, primary_key=True),
     Column("server_name", Text, primary_key=True),
 )
+erased_users = Table("erased_users", synapse, Column("user_id", Text, primary_key=True))
 room_ban_redactions = Table(
     "room_ban_redactions",
     synapse,
