@@ -281,7 +281,6 @@ def test_what_could_not_be_carried_over_is_named(tmp_path: Path) -> None:
         outbound_federation_restricted_to=["other"],
         http_proxy="http://user:c4n4ry-proxy@proxy:1",
         presence={"presence_router": {"module": "x"}},
-        experimental_features={"msc4354_enabled": True},
         federation_client_minimum_tls_version=1,
         instance_map=None,
     )
@@ -294,7 +293,6 @@ def test_what_could_not_be_carried_over_is_named(tmp_path: Path) -> None:
         "federation.destination_*retry*",
         "http_proxy",
         "presence.presence_router",
-        "experimental_features.msc4354_enabled",
         "federation_client_minimum_tls_version",
         "instance_map",
         "outbound_federation_restricted_to",

@@ -86,7 +86,7 @@ BY_LOOP = {"fedsender_loop_longest_step_seconds"}
 """What tests/test_telemetry.py sees move."""
 
 BY_PURGE = {"fedsender_given_up_events"}
-"""In tests/sender/test_purged_history.py."""
+"""What tests/sender/test_purged_history.py sees move."""
 
 BY_QUARANTINE = {"fedsender_full_quarantines", "fedsender_quarantine_items"}
 """What tests/admin/test_probes.py sees move."""

@@ -48,16 +48,19 @@ class SynapseWorld(World):
         async with open_database(url, self.runtime, name="test", options=options) as self.database:
             if new:
                 await self.database.write(synapse_schema.create)
-            config = StoreConfig(
-                HomeserverSettings(
-                    "synapse", "fedsender", ("fedsender",), device_names=self.device_names
-                ),
-                url,
-                lay(self.directory / "sender.sqlite3", "sender"),
-                synchronous="OFF",
-            )
-            async with open_store(config, self.runtime, faults=self.faults) as self.store:
+            settings = self.store_settings()
+            async with open_store(settings, self.runtime, faults=self.faults) as self.store:
                 yield self.store
+
+    def store_settings(self) -> StoreConfig:
+        return StoreConfig(
+            HomeserverSettings(
+                "synapse", "fedsender", ("fedsender",), device_names=self.device_names
+            ),
+            f"sqlite:///{self.directory / 'synapse.db'}",
+            lay(self.directory / "sender.sqlite3", "sender"),
+            synchronous="OFF",
+        )
 
     # --- what Synapse's other processes write ---
 

@@ -218,6 +218,18 @@ def upgrade() -> None:
     )
     op.create_index(op.f("redactions_redacts_idx"), "redactions", ["redacts"])
     op.create_table(
+        "sticky_events",
+        sa.Column("stream_id", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("event_id", sa.Text(), nullable=False),
+        sa.Column("room_id", sa.Text(), nullable=False),
+        sa.Column("event_stream_ordering", sa.BigInteger(), nullable=False),
+        sa.Column("sender", sa.Text(), nullable=False),
+        sa.Column("expires_at", sa.BigInteger(), nullable=False, comment="ms since the epoch"),
+        sa.PrimaryKeyConstraint("stream_id"),
+        comment="events that reach every server until they expire (MSC4354)",
+    )
+    op.create_index("sticky_events_room_idx", "sticky_events", ["room_id", "event_stream_ordering"])
+    op.create_table(
         "rejections",
         sa.Column("event_id", sa.Text(), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
@@ -419,6 +431,7 @@ def downgrade() -> None:
     op.drop_table("relay_consumers")
     op.drop_table("rejections")
     op.drop_table("redactions")
+    op.drop_table("sticky_events")
     op.drop_table("receipts_linearized")
     op.drop_table("generation_marks")
     op.drop_table("feed_notices")

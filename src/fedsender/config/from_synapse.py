@@ -428,8 +428,6 @@ class _Making:
             if name in federation:
                 text = "is left out: every attempt is followed by destinations.defaults.backoff"
                 self.note(federation.name_of(name), text)
-        if settings.section("experimental_features").values.get("msc4354_enabled") is True:
-            self.note("experimental_features.msc4354_enabled", "sticky events are not caught up")
         for secret in self.done.secrets:
             if self.directory is None:
                 self.note(

@@ -15,6 +15,8 @@ transaction:
   of the room's state is known: nobody can say then who was banned. Events of erased users stand in
   for nothing. The ledger names the events that are superseded. If the newest event is gone or
   cannot be sent, the rest of the gap is sent whole, as a small one is (I2).
+- Sticky events (MSC4354) reach every server until they expire. So a large gap ends at each of them:
+  it is sent, and stands in for what is before it.
 - The homeserver may have purged the history of a room, and with it all that the gap had. Then too
   forward extremities stand in. If there are none, the room is passed, and the draft says so: the
   ledger gets a line.
@@ -218,6 +220,9 @@ class CatchUp:
             own = await self._event_at(room_id, value)
             if small is not None and own is not None and not self._sendable(own):
                 return [], value, False
+            sticky = await self._sticky(room_id, after, value)
+            if sticky:
+                return sticky, sticky[-1].pdu.stream_ordering, False
             standing_in = await self._stand_in(own, room_id, after, value)
             if standing_in:
                 return standing_in, value, True
@@ -243,6 +248,26 @@ class CatchUp:
 
     def _sendable(self, row: EventRow) -> bool:
         return row.event_id not in self.refused and row.event_id not in self.stuck
+
+    async def _sticky(self, room_id: str, after: int, value: int) -> list[Outgoing]:
+        """The next sticky events of the gap: each is sent, and stands in for what is before it."""
+        outgoing: list[Outgoing] = []
+        read_upto = after
+        while not outgoing:
+            found = await self.homeserver.sticky_events(
+                room_id, read_upto, value, self.router.server_name
+            )
+            if not found:
+                break
+            read_upto, _ = found[-1]
+            rows = (
+                await self.homeserver.events_by_id([event_id for _, event_id in found])
+            ).values()
+            for item in await self._ours(sorted(rows, key=lambda row: int(row.stream_ordering))):
+                at = item.pdu.stream_ordering
+                outgoing.append(Outgoing(item.pdu, "catch_up", (after + 1, at)))
+                after = at
+        return outgoing
 
     async def _stand_in(
         self, own: EventRow | None, room_id: str, after: int, value: int

@@ -119,7 +119,11 @@ def _target_outside(row: EventRow, membership_before: str | None, content: objec
 
 
 class Router:
-    """Routes events of this homeserver, and remembers those that it routed lately."""
+    """Routes events of this homeserver, and remembers those that it routed lately.
+
+    Attributes:
+        server_name: this homeserver.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class Router:
     ) -> None:
         """`may_send_to`: whether this shard may send to a server (rule 4)."""
         self._homeserver = homeserver
-        self._server_name = server_name
+        self.server_name = server_name
         self._may_send_to = may_send_to
         self._cleared = 0
         self._routed: TTLCache[_Known, Routed] = TTLCache(
@@ -145,7 +149,7 @@ class Router:
 
     def is_ours(self, row: EventRow) -> bool:
         """Whether `route` routes this row."""
-        return is_ours(row, self._server_name)
+        return is_ours(row, self.server_name)
 
     async def route(
         self, rows: Sequence[EventRow], known_before: Mapping[str, Hosts] | None = None
@@ -199,7 +203,7 @@ class Router:
         return frozenset(
             server
             for server in servers
-            if server not in (self._server_name, behalf) and self._may_send_to(server)
+            if server not in (self.server_name, behalf) and self._may_send_to(server)
         )
 
     async def _memberships_before(self, rows: Sequence[EventRow]) -> Mapping[str, str]:

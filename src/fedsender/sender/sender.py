@@ -351,6 +351,10 @@ async def open_sender(
     config = policies.config
     instance, sending, federation = config.instance_name, config.sending, config.federation
     frozen = await take_over(store, ledger, runtime, instance, policies.handles)
+    # What Synapse's sender has noted as owed is on record here before its notes go.
+    noted = await store.homeserver.sticky_backlog(config.server_name, policies.handles)
+    await store.sender.add_redeliveries(noted)
+    await store.homeserver.forget_sticky_backlog(policies.handles)
     states = states_of(await store.sender.all_server_states())
     boot = runtime.entropy(8)
     with open_attempt_log(ledger.directory, instance, boot.hex()) as attempt_log:

@@ -22,6 +22,9 @@ from fedsender.streams import HostsRow, PduRow, RedactionRow
 # Room versions 1 to 12; the number only matters to a Synapse, and only as "not NULL".
 _FORMATS = {"1": 1, "2": 1, "3": 2, "12": 4}
 _MAX_BIGINT = 2**63 - 1
+STICKY = "msc4354_sticky"
+"""The mark of a sticky event: `{"duration_ms": ...}`."""
+LONGEST_STICKY_MS = 3_600_000
 MAX_RECEIPTS = 100_000
 """The most receipts that are kept for servers that do not answer; the oldest go first."""
 
@@ -64,6 +67,7 @@ class Rows:
         self._events: list[dict[str, Any]] = []
         self._texts: list[dict[str, Any]] = []
         self._exceptions: list[dict[str, Any]] = []
+        self._sticky: list[dict[str, Any]] = []
         self._redactions: list[dict[str, Any]] = []
         self._hosts: list[tuple[int, HostsRow | ServersRow]] = []
         self._to_device: list[tuple[str, int, str, Mapping[str, object]]] = []
@@ -96,6 +100,7 @@ class Rows:
         self._events.append(event_values(row, token, self._now_ms))
         self._texts.append(json_values(row))
         self._exceptions += exceptions_values(row)
+        self._sticky += sticky_values(row, token, self._now_ms)
 
     def store(self, connection: Connection) -> None:
         """Write all of it."""
@@ -107,6 +112,7 @@ class Rows:
         ):
             insert_rows(connection, table, rows)
         store_exceptions(connection, self._exceptions)
+        store_sticky(connection, self._sticky, self._now_ms)
         store_hosts(connection, self._hosts)
         store_to_device(connection, self._to_device, self._now_ms)
         for token, row in self._device_lists:
@@ -152,6 +158,38 @@ def redaction_values(target: str, event_id: str, ms: int) -> dict[str, Any]:
         "have_censored": False,
         "received_ts": ms,
     }
+
+
+def sticky_values(row: PduRow, token: int, now_ms: int) -> list[dict[str, Any]]:
+    """The event's row in `sticky_events`, if it has an unexpired mark (MSC4354); else none.
+
+    The mark holds from when the event was sent or came, whichever is earlier, for an hour at most.
+    """
+    mark, sent_ms = row.event.get(STICKY), row.event.get("origin_server_ts")
+    lasts_ms = mark.get("duration_ms") if isinstance(mark, Mapping) else None
+    if type(lasts_ms) is not int or type(sent_ms) is not int:
+        return []
+    expires_at = min(sent_ms, now_ms) + min(lasts_ms, LONGEST_STICKY_MS)
+    if expires_at <= now_ms:
+        return []
+    return [
+        {
+            "stream_id": token,
+            "event_id": row.event_id,
+            "room_id": row.room_id,
+            "event_stream_ordering": token,
+            "sender": row.event["sender"],
+            "expires_at": expires_at,
+        }
+    ]
+
+
+def store_sticky(connection: Connection, rows: Sequence[Mapping[str, Any]], now_ms: int) -> None:
+    """Add rows to `sticky_events`, and remove those that have expired."""
+    if rows:
+        table = tables.sticky_events
+        connection.execute(delete(table).where(table.c.expires_at <= now_ms))
+        insert_rows(connection, table, list(rows))
 
 
 def exceptions_values(row: PduRow) -> list[dict[str, Any]]:

@@ -45,11 +45,14 @@ class Schema:
 
     Attributes:
         bans: the table `room_ban_redactions`, which older Synapses lack.
+        sticky: the table `sticky_events` (Synapse's schema 93), and from schema 94 on the one of
+            what servers are owed of them.
         recheck: the column `redactions.recheck` (Synapse's schema 94).
         state_groups: a Synapse's tables of state groups, partial state and erased users.
     """
 
     bans: bool = False
+    sticky: bool = True
     recheck: bool = True
     state_groups: bool = False
 
@@ -58,7 +61,13 @@ def schema_of(connection: Connection) -> Schema:
     """What this Synapse's database has."""
     found = inspect(connection)
     columns = {column["name"] for column in found.get_columns("redactions")}
-    return Schema(found.has_table("room_ban_redactions"), "recheck" in columns, state_groups=True)
+    return Schema(
+        bans=found.has_table("room_ban_redactions"),
+        sticky=found.has_table(tables.sticky_events.name)
+        and found.has_table(tables.sticky_backlog.name),
+        recheck="recheck" in columns,
+        state_groups=True,
+    )
 
 
 def read_events(

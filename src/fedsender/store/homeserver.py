@@ -73,6 +73,7 @@ from fedsender.store.records import (
     Page,
     Pending,
     Receipt,
+    Redelivery,
     Settlement,
     StoredEvent,
 )
@@ -99,6 +100,8 @@ MAX_UNWRITTEN = 200
 LAGGING_ROWS = 50_000
 """Rows of `destination_rooms` that one statement looks at."""
 OWING_KEYS_PAGE = 1_000
+MOST_STICKY = 50
+"""Sticky events of one room that are read at a time."""
 MAX_SERVERS_KNOWN = 200_000
 """The most servers of an embedded store's rooms in memory: some 20 MB if they all differ."""
 SORTABLE = (
@@ -424,6 +427,97 @@ class HomeserverStore:
         return await self._database.read(
             lambda connection: list(connection.execute(query).scalars())
         )
+
+    # --- sticky events (MSC4354) ------------------------------------------------------------------
+
+    async def sticky_events(
+        self, room_id: str, after: int, upto: int, sender: str
+    ) -> list[tuple[int, str]]:
+        """(stream ordering, id) of this server's sticky events in the room, ascending.
+
+        The first `MOST_STICKY` with `after` < stream ordering < `upto` that have not expired.
+        """
+        if not self._schema.sticky:
+            return []
+        sticky = tables.sticky_events.c
+        query = (
+            select(sticky.event_stream_ordering, sticky.event_id)
+            .where(sticky.room_id == room_id, sticky.expires_at > self._now_ms())
+            .where(sticky.sender.endswith(":" + sender, autoescape=True))
+            .where(sticky.event_stream_ordering > after, sticky.event_stream_ordering < upto)
+            .order_by(sticky.event_stream_ordering)
+            .limit(MOST_STICKY)
+        )
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [(ordering, event_id) for ordering, event_id in rows]
+
+    async def sticky_backlog(self, sender: str, handles: Callable[[str], bool]) -> list[Redelivery]:
+        """This server's unexpired sticky events that Synapse's sender has noted as owed to servers
+        of our shard."""
+        if self._embedded or not self._schema.sticky:
+            return []
+        sticky, owed = tables.sticky_events.c, tables.sticky_backlog.c
+        query = (
+            select(owed.destination, sticky.event_id, sticky.room_id, sticky.event_stream_ordering)
+            .join_from(
+                tables.sticky_backlog,
+                tables.sticky_events,
+                and_(
+                    sticky.room_id == owed.room_id,
+                    sticky.stream_id >= owed.sticky_events_stream_position,
+                ),
+            )
+            .where(sticky.expires_at > self._now_ms())
+            .where(sticky.sender.endswith(":" + sender, autoescape=True))
+            .order_by(owed.destination, sticky.stream_id)
+        )
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [Redelivery(*row) for row in rows if handles(row.destination)]
+
+    async def forget_sticky_backlog(self, handles: Callable[[str], bool]) -> None:
+        """Delete Synapse's notes of sticky events owed to our servers."""
+        if self._embedded or not self._schema.sticky:
+            return
+        table = tables.sticky_backlog
+
+        def forget(connection: Connection) -> None:
+            names = connection.execute(select(table.c.destination).distinct()).scalars()
+            for name in sorted(name for name in names if handles(name)):
+                connection.execute(delete(table).where(table.c.destination == name))
+
+        await self._database.write(forget)
+
+    @reading
+    def sticky_among(self, connection: Connection, event_ids: Collection[str]) -> dict[str, int]:
+        """By id the stream ids of those of these events that Synapse's sender knows as sticky."""
+        if self._embedded or not self._schema.sticky:
+            return {}
+        sticky = tables.sticky_events.c
+        query = select(sticky.event_id, sticky.stream_id).where(sticky.expires_at > self._now_ms())
+        rows = select_rows(connection, query, sticky.event_id, event_ids)
+        return {row.event_id: row.stream_id for row in rows}
+
+    @writing
+    def leave_sticky(self, connection: Connection, owed: Mapping[tuple[str, str], int]) -> None:
+        """Note for Synapse's sender from which sticky event on (its stream id) it owes each
+        (destination, room). Rooms that are gone are left out."""
+        table, rooms = tables.sticky_backlog, tables.rooms.c.room_id
+        column = table.c.sticky_events_stream_position
+        there = select_rows(connection, select(rooms), rooms, {room_id for _, room_id in owed})
+        known = {row.room_id for row in there}
+        for (name, room_id), position in sorted(owed.items()):
+            if room_id not in known:
+                continue
+            add = upsert(connection.dialect.name, table).values(
+                destination=name, room_id=room_id, sticky_events_stream_position=position
+            )
+            earlier = add.excluded[column.name]
+            add = add.on_conflict_do_update(
+                index_elements=["destination", "room_id"],
+                set_={column.name: earlier},
+                where=column > earlier,
+            )
+            connection.execute(add)
 
     # --- servers in rooms -------------------------------------------------------------------------
 

@@ -254,6 +254,9 @@ class _Loading:
         insert_rows(connection, tables.event_json, [embedded.json_values(row) for _, row in new])
         exceptions = [each for _, row in new for each in embedded.exceptions_values(row)]
         embedded.store_exceptions(connection, exceptions)
+        now_ms = self._now_ms
+        sticky = [each for at, row in new for each in embedded.sticky_values(row, at, now_ms)]
+        embedded.store_sticky(connection, sticky, now_ms)
         return new
 
     # --- who is in which room ---------------------------------------------------------------------
@@ -426,7 +429,7 @@ def drop() -> Steps[None]:
     def drop_events(connection: Connection, rows: Sequence[Any]) -> None:
         tokens = [row.stream_ordering for row in rows]
         ids = select(events.c.event_id).where(events.c.stream_ordering.in_(tokens))
-        for table in (tables.event_servers, tables.event_json):
+        for table in (tables.event_servers, tables.event_json, tables.sticky_events):
             connection.execute(delete(table).where(table.c.event_id.in_(ids)))
         connection.execute(delete(events).where(events.c.stream_ordering.in_(tokens)))
 

@@ -86,6 +86,18 @@ redactions = Table(
     Column("have_censored", Boolean, nullable=False, default=False),
     Column("received_ts", BigInteger),
 )
+sticky_events = Table(
+    "sticky_events",
+    homeserver,
+    Column("stream_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("event_id", Text, nullable=False),
+    Column("room_id", Text, nullable=False),
+    Column("event_stream_ordering", BigInteger, nullable=False),
+    Column("sender", Text, nullable=False),
+    Column("expires_at", BigInteger, nullable=False, comment="ms since the epoch"),
+    Index("sticky_events_room_idx", "room_id", "event_stream_ordering"),
+    comment="events that reach every server until they expire (MSC4354)",
+)
 destinations = Table(
     "destinations",
     homeserver,
@@ -521,6 +533,13 @@ partial_state_rooms_servers = Table(
     synapse,
     Column("room_id", Text, primary_key=True),
     Column("server_name", Text, primary_key=True),
+)
+sticky_backlog = Table(
+    "destination_rooms_sticky_events_backlog",
+    synapse,
+    Column("destination", Text, primary_key=True),
+    Column("room_id", Text, primary_key=True),
+    Column("sticky_events_stream_position", BigInteger, nullable=False),
 )
 erased_users = Table("erased_users", synapse, Column("user_id", Text, primary_key=True))
 room_ban_redactions = Table(

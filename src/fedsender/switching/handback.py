@@ -6,13 +6,14 @@ is the others.
 Synapse's sender goes on from the tables that we kept correct: the events position, the rooms owed
 to each server, LSSO, to-device messages and device lists. It does not read the tables of our own.
 So before it may start again, these are searched for three things: events and EDUs in quarantine,
-events that are to be sent again, and transactions that left and were not answered.
+events that are to be sent again, and transactions that left and were not answered. Sticky events
+(MSC4354) that are to be sent again go into Synapse's own list of such debts.
 """
 
 import os
 import stat
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from fedsender.runtime import Runtime
 from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
 from fedsender.store import Store, StoreConfig, open_store
-from fedsender.store.records import Settlement
+from fedsender.store.records import Redelivery, Settlement
 from fedsender.switching.shards import take_shard
 from fedsender.telemetry import Metrics
 
@@ -92,10 +93,14 @@ async def hand_back(
     try:
         async with _records(config, settings, runtime) as (store, ledger):
             frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
-            losses = [*await _quarantined(store, config), *await _redeliveries(store, config)]
+            sticky = await _sticky(store, config)
+            again = await _redeliveries(store, config, sticky)
+            losses = [*await _quarantined(store, config), *again]
             repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
             refused = not accept_loss and (losses or (repeats and not accept_repeats))
             notes = [] if refused else await _settle(store, ledger, runtime, config, frozen)
+            if not refused:
+                await _leave_sticky(store, sticky)
             await hand_over(store, config.instance_name)
             if not refused:
                 position = await store.homeserver.events_position()
@@ -142,13 +147,50 @@ async def _quarantined(store: Store, config: Config) -> list[str]:
     ]
 
 
-async def _redeliveries(store: Store, config: Config) -> list[str]:
-    """One sentence for each server and room with events that wait to be sent again."""
+async def _sticky(store: Store, config: Config) -> dict[Redelivery, int]:
+    """The sticky events that Synapse's sender has to be told of, with their stream ids there.
+
+    They are to be sent again; or LSSO has passed them, in rooms that are owed a newer event.
+    """
+    owed: list[Redelivery] = []
+    for name in await store.sender.destinations_with_redeliveries():
+        if config.handles(name):
+            owed += await store.sender.redeliveries(name, PAGE)
+    for name in await store.sender.catch_up_floors():
+        record, lsso = await store.sender.catch_up(name), await store.homeserver.lsso(name)
+        if record is None or lsso is None or not config.handles(name):
+            continue
+        for room_id, value in await store.homeserver.owed_rooms(name, lsso, PAGE):
+            after = max(record.floor, record.rooms.get(room_id, record.floor))
+            found = await store.homeserver.sticky_events(
+                room_id, after, min(lsso + 1, value), config.server_name
+            )
+            owed += [Redelivery(name, event_id, room_id, at) for at, event_id in found]
+    known = await store.homeserver.sticky_among({each.event_id for each in owed})
+    return {each: known[each.event_id] for each in owed if each.event_id in known}
+
+
+async def _leave_sticky(store: Store, sticky: Mapping[Redelivery, int]) -> None:
+    """Note them for Synapse's sender, and give our own records of them up."""
+    first: dict[tuple[str, str], int] = {}
+    for each, stream_id in sticky.items():
+        key = (each.destination, each.room_id)
+        first[key] = min(stream_id, first.get(key, stream_id))
+    await store.homeserver.leave_sticky(first)
+    for each in sticky:
+        await store.sender.redelivered(each.destination, [each.event_id])
+
+
+async def _redeliveries(store: Store, config: Config, sticky: Collection[Redelivery]) -> list[str]:
+    """One sentence for each server and room with events that wait to be sent again.
+
+    `sticky`: those that Synapse's sender is told of.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     for name in await store.sender.destinations_with_redeliveries():
         if config.handles(name):
             found = await store.sender.redeliveries(name, PAGE)
-            counts.update((name, each.room_id) for each in found)
+            counts.update((name, each.room_id) for each in found if each not in sticky)
     return [
         f"{server}, room {room}: {count} to be sent again; {_next(config)} does not know of them"
         for (server, room), count in sorted(counts.items())
