@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from tests.pipeline.test_ingest import Killed, config_of, contents
@@ -297,3 +298,18 @@ def test_a_connection_can_only_read_and_a_page_that_takes_too_long_is_made_small
         pages = [len(page) for page in source.pages(query, [table.c.n])]
     assert sum(pages) == 1_500
     assert max(pages) < 1_000
+
+
+def test_a_table_that_is_locked_may_be_asked_for_again(
+    postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the database is away, which it is not."""
+    monkeypatch.setattr(connections, "LOCK_MS", 10)
+    monkeypatch.setattr(database, "_TRIES", 1)
+    url = postgres.create_database()
+    with psycopg.connect(url) as holder, closing(Source(url, "homeserver")) as source:
+        holder.execute("CREATE TABLE n (n integer)")
+        holder.commit()
+        holder.execute("LOCK TABLE n IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(Away, match="lock timeout"):
+            source.read(lambda connection: connection.execute(sa.text("SELECT n FROM n")).all())

@@ -111,7 +111,7 @@ class Source:
         try:
             yield
         except DBAPIError as error:
-            kinds = {"away": Away, "conflict": Away, "slow": Slow}
+            kinds = {"away": Away, "conflict": Away, "locked": Away, "slow": Slow}
             kind = kinds.get(kind_of(error) or "", PipelineError)
             raise kind(f"{self._name} database: {words(error)}") from None
 
