@@ -123,7 +123,7 @@ async def test_rows_of_a_token_come_together_and_positions_without_rows(
         server = world.servers.popleft()
         await server.say(*GREETING, 'RDATA events batch ["a"]', 'RDATA events 54 ["b"]')
         await server.say("RDATA other 99 []", "POSITION other 99", "", "NEW_WORD x")
-        await server.say("RDATA events 54 []", "POSITION events 56")
+        await server.say('RDATA events 54 ["b"]', "POSITION events 56")
         await settled()
         assert facts == [(54, (["a"], ["b"])), (56, ())]
         assert world.feed.status().level
@@ -187,7 +187,7 @@ async def test_what_stands_in_the_way_of_a_connection_is_said_in_the_systems_wor
     assert str(caught.value) == f"connection refused (127.0.0.1:{port})"
 
 
-async def test_pause_is_short_again_once_the_server_was_level(
+async def test_pause_is_short_again_after_a_connection_that_lasted(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with linked() as world:
@@ -196,11 +196,46 @@ async def test_pause_is_short_again_once_the_server_was_level(
         await trio.sleep(10)
         server = world.servers.popleft()
         await server.say(*GREETING, "POSITION events 53")
+        await trio.sleep(10)
+        lost_at = trio.current_time()
+        await server.stream.aclose()
+        await trio.sleep(5)
+        assert world.network.tried_at[-1] - lost_at <= 0.1
+
+
+async def test_pause_is_short_again_after_rows_that_were_applied(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world:
+        await trio.sleep(60)
+        world.answer(2)
+        await until(lambda: bool(world.servers))
+        server = world.servers.popleft()
+        await server.say(*GREETING, "RDATA events 54 []")
         await settled()
         lost_at = trio.current_time()
         await server.stream.aclose()
         await trio.sleep(5)
         assert world.network.tried_at[-1] - lost_at <= 0.1
+
+
+async def test_a_server_that_says_position_and_then_closes_is_not_asked_in_a_hot_loop(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world, trio.open_nursery() as nursery:
+
+        async def converse(theirs: trio.abc.Stream) -> None:
+            server = Netcat.on(theirs)
+            await server.say(*GREETING)
+            await server.hear_lines(2)
+            await server.say("POSITION events 53")
+            await settled()
+            await theirs.aclose()
+
+        world.network.otherwise = lambda theirs: nursery.start_soon(converse, theirs)
+        await trio.sleep(600)
+        assert 120 < len(world.network.tried_at) < 300
+        nursery.cancel_scope.cancel()
 
 
 async def test_silent_server_is_dead_after_15_s_and_pings_keep_it_alive(
@@ -285,6 +320,59 @@ async def test_bad_line_ends_the_connection_and_it_comes_back(
         await second.say(*GREETING, "POSITION events 54")
         await settled()
         assert facts == [(54, ())]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["RDATA events 54 {first}", "RDATA events 54 {second}"],
+        ["RDATA events 54 {first}", "RDATA events 55 []", "RDATA events 54 {second}"],
+        ["RDATA events batch {first}", "RDATA events 54 []", "RDATA events 54 {second}"],
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_token_that_comes_with_another_row_stops_events_and_names_both(
+    autojump_clock: trio.testing.MockClock, lines: list[str], at_once: bool
+) -> None:
+    """Synapse sends missed rows so, without batch: the second one would be lost unseen."""
+    first = '["pdu",["!r:hs.example","$first",{"content":"hidden"},{}]]'
+    second = '["hosts",["!r:hs.example",["b.example"],[]]]'
+    async with linked() as world:
+        world.answer()
+        await trio.sleep(1)
+        server = world.servers.popleft()
+        await server.say(*GREETING)
+        await settled()
+        said = [line.format(first=first, second=second) for line in lines]
+        for part in [said] if at_once else [[line] for line in said]:
+            await server.say(*part)
+            await settled()
+        stopped = str(world.feed.stopped)
+        assert "events, token 54" in stopped
+        assert "the event $first" in stopped
+        assert "a hosts row of !r:hs.example" in stopped
+        assert "hidden" not in stopped
+        if at_once:
+            # So a restart meets it again.
+            assert world.feed.status().position == 53
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [["POSITION events 60", 'RDATA events 55 ["hosts",["!r",[],[]]]'], ["RDATA events 60 []"] * 2],
+)
+async def test_a_row_that_comes_too_late_stops_events_unless_it_came_before(
+    autojump_clock: trio.testing.MockClock, lines: list[str]
+) -> None:
+    async with linked() as world:
+        world.answer()
+        await trio.sleep(1)
+        await world.servers[0].say(*GREETING, *lines)
+        await settled()
+        if "POSITION" in lines[0]:
+            assert "a hosts row of !r has token 55, after token 60" in str(world.feed.stopped)
+        else:
+            assert (world.feed.stopped, world.feed.facts) == (None, [(60, ([],))])
 
 
 async def test_facts_before_a_bad_line_are_taken(autojump_clock: trio.testing.MockClock) -> None:

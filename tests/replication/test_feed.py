@@ -261,6 +261,14 @@ async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
 # --- a server of the old document -----------------------------------------------------------------
 
 NOTICE = ["$149019767112vOHxz:hs.example", "!room:hs.example", "m.room.guest_access", "", None]
+NOTICES: list[list[Any]] = [
+    NOTICE,
+    ["ev", ["$e", "!room:hs.example", "m.room.message", None, None, None]],
+    ["ev", ["$e", "!room:hs.example", "m.room.topic", "", None, None, None, False, False]],
+    ["state", ["!room:hs.example", "m.room.topic", "", "$e"]],
+    ["state", ["!room:hs.example", "m.room.topic", "", None]],
+    ["state-all", ["!room:hs.example"]],
+]
 
 
 async def test_notices_move_the_position_where_the_database_is_read_in_place(
@@ -270,7 +278,7 @@ async def test_notices_move_the_position_where_the_database_is_read_in_place(
     path = tmp_path / "r.sock"
     log, sink = Log(), RecordingSink()
     log.say(8, NOTICE)
-    log.say(9, NOTICE, NOTICE)
+    log.say(9, *NOTICES)
     async with open_replication_server(
         SERVER, {"events": log}, [await listen_unix(path)], real_runtime()
     ):
@@ -313,6 +321,8 @@ async def test_a_notice_holds_an_embedded_store_until_it_comes_as_an_event(
         for word in ("events, token 2", NOTICE[0], "pdu rows", "homeserver.kind synapse"):
             assert str(word) in str(status.held)
         assert [line["reason"] for line in logs if line["log_level"] == "warning"] == [status.held]
+        # POSITION, which may come in the same read, does not make the next try an early one.
+        assert len(network.tried_at) < 300
         log.facts[1] = Fact("master", 2, (hosts, hosts))
         await trio.sleep(10)
         assert (store.applied, feed.status().held) == ([1, 2, 3], None)

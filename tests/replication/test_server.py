@@ -158,7 +158,6 @@ async def test_position_below_the_clients_token_is_told_as_it_is() -> None:
         ("RDATA events 1 []", "invalid command: RDATA"),
         ("SERVER other.example", "invalid command: SERVER"),
         ("REPLICATE events x", "failed to parse line: REPLICATE: the token is not a number"),
-        ("REPLICATE nosuch 1", "failed to handle replicate: unknown stream: nosuch"),
         ("PING " + "x" * MAX_LINE_BYTES, "Line length exceeded"),
     ],
 )
@@ -168,6 +167,21 @@ async def test_bad_line_is_answered_and_the_connection_closed(line: str, error: 
         await client.say(line)
         assert await client.hear_rest() == [f"ERROR {error}"]
         assert not server.sessions
+
+
+async def test_of_a_stream_that_is_not_here_nothing_is_missed() -> None:
+    """A worker of a homeserver asks for all streams that it knows."""
+    log = Log()
+    log.say(5, ["a"])
+    async with serving({"events": log}) as (server, nursery):
+        client = await join(server, nursery)
+        await client.say("REPLICATE backfill 7", "REPLICATE caches NOW", "REPLICATE events 4")
+        assert await client.hear_lines(4) == [
+            "POSITION backfill 7",
+            "POSITION caches 0",
+            'RDATA events 5 ["a"]',
+            "POSITION events 5",
+        ]
 
 
 async def test_second_subscription_to_a_stream_is_refused() -> None:

@@ -14,6 +14,7 @@ events are in a database that we read in place.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -243,6 +244,61 @@ async def _keep_alive(wire: Wire) -> None:
 # --- a feed ---------------------------------------------------------------------------------------
 
 
+class _TokenOrder:
+    """The facts of one connection: each token once, and rising.
+
+    A fact that comes again is passed over. One that would be taken for another, or that comes too
+    late, is an error: a server that does not send `batch`, as Synapse for missed rows, would else
+    lose rows unseen.
+
+    Attributes:
+        newest: the highest token that came.
+    """
+
+    REMEMBERED: Final = 10_000
+    """Synapse queues so many commands while it sends missed rows, and may repeat those."""
+
+    def __init__(self) -> None:
+        self.newest = -1
+        self._seen: OrderedDict[int, tuple[frozenset[int], str]] = OrderedDict()
+
+    def is_new(self, fact: Fact) -> bool:
+        """Whether this fact came for the first time. Raises BadRow, which names both."""
+        token, rows = fact
+        # Notices are all the same to a store of ours: it refuses them, whatever they name.
+        marks = frozenset(0 if _noticed(row) else hash(repr(row)) for row in rows)
+        name = _names(rows)
+        if token > self.newest:
+            self.newest = token
+            self._seen[token] = marks, name
+            if len(self._seen) > self.REMEMBERED:
+                self._seen.popitem(last=False)
+            return True
+        known, before = self._seen.get(token, (frozenset(), ""))
+        if marks <= known:
+            return False
+        if not before:
+            raise BadRow(f"stream {STREAM}: {name} has token {token}, after token {self.newest}")
+        raise BadRow(
+            f"stream {STREAM}, token {token}: it is that of {before}, and then of {name}; rows that"
+            " share a token must be sent with batch for a token, all but the last"
+        )
+
+
+def _names(rows: Sequence[Json]) -> str:
+    """What these rows are about: kinds and ids, and nothing of their content."""
+    return " and ".join(map(_name, rows[:3]))
+
+
+def _name(row: Json) -> str:
+    match row:
+        case ["pdu", [str(), str(event_id), *_]]:
+            return f"the event {event_id[:100]}"
+        case [str(kind), [str(named), *_]]:
+            return f"a {kind[:20]} row of {named[:100]}"
+    return _noticed(row) or "an unreadable row"
+
+
 class LineFeed(Feed):
     """The common part of feeds over the line protocol.
 
@@ -265,6 +321,7 @@ class LineFeed(Feed):
         self._held: tuple[str, float] | None = None
         self._told: str | None = None
         self._batches = RdataBatches()
+        self._order = _TokenOrder()
         self._pauses = Pauses(
             runtime.random, first=self.first_pause_s, longest=self.longest_pause_s
         )
@@ -316,6 +373,7 @@ class LineFeed(Feed):
     async def _one_connection(self) -> None:
         """Run one connection to its end; note the reason as the last error."""
         failure: Exception | None = None
+        began = trio.current_time()
         async with trio.open_nursery() as nursery:
             try:
                 await self._follow(nursery)
@@ -325,6 +383,9 @@ class LineFeed(Feed):
         self._wire = None
         self._level = False
         self._batches.clear()
+        self._order = _TokenOrder()
+        if trio.current_time() - began > self.longest_pause_s:
+            self._pauses.reset()
         if isinstance(failure, BadRow | FeedError | HistoryLost):
             raise failure
         self.last_error = str(failure)
@@ -353,10 +414,12 @@ class LineFeed(Feed):
                     pinged |= isinstance(command, Ping)
                     end = self._take(command, facts, receipts)
                     command = wire.buffered_command() if end is None else None
-            except (Disconnected, BadLine) as error:
+            except (Disconnected, BadLine, BadRow) as error:
                 end = error
             if facts:
                 await self._apply(facts)
+            if any(not rows for _, rows in facts):
+                self._be_level()
             if receipts:
                 await self._store_receipts(receipts)
             if isinstance(end, Exception):
@@ -379,7 +442,7 @@ class LineFeed(Feed):
                 self.note_rows(STREAM)
                 whole = self._batches.add(command)
                 if whole is not None:
-                    facts.append(whole)
+                    self._take_fact(whole, facts)
             case Rdata(stream, _, token, row):
                 receipt = tell_ephemeral(self._sink.edus, stream, token or 0, row)
                 if receipt is not None:
@@ -389,8 +452,8 @@ class LineFeed(Feed):
                     # Its rows would be passed over, and nothing brings them again.
                     raise BadLine(f"POSITION inside a batch of {STREAM}")
                 self._check_position(token, facts[-1][0] if facts else self._position)
+                self._order.newest = max(token, self._order.newest)
                 facts.append((token, ()))
-                self._be_level()
             case RemoteServerUp(server) if is_server_name(server):
                 self._sink.server_up(server)
             case Resync():
@@ -398,6 +461,17 @@ class LineFeed(Feed):
             case Error(text):
                 return said(text)
         return None
+
+    def _take_fact(self, fact: Fact, facts: list[Fact]) -> None:
+        """Take a whole token; raises BadRow if its rows would be lost."""
+        try:
+            if self._order.is_new(fact):
+                facts.append(fact)
+        except BadRow:
+            # Nothing from this token on is stored, as far as it can be helped: a restart would not
+            # ask for it again.
+            facts[:] = [each for each in facts if each[0] < fact[0]]
+            raise
 
     def _check_position(self, token: int, held: int) -> None:
         if token < held:
@@ -408,11 +482,14 @@ class LineFeed(Feed):
 
     def _be_level(self) -> None:
         self._level = True
-        self._told = None
-        self._pauses.reset()
 
     def _show(self, position: int) -> None:
         """Let the sender see that everything up to here is stored."""
+        if position > self._position:
+            # Only progress makes the next try an early one, and the next error news: a server may
+            # take us in, and say POSITION, each time before it sends what we cannot use.
+            self._told = None
+            self._pauses.reset()
         self._position = position
         self._head = max(self._head, position)
         self._sink.events.advance(position)
@@ -467,12 +544,12 @@ class EmbeddedFeed(LineFeed):
             try:
                 batch.append((token + base, parse_record(token, rows, self._handles)))
             except BadRow:
-                if (event_id := _noticed(rows)) is None:
+                if (named := next(filter(None, map(_noticed, rows)), None)) is None:
                     raise
                 unusable = Unusable(
-                    f"stream {STREAM}, token {token}: a row that only names the event {event_id}:"
-                    " let the homeserver send pdu rows, or set homeserver.kind synapse and the"
-                    " database that it is in; no event after it is taken until then"
+                    f"stream {STREAM}, token {token}: a row that only names {named}: let the"
+                    " homeserver send pdu rows, or set homeserver.kind synapse and the database"
+                    " that it is in; no event after it is taken until then"
                 )
                 break
             newest = token + base
@@ -492,15 +569,20 @@ def _destinations(rows: Iterable[RelayRow]) -> set[str]:
     return {row.destination for row in rows if isinstance(row, ToDeviceRow)}
 
 
-def _noticed(rows: Iterable[Json]) -> str | None:
-    """The event that the first notice among these rows names.
+def _noticed(row: Json) -> str | None:
+    """The event or room that a notice names, in words; None: the row is no notice.
 
-    ["$event_id", "!room", "m.room.guest_access", "", null]
+    Synapse's rows of `events`, from its first form on. All tell of a change that is in a database.
     """
-    for row in rows:
-        match row:
-            case [str(event_id), str(), str(), None | str(), *_] if event_id.startswith("$"):
-                return event_id[:100]
+    match row:
+        case [str(event_id), str(), str(), None | str(), *_] if event_id.startswith("$"):
+            return f"the event {event_id[:100]}"
+        case ["ev", [str(event_id), str(), str(), None | str(), *_]]:
+            return f"the event {event_id[:100]}"
+        case ["state", [str(), str(), str(), str(event_id)]]:
+            return f"the event {event_id[:100]}"
+        case ["state", [str(room_id), str(), str(), None]] | ["state-all", [str(room_id)]]:
+            return f"the room {room_id[:100]}"
     return None
 
 
@@ -514,7 +596,7 @@ class NoticeFeed(LineFeed):
     """The feed of a homeserver with rows that are notices.
 
     Its events are in a database that we read in place. A notice means that they are there up to its
-    token.
+    token. So it does not matter that Synapse sends missed rows of one token each with that token.
     """
 
     def __init__(
@@ -527,10 +609,13 @@ class NoticeFeed(LineFeed):
         positions = await self.insist(self._store.event_writer_positions)
         self._show(max(0, min(positions.values(), default=0)))
 
+    def _take_fact(self, fact: Fact, facts: list[Fact]) -> None:
+        facts.append(fact)
+
     async def _apply(self, facts: Sequence[Fact]) -> None:
         for token, rows in facts:
             for row in rows:
-                if _noticed([row]) is None:
+                if _noticed(row) is None:
                     raise Unusable(
                         f"stream {STREAM}, token {token}: a row that names no event in the"
                         " database: with rows of facts homeserver.kind must be embedded; nothing"

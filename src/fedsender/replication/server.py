@@ -247,7 +247,7 @@ class Session:
             case Replicate(None):
                 self._subscribe_today()
             case Replicate(stream, token):
-                self._subscribe(stream, token)
+                await self._subscribe(stream, token)
             case RemoteServerUp():
                 self._server.announce(command, but=self)
             case Unknown(word) if word in WORKERS_WORDS:
@@ -258,14 +258,19 @@ class Session:
             case _:
                 raise BadLine(f"invalid command: {type(command).__name__.upper()}")
 
-    def _subscribe(self, stream: str | None, token: int | None) -> None:
-        """`REPLICATE events 53`: send the missed rows, POSITION, and then new rows."""
-        names = list(self._server.streams) if stream == "ALL" else [stream or ""]
-        for name in names:
-            if name not in self._server.streams:
-                raise Refused(f"failed to handle replicate: unknown stream: {name}")
-            self.take_stream(name)
-            self.start(partial(self._follow, name, token))
+    async def _subscribe(self, stream: str | None, token: int | None) -> None:
+        """`REPLICATE events 53`: send the missed rows, POSITION, and then new rows.
+
+        Of a stream that is not here nothing is missed: a homeserver's worker asks for all that it
+        knows, and waits for POSITION of each.
+        """
+        for name in list(self._server.streams) if stream == "ALL" else [stream or ""]:
+            if name in self._server.streams:
+                self.take_stream(name)
+                self.start(partial(self._follow, name, token))
+            else:
+                log.debug("replication_stream_not_here", client=self.name, stream=name[:100])
+                await self.wire.send(Position(name, self._instance, token or 0, token or 0))
 
     def _subscribe_today(self) -> None:
         """Bare `REPLICATE`: send POSITION of every stream, then new rows, with writers named."""
