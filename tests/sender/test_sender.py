@@ -1,5 +1,6 @@
 """The whole sender against servers that do as they are told."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from trio.testing import MockClock
 from fedsender.facts import ServersRow
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
+from fedsender.sender.routing import Router
 from fedsender.store.records import Lagging
 from fedsender.streams import RedactionRow
 
@@ -883,6 +885,35 @@ async def test_redelivery_sends_again_only_to_who_may_see_it(
     ]
     assert world.ledger(A)[-1]["pdus"][0]["lane"] == "redelivery"
     assert lsso == world.token
+
+
+async def test_a_redelivery_outlasts_that_its_server_is_denied(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the lists change in the moment in which it is being sent."""
+    load = Router.load
+
+    async with world.run() as sender:
+
+        async def deny(self: Router, event_ids: Sequence[str]) -> Mapping[str, Any]:
+            world.settings["deny"] = [A]
+            world.reload(sender)
+            return await load(self, event_ids)
+
+        await world.join(R1, A)
+        pdu = world.pdu(R1, "again")
+        await world.apply(pdu)
+        await settle()
+        assert await sender.operations.redeliver([(A, pdu.event_id)]) == []
+        monkeypatch.setattr(Router, "load", deny)
+        await settle()
+        monkeypatch.undo()
+        assert world.servers[A].got == ["again"]
+        world.settings["deny"] = []
+        world.reload(sender)
+        await settle(60)
+
+    assert world.servers[A].got == ["again", "again"]
 
 
 async def test_pause_holds_across_a_restart_and_resume_sends_what_came_meanwhile(

@@ -418,6 +418,8 @@ class Outbox:
         self.owes_redeliveries = True
         event_ids = [item.event_id for item in waiting]
         routed = await self._context.router.load(event_ids)
+        if not self._context.router.may_send_to(self.destination):
+            return []  # Denied since it was woken: it will leave, and be owed all this.
         found, dropped = [], []
         for each in waiting:
             event_id = each.event_id

@@ -123,6 +123,7 @@ class Router:
 
     Attributes:
         server_name: this homeserver.
+        may_send_to: whether this shard may send to a server (rule 4).
     """
 
     def __init__(
@@ -133,10 +134,9 @@ class Router:
         *,
         cache_bytes: int,
     ) -> None:
-        """`may_send_to`: whether this shard may send to a server (rule 4)."""
         self._homeserver = homeserver
         self.server_name = server_name
-        self._may_send_to = may_send_to
+        self.may_send_to = may_send_to
         self._cleared = 0
         self._routed: TTLCache[_Known, Routed] = TTLCache(
             cache_bytes, REMEMBERED_S, timer=trio.current_time, getsizeof=_size
@@ -203,7 +203,7 @@ class Router:
         return frozenset(
             server
             for server in servers
-            if server not in (self.server_name, behalf) and self._may_send_to(server)
+            if server not in (self.server_name, behalf) and self.may_send_to(server)
         )
 
     async def _memberships_before(self, rows: Sequence[EventRow]) -> Mapping[str, str]:
