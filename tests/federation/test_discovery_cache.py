@@ -100,7 +100,7 @@ GOOD = {"m.server": "d.example:443"}
 def test_well_known_is_judged_and_its_life_is_clamped(
     response: Response, server: str | None, least: float, most: float
 ) -> None:
-    found = judge_well_known(response, random.Random(3), NOW_MS)
+    found = judge_well_known(response, random.Random(3), lambda: NOW_MS)
     assert found.server == server
     assert least <= found.life_s <= most
     assert (found.text == "") is (server is not None)

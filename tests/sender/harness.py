@@ -188,13 +188,15 @@ class World:
         self.servers: dict[str, RemoteServer] = {}
         self.settings = settings
         self.token = 0
+        self.set_by_ms = 0
         self.sender: Sender
         self.store: Store
         self.metrics: Metrics
         self.faults: Callable[[str], None] | None = None
         self.failure_rate: Callable[[str], int] = lambda server: 0
         self.runtime = virtual_runtime(
-            random.Random(1), now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
+            random.Random(1),
+            now_ms=lambda: EPOCH_MS + self.set_by_ms + round(trio.current_time() * 1000),
         )
 
     def server(self, name: str, **values: Any) -> RemoteServer:

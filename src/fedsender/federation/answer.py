@@ -128,7 +128,8 @@ def retry_after_s(response: Response, now_ms: Callable[[], int]) -> float | None
     """The seconds that `Retry-After`, or Matrix's older `retry_after_ms`, asks us to wait."""
     header = response.header(b"retry-after")
     if header is not None:
-        wait = _seconds_until(header[:_MAX_DATE].decode("latin-1").strip(), now_ms())
+        text = header[:_MAX_DATE].decode("latin-1").strip()
+        wait = _seconds_until(text, said_at_s(response, now_ms))
         if wait is not None:
             return min(max(wait, 0.0), MAX_RETRY_AFTER_S)
     if response.status in (429, 503):
@@ -138,14 +139,28 @@ def retry_after_s(response: Response, now_ms: Callable[[], int]) -> float | None
     return None
 
 
-def _seconds_until(value: str, now_ms: int) -> float | None:
+def said_at_s(response: Response, now_ms: Callable[[], int]) -> float:
+    """The time of an answer in seconds since the epoch: its own `Date`, by the clock of its other
+    dates; by ours if it has none."""
+    date = response.header(b"date")
+    moment = None if date is None else moment_s(date[:_MAX_DATE].decode("latin-1"))
+    return now_ms() / 1000 if moment is None else moment
+
+
+def moment_s(date: str) -> float | None:
+    """An HTTP date in seconds since the epoch; None if it is none."""
+    try:
+        return email.utils.parsedate_to_datetime(date).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _seconds_until(value: str, now_s: float) -> float | None:
     """Seconds until the moment in `value`, a number of seconds or an HTTP date; None if neither."""
     if value.isascii() and value.isdigit():
         return float(value[:12])
-    try:
-        return email.utils.parsedate_to_datetime(value).timestamp() - now_ms / 1000
-    except (ValueError, OverflowError):
-        return None
+    moment = moment_s(value)
+    return None if moment is None else moment - now_s
 
 
 def _refuse(constant: str) -> None:

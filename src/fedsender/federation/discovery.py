@@ -7,7 +7,6 @@ for all tasks that ask. It remembers the answers, failures too: a dead server mu
 per attempt.
 """
 
-import email.utils
 import ipaddress
 import random
 import re
@@ -18,7 +17,7 @@ from typing import Final, Literal
 
 import trio
 
-from fedsender.federation.answer import json_object
+from fedsender.federation.answer import json_object, moment_s, said_at_s
 from fedsender.federation.dialing import Unreachable, unheard
 from fedsender.federation.discovery_cache import (
     ERROR_MAX_S,
@@ -284,7 +283,9 @@ def in_srv_order(records: list[Srv], rng: random.Random) -> list[Srv]:
     return ordered
 
 
-def judge_well_known(response: Response, rng: random.Random, now_ms: int) -> WellKnown:
+def judge_well_known(
+    response: Response, rng: random.Random, now_ms: Callable[[], int]
+) -> WellKnown:
     """The meaning of an answer to a .well-known request, and its lifetime."""
     if response.status != 200:
         passing = response.status == 429 or response.status >= 500
@@ -303,7 +304,7 @@ def judge_well_known(response: Response, rng: random.Random, now_ms: int) -> Wel
     return WellKnown(server, min(max(stated, _WELL_KNOWN_MIN_S), _WELL_KNOWN_MAX_S))
 
 
-def _stated_life(response: Response, now_ms: int) -> float | None:
+def _stated_life(response: Response, now_ms: Callable[[], int]) -> float | None:
     """Seconds that `Cache-Control` or `Expires` give an answer; None without either."""
     control = (response.header(b"cache-control") or b"").decode("latin-1").lower()
     directives = [part.strip() for part in control.split(",")]
@@ -317,12 +318,9 @@ def _stated_life(response: Response, now_ms: int) -> float | None:
     expires = response.header(b"expires")
     if expires is None:
         return None
-    try:
-        moment = email.utils.parsedate_to_datetime(expires[:100].decode("latin-1"))
-        return moment.timestamp() - now_ms / 1000
-    except (ValueError, OverflowError):
-        # RFC 9111, 5.3: what is no date, notably "0", means already expired.
-        return 0.0
+    moment = moment_s(expires[:100].decode("latin-1"))
+    # RFC 9111, 5.3: what is no date, notably "0", means already expired.
+    return 0.0 if moment is None else moment - said_at_s(response, now_ms)
 
 
 # --- asking and remembering -----------------------------------------------------------------------
@@ -467,7 +465,7 @@ class Discovery:
         except ExchangeFailed as failure:
             broken = failure.kind in ("protocol", "too_large")
             return WellKnown(None, _WELL_KNOWN_ERROR_S, failure.text, broken=broken)
-        return judge_well_known(response, self._random, self._now_ms())
+        return judge_well_known(response, self._random, self._now_ms)
 
 
 def _failed_lookup(text: str) -> Lookup:

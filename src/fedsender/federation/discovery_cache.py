@@ -240,14 +240,18 @@ class DiscoveryCache:
     def take_in(self, rows: "Sequence[Row]", now_ms: int) -> None:
         """Remember the entries of a file; those that have lapsed drop out.
 
+        So do those that would live longer than any may: the wall clock was set back since.
+
         Raises ValidationError.
         """
         now = trio.current_time()
 
         def moment(wall_s: float) -> float:
-            return now + min(wall_s - now_ms / 1000, _LIFE_MAX_S)
+            return now + wall_s - now_ms / 1000
 
-        for kind, name, _, text in rows:
+        for kind, name, expires_ms, text in rows:
+            if expires_ms - now_ms > _LIFE_MAX_S * 1000:
+                continue
             if kind == _WELL_KNOWN:
                 delegation = _ADAPTERS[Delegation].validate_json(text)
                 self._delegations[name] = _moved(delegation, moment)

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import trio
+
 from fedsender.config import Presence, Sending
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
@@ -30,11 +32,38 @@ class Announcer(Protocol):
     async def publish_server_up(self, server: str) -> None: ...
 
 
+class SteadyClock:
+    """The clock by which servers' states are kept: the wall clock of the start, moved by Trio's.
+
+    So no wait, no streak and no age of a success becomes longer or shorter when the wall clock is
+    set. Whoever shows a state, or puts it on record, has it by the wall clock as it is then.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._start_ms = runtime.now_ms() - round(trio.current_time() * 1000)
+
+    def now_ms(self) -> int:
+        """The time in ms since the epoch, as if nobody had set the wall clock since the start."""
+        return self._start_ms + round(trio.current_time() * 1000)
+
+    @property
+    def set_by_ms(self) -> int:
+        """How far the wall clock was set ahead since the start; less than a second is nothing."""
+        ahead = self._runtime.now_ms() - self.now_ms()
+        return ahead if abs(ahead) >= 1000 else 0
+
+    def on_the_wall(self, state: ServerState) -> ServerState:
+        """The state with times of the wall clock."""
+        return state.moved(self.set_by_ms)
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The context that all destinations of one sender share.
 
     Attributes:
+        clock: has the times of servers' states.
         connect_deadline: seconds for finding and reaching a server, all its addresses included.
         request_timeout: seconds for one transaction, unless the destination's policy has its own.
         device_lists: the stream id up to which rows of device lists may be read.
@@ -53,6 +82,7 @@ class Context:
     connect_deadline: float
     request_timeout: float
     runtime: Runtime
+    clock: SteadyClock
     homeserver: HomeserverStore
     store: SenderStore
     edus: EduStore
@@ -89,6 +119,11 @@ class Context:
             reason=bad.reason,
             content=bad.content,
         )
+
+    async def save(self, state: ServerState) -> None:
+        """Put a server's new state on record."""
+        self.note(state)
+        await self.store.save_server_state(self.clock.on_the_wall(state))
 
     def note(self, state: ServerState) -> None:
         """Note a server's new state: whether its quarantine is full."""

@@ -24,10 +24,10 @@ from fedsender.config.policy import QUICK_ATTEMPTS
 from fedsender.federation.client import Answer, Peer, SendFailed, Stale, Unreachable
 from fedsender.federation.transport import FailureKind
 from fedsender.matrix import Pdu
-from fedsender.runtime import OutOfResources, Runtime
+from fedsender.runtime import OutOfResources
 from fedsender.sender import failure
 from fedsender.sender.admission import nobody_told, not_now
-from fedsender.sender.context import Context, Phase
+from fedsender.sender.context import Context, Phase, SteadyClock
 from fedsender.sender.edus import presence
 from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
 from fedsender.sender.edus.typing import TYPING, Typing
@@ -246,30 +246,29 @@ class AttemptTimer(Alarm):
       ends the attempt, and then the backoff of its failure.
     - After each item that is put into the destination its task looks again for due items.
 
-    Times are Trio's, in seconds. Times on record are on the wall clock, which may be set. It is
-    read only at the start and after a failure, and never makes a wait longer than it was set to.
+    Times are Trio's, in seconds.
 
     Attributes:
         not_before: when the next attempt may start.
     """
 
-    __slots__ = ("_failed_at", "_news", "_runtime", "_signal", "not_before")
+    __slots__ = ("_clock", "_failed_at", "_news", "_signal", "not_before")
 
-    def __init__(self, state: ServerState, runtime: Runtime, alarms: Alarms) -> None:
+    def __init__(self, state: ServerState, clock: SteadyClock, alarms: Alarms) -> None:
         super().__init__(alarms)
-        self._runtime = runtime
+        self._clock = clock
         now = trio.current_time()
         self._failed_at = -math.inf
         if not state.healthy and state.last_attempt_ms is not None:
-            self._failed_at = min(now, self._from_wall(state.last_attempt_ms))
-        self.not_before = now + state.wait_s(runtime.now_ms())
+            self._failed_at = min(now, self._from_ms(state.last_attempt_ms))
+        self.not_before = now + state.wait_s(clock.now_ms())
         self._news = False
         self._signal = Signal()
 
-    def _from_wall(self, at_ms: int | None) -> float:
-        """The time on Trio's clock for one on the wall clock; None: now."""
+    def _from_ms(self, at_ms: int | None) -> float:
+        """The time on Trio's clock for one of a state; None: now."""
         now = trio.current_time()
-        return now if at_ms is None else now + (at_ms - self._runtime.now_ms()) / 1000
+        return now if at_ms is None else now + (at_ms - self._clock.now_ms()) / 1000
 
     def answered(self) -> None:
         """Note that the last attempt was answered: the next one need not wait."""
@@ -281,7 +280,7 @@ class AttemptTimer(Alarm):
 
     def back_off(self, state: ServerState) -> None:
         """Wait until the time that the backoff has set."""
-        self.not_before = self._from_wall(state.next_attempt_ms)
+        self.not_before = self._from_ms(state.next_attempt_ms)
 
     def hasten(self) -> None:
         """Wait no longer than the shortest gap after a failure."""
@@ -331,7 +330,7 @@ class Destination:
         self.phase = Phase.IDLE
         self.since = trio.current_time()
         self._context = context
-        self._timer = AttemptTimer(state, context.runtime, context.alarms)
+        self._timer = AttemptTimer(state, context.clock, context.alarms)
         self._exchange = Exchange(context.alarms)
         self._reporter = Reporter(name, context)
         self._permit = context.admission.permit(name)
@@ -446,7 +445,7 @@ class Destination:
         """Try now instead of later; False if this server was woken too often lately (I5)."""
         granted = True
         if not by_admin and (self.state.searches or not self.state.healthy):
-            self.state, granted = failure.take_wake(self.state, self._context.runtime.now_ms())
+            self.state, granted = failure.take_wake(self.state, self._context.clock.now_ms())
         if granted:
             self.state = self.state.hastened()
             self._timer.hasten()
@@ -596,7 +595,7 @@ class Destination:
             return math.inf
         if search.alone and (self.outbox.has_new_pdus if pdus else self._new_edus):
             return self._timer.not_before
-        wait_s = search.wait_s(self._context.runtime.now_ms())
+        wait_s = search.wait_s(self._context.clock.now_ms())
         # Without a wait it was due before this very moment, which is over when it is looked at.
         return max(self._timer.not_before, trio.current_time() + wait_s if wait_s else -math.inf)
 
@@ -606,7 +605,7 @@ class Destination:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
         if self.frozen is None and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
-        permit, now_ms = self._permit, self._context.runtime.now_ms()
+        permit, now_ms = self._permit, self._context.clock.now_ms()
         permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
         try:
             if not peer.at_hand():
@@ -658,10 +657,8 @@ class Destination:
     async def _count_given_up(self) -> None:
         """Remember that owed events were passed, for `why`."""
         if self.outbox.given_up:
-            given_up, now_ms = (
-                self.state.given_up + self.outbox.given_up,
-                self._context.runtime.now_ms(),
-            )
+            given_up = self.state.given_up + self.outbox.given_up
+            now_ms = self._context.clock.now_ms()
             self.outbox.given_up = 0
             self.state = replace(self.state, given_up=given_up, given_up_ms=now_ms)
             await self._save_state()
@@ -760,9 +757,8 @@ class Destination:
             await self._fill_alone(draft, kind, search)
             if not draft.empty:
                 return draft
-            runtime = self._context.runtime
-            early = search.wait_s(runtime.now_ms()) > 0
-            search = search.none_there(runtime.random, early=early)
+            early = search.wait_s(self._context.clock.now_ms()) > 0
+            search = search.none_there(self._context.runtime.random, early=early)
             self.state = self.state.with_search(kind, search)
 
     async def _fill_alone(self, draft: Draft, kind: Kind, search: Search) -> None:
@@ -815,7 +811,7 @@ class Destination:
         Args:
             blank: whether the answer said nothing.
         """
-        now_ms, before = self._context.runtime.now_ms(), self.state
+        now_ms, before = self._context.clock.now_ms(), self.state
         was_failing = not before.healthy
         self.state = self._searched(failure.after_success(before, now_ms), transaction, blank)
         self._timer.answered()
@@ -867,9 +863,7 @@ class Destination:
 
     async def _save_state(self) -> None:
         self._state_unsaved = True
-        state = self.state
-        self._context.note(state)
-        await self._context.store.save_server_state(state)
+        await self._context.save(self.state)
         self._state_unsaved = False
 
     async def _settle(self, transaction: Transaction) -> None:
@@ -891,7 +885,7 @@ class Destination:
             self.policy.backoff,
             self.state,
             verdict,
-            context.runtime.now_ms(),
+            context.clock.now_ms(),
             context.runtime.random,
         )
         self._timer.back_off(self.state)
@@ -920,7 +914,7 @@ class Destination:
 
     async def _follow(self, peer: Peer, transaction: Transaction, verdict: Verdict) -> None:
         """Save, search or reform a transaction that failed and may have arrived."""
-        now_ms = self._context.runtime.now_ms()
+        now_ms = self._context.clock.now_ms()
         edus, pdus = transaction.items_by_kind
         kinds = [kind for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items]
         searches = [search for kind in kinds if (search := self.state.search(kind)) is not None]
@@ -1084,7 +1078,7 @@ class Destination:
         """Back off after a bug ended the task, to avoid a busy loop; give the queued PDUs up."""
         verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
         context = self._context
-        now_ms = context.runtime.now_ms()
+        now_ms = context.clock.now_ms()
         self.state = failure.after_failure(
             self.policy.backoff, self.state, verdict, now_ms, context.runtime.random
         )

@@ -8,12 +8,12 @@ may be at fault, and is then isolated).
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Final
 
 from fedsender.config.policy import Backoff
-from fedsender.sender.isolation import Kind, Search, of_json
+from fedsender.sender.isolation import Kind, Search, left_s, of_json
 
 DAY_MS = 86_400_000
 MIN_GAP_SECONDS = 1.0
@@ -198,14 +198,8 @@ class ServerState:
     given_up_ms: int | None = None
 
     def wait_s(self, now_ms: int) -> float:
-        """Seconds until our own timer tries again, as of now.
-
-        Never longer than the wait that was set, even if the wall clock was set back since.
-        """
-        if self.next_attempt_ms is None or self.last_attempt_ms is None:
-            return 0.0
-        meant = max(0, self.next_attempt_ms - self.last_attempt_ms)
-        return min(max(0, self.next_attempt_ms - now_ms), meant) / 1000
+        """Seconds until our own timer tries again, as of now."""
+        return left_s(self.last_attempt_ms, self.next_attempt_ms, now_ms)
 
     def pause_left_s(self, now_ms: int) -> float | None:
         """Seconds until the pause ends by itself, as of now; None: it does not, or there is none.
@@ -220,6 +214,28 @@ class ServerState:
     def unpaused(self) -> "ServerState":
         """The same state, without a pause."""
         return replace(self, paused=None, paused_by=None, paused_ms=None, paused_until_ms=None)
+
+    def pause_moved(self, by_ms: int) -> "ServerState":
+        """The same state, after the wall clock was set ahead by so much during the pause."""
+        paused_ms, until_ms = self.paused_ms, self.paused_until_ms
+        return replace(
+            self,
+            paused_ms=paused_ms and paused_ms + by_ms,
+            paused_until_ms=until_ms and until_ms + by_ms,
+        )
+
+    def moved(self, by_ms: int) -> "ServerState":
+        """The same state by a clock that is ahead by so much; a pause is by the wall clock."""
+        if not by_ms:
+            return self
+        times = {name: getattr(self, name) for name in _TIMES}
+        pdus, edus = self.pdu_search, self.edu_search
+        return replace(
+            self,
+            **{name: at and at + by_ms for name, at in times.items()},
+            pdu_search=pdus and pdus.moved(by_ms),
+            edu_search=edus and edus.moved(by_ms),
+        )
 
     @property
     def healthy(self) -> bool:
@@ -256,6 +272,13 @@ class ServerState:
         return replace(
             self, pdu_search=pdus and pdus.hastened(), edu_search=edus and edus.hastened()
         )
+
+
+_TIMES: Final = tuple(
+    name
+    for name in (each.name for each in fields(ServerState))
+    if name.endswith("_ms") and not name.startswith(("shared_", "paused_"))
+)
 
 
 def states_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, ServerState]:

@@ -33,6 +33,17 @@ AHEAD = 100
 """The number of witnesses answered out of turn that are remembered; others would be sent again."""
 
 
+def left_s(since_ms: int | None, until_ms: int | None, now_ms: int) -> float:
+    """Seconds that are left of a wait on record; 0 if there is none.
+
+    Also 0 if it is said to begin in the future. Then the wall clock was set back, nobody knows how
+    much of it is over, and a wait is only ever shortened.
+    """
+    if since_ms is None or until_ms is None or now_ms < since_ms:
+        return 0.0
+    return max(0, until_ms - now_ms) / 1000
+
+
 class Kind(Enum):
     """The two kinds of items that are searched apart."""
 
@@ -139,10 +150,8 @@ class Search:
         return comb(refused, self.failures) < CHANCE * ways
 
     def wait_s(self, now_ms: int) -> float:
-        """Seconds until an item of this kind may go; never longer than the wait that was set."""
-        if self.next_ms is None or self.set_ms is None:
-            return 0.0
-        return min(max(0, self.next_ms - now_ms), self.next_ms - self.set_ms) / 1000
+        """Seconds until an item of this kind may go."""
+        return left_s(self.set_ms, self.next_ms, now_ms)
 
     def waiting(self, now_ms: int, wait_s: float) -> "Search":
         """The search with this wait set, in seconds."""
@@ -154,6 +163,12 @@ class Search:
             set_ms=now_ms,
             next_ms=now_ms + int(wait_s * 1000),
         )
+
+    def moved(self, by_ms: int) -> "Search":
+        """The same search by a clock that is ahead by so much."""
+        times = (self.since_ms, self.set_ms, self.next_ms)
+        since_ms, set_ms, next_ms = (at and at + by_ms for at in times)
+        return replace(self, since_ms=since_ms, set_ms=set_ms, next_ms=next_ms)
 
     def hastened(self) -> "Search":
         """The search without a wait."""

@@ -263,8 +263,9 @@ class Operations:
         self, servers: Sequence[str], change: Callable[[ServerState], ServerState]
     ) -> None:
         """Hold to it once it is durable: what could not be stored is not done, now or later."""
-        state_of = self._registry.state_of
-        await self._context.store.save_said([change(state_of(server)) for server in servers])
+        state_of, on_the_wall = self._registry.own_state, self._context.clock.on_the_wall
+        said = [on_the_wall(change(state_of(server))) for server in servers]
+        await self._context.store.save_said(said)
         for server in servers:
             # It may have failed, or answered, since.
             self._registry.hold(change(state_of(server)))

@@ -119,7 +119,11 @@ class Registry:
     # --- What is known ----------------------------------------------------------------------------
 
     def state_of(self, server: str) -> ServerState:
-        """The state of this server."""
+        """The state of this server, with times of the wall clock."""
+        return self._context.clock.on_the_wall(self.own_state(server))
+
+    def own_state(self, server: str) -> ServerState:
+        """The state of this server, with times of our own clock."""
         destination = self.active.get(server)
         if destination is not None:
             return destination.state
@@ -151,7 +155,7 @@ class Registry:
                 queued=destination.outbox.queued,
                 retry_in_s=destination.retry_in_s,
                 in_flight=destination.frozen.id if destination.frozen else None,
-                state=destination.state,
+                state=self.state_of(server),
             )
         state = self._states.get(server)
         due = self._behind.get(server)
@@ -162,7 +166,7 @@ class Registry:
         if state.paused or state.parked:
             phase = "paused" if state.paused else "parked"
         wait = None if due is None or due == NEVER else max(0.0, due - now)
-        return Status(server, phase, 0.0, due is None, 0, wait, None, state)
+        return Status(server, phase, 0.0, due is None, 0, wait, None, self.state_of(server))
 
     def progress(self, fanned_out: int) -> Progress | None:
         """The progress, with events fanned out up to this token; None: the backlog is not known.
@@ -209,7 +213,7 @@ class Registry:
         destination = self.active.get(server)
         if destination is None and server not in self._behind:
             return "level"
-        return _state(self.state_of(server), destination)
+        return _state(self.own_state(server), destination)
 
     def _not_idle(self) -> Iterator[tuple[str, str]]:
         """Each server that has a task or waits for its time, and its label; all others are level.
@@ -232,7 +236,7 @@ class Registry:
 
     def lately(self) -> Lately:
         """How the servers fare that have answered within the last day, from memory alone."""
-        now_ms = self._context.runtime.now_ms()
+        now_ms = self._context.clock.now_ms()
         answered, failing, newest_ms, began_ms = 0, 0, 0, []
         for state in self._all_states():
             newest_ms = max(newest_ms, state.last_success_ms or 0)
@@ -282,7 +286,7 @@ class Registry:
         if not self.policies.may_send_to(server):
             return None
         self._behind.pop(server, None)
-        policy, state = self.policies.policy_for(server), self.state_of(server)
+        policy, state = self.policies.policy_for(server), self.own_state(server)
         level = level and not behind and self.complete.is_set()
         destination = Destination(server, policy, self._context, state, level=level)
         left = self.unsaved.pop(server, None)
@@ -295,7 +299,7 @@ class Registry:
 
     def _goes_on(self, server: str, kind: Kind | None) -> bool:
         """Whether only a search for a poisonous item waits, and items of this kind need not."""
-        state, now_ms = self.state_of(server), self._context.runtime.now_ms()
+        state, now_ms = self.own_state(server), self._context.clock.now_ms()
         if state.paused or state.parked:
             return False
         if kind is None or self._behind[server] == NEVER or not state.searches:
@@ -361,7 +365,7 @@ class Registry:
 
     def _wake(self, server: str, *, by_admin: bool) -> bool:
         destination = self.active.get(server)
-        state = self.state_of(server)
+        state = self.own_state(server)
         if self.draining or state.paused or state.parked:
             return False
         if destination is not None:
@@ -369,7 +373,7 @@ class Registry:
         if server not in self._behind or not self.policies.may_send_to(server):
             return False
         if not by_admin and (state.searches or not state.healthy):
-            state, granted = take_wake(state, self._context.runtime.now_ms())
+            state, granted = take_wake(state, self._context.clock.now_ms())
             self._states[server] = state
             if not granted:
                 return False
@@ -422,9 +426,9 @@ class Registry:
             name = destination.name
             allowed = self.policies.may_send_to(name)
             destination.use_policy(self.policies.policy_for(name), allowed=allowed)
-        now, now_ms = trio.current_time(), self._context.runtime.now_ms()
+        now, now_ms = trio.current_time(), self._context.clock.now_ms()
         for server in list(self._behind):
-            state = self.state_of(server)
+            state = self.own_state(server)
             if not (state.paused or state.parked) and self.policies.may_send_to(server):
                 self.schedule(server, min(self._behind[server], now + state.wait_s(now_ms)))
 
@@ -456,6 +460,18 @@ class Registry:
             await destination.write_down()
         except Exception:
             log.exception("transaction not written down", destination=destination.name)
+
+    async def write_states(self, set_by_ms: int) -> None:
+        """Put the states of all servers on record anew: the wall clock was set ahead by so much."""
+        for server in sorted({*self.active, *self._states}):
+            state = self.own_state(server)
+            if state.paused_until_ms is not None:
+                # The timer knows better when the pause ends, and the record is for a start.
+                state = state.pause_moved(set_by_ms)
+                self.hold(state)
+                await self._context.store.save_said([self._context.clock.on_the_wall(state)])
+            if state != ServerState(server):
+                await self._context.save(state)
 
     async def left(self, server: str) -> None:
         """Return once the server has no destination; the caller has held it before."""
@@ -489,7 +505,7 @@ class Registry:
 
     def put_off(self, server: str) -> None:
         """Put this server behind, with no time at which it is due but the end of its pause."""
-        left_s = self.state_of(server).pause_left_s(self._context.runtime.now_ms())
+        left_s = self.own_state(server).pause_left_s(self._context.runtime.now_ms())
         if left_s is None:
             self._behind[server] = NEVER
         else:
@@ -524,7 +540,7 @@ class Registry:
 
     def _bring_back(self, server: str) -> None:
         """Activate a server that is due. A paused one is due when its pause ends."""
-        state = self.state_of(server)
+        state = self.own_state(server)
         ended_ms = state.paused_until_ms if state.paused is not None else None
         if state.paused is not None:
             log.info("pause ended", destination=server, reason=state.paused, by=state.paused_by)
@@ -567,7 +583,7 @@ class Registry:
 
         def usefulness(server: str) -> tuple[int, bool, int, int, bool, int, str]:
             """The sort key: priority; health; last success; keys that wait; size of the backlog."""
-            state, lag = self.state_of(server), lagging.get(server)
+            state, lag = self.own_state(server), lagging.get(server)
             return (
                 rank(server),
                 not state.healthy,
@@ -578,11 +594,11 @@ class Registry:
                 server,
             )
 
-        now, now_ms = trio.current_time(), self._context.runtime.now_ms()
+        now, now_ms = trio.current_time(), self._context.clock.now_ms()
         owed = set(lagging) | self._frozen | set(others)
         # Those that are active were reached while we looked, and look for themselves.
         for server in sorted(owed - set(self.active), key=usefulness):
-            state = self.state_of(server)
+            state = self.own_state(server)
             if state.paused or state.parked or not self.policies.may_send_to(server):
                 self.put_off(server)
             else:

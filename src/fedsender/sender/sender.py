@@ -19,7 +19,7 @@ from fedsender.ledger import Ledger
 from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import open_attempt_log
-from fedsender.sender.context import Announcer, Context
+from fedsender.sender.context import Announcer, Context, SteadyClock
 from fedsender.sender.debts import Debt
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
@@ -79,6 +79,7 @@ class Sender:
         self._store = store
         self.operations = Operations(context, self.registry, self.fan_out)
         self.quarantine_items = 0
+        self._wall_set_by_ms = 0
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
 
@@ -266,8 +267,17 @@ class Sender:
         await trio.sleep(FIRST_SWEEP_S)
         while True:
             await self.sweep()
+            await self._follow_the_wall_clock()
             await hand_over(self._store, self.context.instance)
             await trio.sleep(SWEEP_EVERY_S)
+
+    async def _follow_the_wall_clock(self) -> None:
+        """Put all states on record anew once the wall clock was set: a start reads them by it."""
+        set_by_ms = self.context.clock.set_by_ms - self._wall_set_by_ms
+        if abs(set_by_ms) >= 1000:
+            log.warning("wall clock set", by_s=set_by_ms / 1000)
+            self._wall_set_by_ms += set_by_ms
+            await self.registry.write_states(set_by_ms)
 
     async def write_marks_for_ever(self) -> None:
         """Write the marks that answers have moved, many at once."""
@@ -364,6 +374,7 @@ async def open_sender(
             connect_deadline=2 * (federation.connect_timeout + federation.handshake_timeout),
             request_timeout=federation.request_timeout,
             runtime=runtime,
+            clock=SteadyClock(runtime),
             homeserver=store.homeserver,
             store=store.sender,
             edus=store.edus,
