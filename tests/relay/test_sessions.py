@@ -503,17 +503,44 @@ async def test_who_sends_to_the_same_servers_as_a_connected_one_is_refused(
             await two.leave()
 
 
+async def test_who_is_new_does_not_get_the_share_of_one_that_is_away(autojump_clock: Clock) -> None:
+    """The one that is away may owe these servers something, and says so when it is started."""
+    async with World().running() as world:
+
+        async def begin(name: str, shard: str) -> Hands:
+            hands = world.connect()
+            epoch = await hands.introduce(name)
+            await hands.say(f"SHARD {shard}", f"REPLICATE events 0 {epoch}")
+            return hands
+
+        async def follows(name: str, shard: str) -> None:
+            hands = await begin(name, shard)
+            await hands.until("POSITION ")
+            await hands.leave()
+
+        await follows("sender-1", "0 1")
+        hands = await begin("sender-2", "1 2")
+        assert (await hands.error()).startswith("OVERLAP sender-1 is known and sends to the same")
+        assert world.state("sender-2") is None
+        await follows("sender-1", "0 2")
+        await follows("sender-2", "1 2")
+        hands = await begin("sender-3", "0 2")
+        assert (await hands.error()).startswith("OVERLAP sender-1 is known")
+        world.relay.registry.forget("sender-1")
+        await follows("sender-3", "0 2")
+
+
 async def test_an_overlap_with_one_that_is_away_is_a_doubt(autojump_clock: Clock) -> None:
     """It may come back: an operator is told, until one of them is forgotten."""
     async with World().running() as world:
-        for name in ("sender-1", "sender-2"):
+        for name, shard in (("sender-1", "0 2"), ("sender-2", "1 2"), ("sender-2", "0 1")):
             hands = world.connect()
             epoch = await hands.introduce(name)
-            await hands.say("SHARD 0 1", f"REPLICATE events 0 {epoch}")
+            await hands.say(f"SHARD {shard}", f"REPLICATE events 0 {epoch}")
             await hands.until("POSITION ")
             await hands.leave()
         (problem,) = (await status_of(world.relay)).problems
-        assert problem.startswith("sender-1 (share 0/1) and sender-2 (share 0/1) send to the same")
+        assert problem.startswith("sender-1 (share 0/2) and sender-2 (share 0/1) send to the same")
     async with world.running():
         assert len((await status_of(world.relay)).problems) == 1
         world.relay.registry.forget("sender-1")

@@ -154,10 +154,23 @@ class Session(LineSession):
                     f"OVERLAP {other.name} is connected and sends to the same servers: its share"
                     f" is {other.shard}, and this one is {self.shard}"
                 )
+        if self._hub.registry.get(name) is None:
+            self._refuse_the_share_of_another()
         owners[name] = self
         if self.follows:
             raise Refused("PROTO it follows already")
         return name
+
+    def _refuse_the_share_of_another(self) -> None:
+        """Refuse a new sender while one that is away may owe something to the same servers."""
+        for other in self._hub.registry:
+            if self.shard and other.shard and self.shard.overlaps(Shard.of_text(other.shard)):
+                self._hub.counts.refused["OVERLAP"] += 1
+                raise Refused(
+                    f"OVERLAP {other.name} is known and sends to the same servers: its share is"
+                    f" {other.shard}, and this one is {self.shard}. Start it by its new list first;"
+                    f" if it has handed back, forget it (relay forget {other.name})"
+                )
 
     async def _resume(self, token: int | None, epoch: str) -> None:
         """Obey `REPLICATE events 53 <epoch>`; register nothing before all checks have passed."""
@@ -452,7 +465,8 @@ class Hub(LineServer[Session]):
             if shard.overlaps(others):
                 yield (
                     f"{name} (share {shard}) and {other} (share {others}) send to the same"
-                    " servers: forget the one that will not come back (relay forget NAME)"
+                    " servers: start both by the same list, or forget the one that has handed back"
+                    " (relay forget NAME)"
                 )
 
     async def throttled(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

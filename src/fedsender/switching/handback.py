@@ -7,7 +7,8 @@ Synapse's sender goes on from the tables that we kept correct: the events positi
 to each server, LSSO, to-device messages and device lists. It does not read the tables of our own.
 So before it may start again, these are searched for three things: events and EDUs in quarantine,
 events that are to be sent again, and transactions that left and were not answered. Sticky events
-(MSC4354) that are to be sent again go into Synapse's own list of such debts.
+(MSC4354) that are to be sent again go into Synapse's own list of such debts. Where the homeserver's
+tables are our own, too (behind a relay), all that they owe is counted.
 """
 
 import os
@@ -29,7 +30,7 @@ from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Redelivery, Settlement
-from fedsender.switching.shards import take_shard
+from fedsender.switching.shards import owed_in_words, take_shard
 from fedsender.telemetry import Metrics
 
 __all__ = ["Findings", "hand_back", "leave_to_owner", "owner_of"]
@@ -95,7 +96,8 @@ async def hand_back(
             frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
             sticky = await _sticky(store, config)
             again = await _redeliveries(store, config, sticky)
-            losses = [*await _quarantined(store, config), *again]
+            here = await _only_here(store, config)
+            losses = [*await _quarantined(store, config), *again, *here]
             repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
             refused = not accept_loss and (losses or (repeats and not accept_repeats))
             notes = [] if refused else await _settle(store, ledger, runtime, config, frozen)
@@ -195,6 +197,18 @@ async def _redeliveries(store: Store, config: Config, sticky: Collection[Redeliv
         f"{server}, room {room}: {count} to be sent again; {_next(config)} does not know of them"
         for (server, room), count in sorted(counts.items())
     ]
+
+
+async def _only_here(store: Store, config: Config) -> list[str]:
+    """One sentence on what is owed, if the next sender does not read our homeserver tables."""
+    if store.homeserver.known_to_others:
+        return []
+    owed = await owed_in_words(store.homeserver, config.handles)
+    receipts = (await store.receipts.load(config.instance_name)).debts
+    unread = sum(config.handles(name) for name in receipts)
+    told = [f"servers that are owed receipts: {unread}"] if unread else []
+    cannot = f"{_next(config)} cannot see our homeserver.database"
+    return [f"{each}; {cannot}" for each in ([owed] if owed else []) + told]
 
 
 def _next(config: Config) -> str:

@@ -5,10 +5,13 @@ and must not send an item that the old one has in quarantine. In a database that
 the new owner takes the records over when it starts. Elsewhere it cannot see them: the old owner
 refuses to start until no record is left. The new owner refuses to start until the old one says so,
 or has handed back.
+
+What a server is owed stands in the homeserver's tables. Behind a relay each sender has such tables
+of its own, and nobody else can send what is in them: it keeps a server until nothing is owed.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -25,7 +28,7 @@ from fedsender.store.positions import NEVER_ACKED
 from fedsender.store.records import Generation
 from fedsender.store.sender import Foreign
 
-__all__ = ["take_shard"]
+__all__ = ["owed_in_words", "take_shard"]
 
 log = structlog.get_logger()
 
@@ -33,6 +36,8 @@ CHUNK: Final = 500
 PATIENCE_S: Final = 60.0
 """The wait for senders that start at the same time to say that they have no records."""
 LOOK_EVERY_S: Final = 0.5
+NAMED: Final = 5
+"""Servers that a sentence names; it counts the others."""
 
 _WORDS: Final = {
     "frozen_transactions": "frozen transactions",
@@ -57,8 +62,8 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
     Raises LockHeld if another process runs under our name. Raises SendersDiffer if a sender runs
     with another list, as it may still send to servers that are ours by this one, or if a sender
     does not say that it has no records of them. Raises ConfigError if, with a changed list, records
-    would be left where their new owner cannot see them, by us or by a sender that has gone, or if
-    one sender has noted events as owed and another has not.
+    or anything owed would be left where their new owner cannot see them, by us or by a sender that
+    has gone, or if one sender has noted events as owed and another has not.
     """
     me, store = config.instance_name, both.sender
     senders = config.homeserver.federation_sender_instances or (me,)
@@ -74,6 +79,8 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
         owners.update(name for name in senders if name != me)
     if left and not store.shared:
         raise ConfigError(_refusal(left, sorted(owners)))
+    if before and before != list(senders) and not both.homeserver.known_to_others:
+        await _refuse_while_owed(both.homeserver, config, before)
     if changed:
         await _refuse_unless_level(both.homeserver, before, config.server_name)
     if not left:
@@ -94,6 +101,46 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
     if holders:
         log.info("records taken over", servers=sum(done.taken.values()), holders=holders)
     return already_owed
+
+
+async def owed_in_words(homeserver: HomeserverStore, concerns: Callable[[str], bool]) -> str | None:
+    """The sum of what the homeserver's tables owe to these servers, in words; None: nothing."""
+    names, rooms, messages, changes = [], 0, 0, 0
+    for each in await homeserver.lagging():
+        if not concerns(each.destination):
+            continue
+        pending = await homeserver.pending_counts(each.destination)
+        if pending.rooms or pending.to_device or pending.device_lists:
+            names.append(each.destination)
+            rooms += pending.rooms
+            messages += pending.to_device
+            changes += pending.device_lists
+    if not names:
+        return None
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return (
+        f"owed to {', '.join(names[:NAMED])}{more}: rooms with events {rooms}, to-device messages"
+        f" {messages}, device list changes {changes}"
+    )
+
+
+async def _refuse_while_owed(
+    homeserver: HomeserverStore, config: Config, before: Sequence[str]
+) -> None:
+    """Refuse a list by which servers leave us that our own homeserver tables owe something to."""
+    me = config.instance_name
+
+    def leaves(server: str) -> bool:
+        was_ours = me not in before or before[shard_of(server, len(before))] == me
+        return was_ours and not config.handles(server)
+
+    if owed := await owed_in_words(homeserver, leaves):
+        raise ConfigError(
+            "homeserver.federation_sender_instances: by this list servers change hands, and their"
+            f" new sender cannot see our homeserver.database, where this is {owed}. Start once more"
+            " with the old list, the others stopped; change it when nothing is owed to these"
+            " servers (`fedsender destinations --behind`), or give it up with `fedsender purge`"
+        )
 
 
 def _left_behind(foreign: Sequence[Foreign], me: str) -> tuple[Counter[str], set[str]]:
