@@ -348,13 +348,17 @@ def test_requests_that_synapse_sends_through_the_old_worker_are_explained(
 
 
 def test_requests_that_synapse_sends_through_another_worker_need_nothing(tmp_path: Path) -> None:
-    hs = homeserver(outbound_federation_restricted_to=["other"])
-    made = converted(tmp_path, homeserver=hs, worker=WORKER)
-
-    (note,) = made.notes
-    assert note == (
-        "outbound_federation_restricted_to: is left out: fedsender connects to other servers itself"
+    """But what is checked on that way is not checked any more: a Secure Border Gateway's rules."""
+    hs = homeserver(
+        instance_map={"main": {"host": "main", "port": 1}, "gate": {"host": "sbg", "port": 9}},
+        outbound_federation_restricted_to=["gate", "other"],
+        worker_replication_secret=f"{CANARY}replication",
     )
+    code, _, err = run("config", "from-synapse", *write(tmp_path, homeserver=hs, worker=WORKER))
+
+    assert code == 0
+    assert "only through gate (sbg:9), other; fedsender would pass it by" in err
+    assert "If it is a Secure Border Gateway" in err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 from fedsender import version
 from fedsender.admin import commands
 from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Server
-from fedsender.console import Mistake, say, say_alarm, say_json, say_text, show
+from fedsender.console import Mistake, say, say_alarm, say_json, say_text, show, utc_text
 from fedsender.pipeline import commands as pipeline_commands
 from fedsender.relay import commands as relay_commands
 
@@ -374,7 +374,6 @@ def db_restore(directory: BackupDirectory, config: ConfigFile) -> int:
     from fedsender.config import load
     from fedsender.runtime import real_runtime
     from fedsender.store import backup
-    from fedsender.store.records import utc_text
 
     done = trio.run(backup.restore, *_what_is_ours(load(config)), directory, real_runtime())
     say(f"restored: the databases of {utc_text(done.made_ms)}")
@@ -449,7 +448,7 @@ def config_check(
 ) -> int:
     """Check a configuration, and print each fault with its line."""
     from fedsender.config import load
-    from fedsender.federation.signing import load_signing_keys
+    from fedsender.federation.signing import keys_of
     from fedsender.matrix import is_server_name
 
     loaded = load(config)
@@ -457,7 +456,7 @@ def config_check(
         raise Mistake(f"{server[:300]!r} is not a server name")
     if problems := loaded.file_problems():
         return _complain("\n".join(problems), USAGE)
-    load_signing_keys(loaded.signing_key, loaded.signing_key_id)
+    keys_of(loaded)
     for section in (("feed", "push"), ("relay",)):
         loaded.server_tls(*section)
     warnings = loaded.warnings()

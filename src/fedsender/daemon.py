@@ -30,12 +30,7 @@ from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.federation.client import open_client
 from fedsender.federation.proxy import proxies_in
-from fedsender.federation.signing import (
-    BadSigningKey,
-    KeyRing,
-    SigningKey,
-    load_signing_keys,
-)
+from fedsender.federation.signing import KeyRing, SigningKey, keys_of
 from fedsender.health import failure_rate, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
@@ -105,15 +100,14 @@ async def open_core(
         faults: called at every commit point, for simulations.
 
     Raises:
-        ConfigError: a file that the configuration names cannot be used.
-        BadSigningKey: the signing key cannot be used.
+        ConfigError: a file that the configuration names cannot be used, such as the signing key.
         LockHeld: another daemon runs under our instance name.
         SendersDiffer: another one runs with another list of senders.
         StoreError: a database is not one that we know.
         InstanceTaken: another process uses our name on Redis; raised out of the body.
     """
     boot_id = runtime.entropy(8).hex()
-    keys = KeyRing(*load_signing_keys(config.signing_key, config.signing_key_id))
+    keys = KeyRing(*keys_of(config))
     metrics = Metrics(config.server_name, config.metrics.per_destination)
     metrics.build_info.labels(version(), config.instance_name).set(1)
     policies = Policies(config)
@@ -284,7 +278,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     configure_logging(config.log, now_ms=runtime.now_ms)
     note_start(config, path, "sender")
     for text in config.warnings():
-        log.warning("configuration is not safe", reason=text)
+        log.warning("configuration: look at this", reason=text)
     unused = proxies_in(os.environ) if config.federation.proxy.url is None else []
     if unused:
         log.warning("proxy of the environment is not used: see federation.proxy", variables=unused)
@@ -424,7 +418,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
         newer = load(run.path)
         if problems := newer.file_problems("destinations"):
             raise ConfigError(*problems)
-        return newer, load_signing_keys(newer.signing_key, newer.signing_key_id)
+        return newer, keys_of(newer)
 
     try:
         # In a thread: a long list takes a second to read, and a file system may not answer.
@@ -433,7 +427,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
         )
         in_force = daemon.config.with_reloadable(newer)
         await read_files(endpoints)
-    except (ConfigError, BadSigningKey) as error:
+    except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))
         return "the configuration cannot be used; running on the old one"
     daemon.keys.keys = tuple(keys)

@@ -64,6 +64,29 @@ async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
         assert (await read("fedsender_owed_rooms")) == {"": 0}
 
 
+async def test_a_paused_server_is_in_no_failing_class_and_its_state_began_with_the_pause(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A, B)
+        await trio.sleep(20)
+        world.servers[A].down = world.servers[B].down = True
+        await world.say(R1, "to both")
+        await trio.sleep(3600)
+        paused_ms = world.runtime.now_ms()
+        await desk.post("pause", {"servers": [A], "reason": "r"})
+        await trio.sleep(300)
+
+        classes = (await desk.get("overview"))["failing_by_age"]
+        assert {name: sum(ages.values()) for name, ages in classes.items()} == {"unreachable": 1}
+        why = await desk.get(f"why/{A}")
+        assert (why["state"], why["since_ts"]) == ("paused", paused_ms)
+        await desk.post("park", {"servers": [B], "reason": "r"})
+        await trio.sleep(300)
+        assert (await desk.get(f"why/{B}"))["since_ts"] is None
+        assert (await desk.get("overview"))["failing_by_age"] == {}
+
+
 async def test_a_server_that_hangs_and_does_not_fail_has_an_age_of_its_own(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from fedsender.cli import run_command
-from fedsender.config import load
+from fedsender.config import ConfigError, load
 
 KEY = "ed25519 a_1 " + 43 * "A" + "\n"
 
@@ -243,9 +243,90 @@ def test_a_secret_that_goes_to_another_host_in_clear_is_told(
     (tmp_path / "pw").write_text(LONG)
     for name in ("key", "pw"):
         (tmp_path / name).chmod(0o600)
-    found = load(config).warnings()
+    found = [text for text in load(config).warnings() if "in clear" in text]
     assert len(found) == (warning is not None)
     assert warning is None or warning in found[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [
+        ("allow: []", "allow: is empty: nothing is sent to any server"),
+        ("allow: ['*.example']", None),
+        (
+            "feed: {kind: tcp, push: {sign_events: true}}",
+            "feed.push: is not used: feed.kind is tcp",
+        ),
+        ("feed: {http: {instances: {}}}", "feed.http: is not used: feed.kind is tcp"),
+        ("feed: {tcp: {address: '127.0.0.1:9092'}}", None),
+        ("sending: {drain: 20}", "sending.drain: 20 has no unit, and is 20 s"),
+        ("sending: {drain: 20s}", None),
+        ("sending: {window_bytes: 64MB}", "64MB is 64,000,000 bytes; 64MiB would be 67,108,864"),
+        ("sending: {window_bytes: 64MiB}", None),
+        ("pipeline: {keep: 100000}", "pipeline.keep: 100000 has no unit, and is 100000 s"),
+        (
+            "destinations: {overrides: [{match: '*.example', backoff: {first: 5}}]}",
+            "destinations.overrides[0].backoff.first: 5 has no unit, and is 5 s",
+        ),
+    ],
+)
+def test_what_was_perhaps_not_meant_is_told(
+    tmp_path: Path, settings: str, warning: str | None
+) -> None:
+    config = config_with(tmp_path, settings)
+    (tmp_path / "key").chmod(0o600)
+    found = load(config).warnings()
+    assert len(found) == (warning is not None), found
+    assert warning is None or warning in found[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ("metrics: {listen: '127.0.0.1:9009'}", True),
+        ("metrics: {listen: '0.0.0.0:9009'}", True),
+        ("metrics: {listen: '127.0.0.2:9009'}", False),
+        ("metrics: {listen: '127.0.0.1:9010'}", False),
+        ("metrics: {listen: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}", False),
+    ],
+)
+def test_two_endpoints_of_one_address_are_refused(
+    tmp_path: Path, settings: str, refused: bool
+) -> None:
+    """`run` could open only the first."""
+    config = config_with(tmp_path, settings)
+    if not refused:
+        load(config)
+        return
+    with pytest.raises(ConfigError, match=r"config\.yaml:\d+:\d+: metrics\.listen: is the address"):
+        load(config)
+
+
+def test_a_push_listener_needs_an_address_of_its_own(tmp_path: Path) -> None:
+    push = "feed: {kind: push, push: {listen: 'unix:/run/a.sock', token_file: t}}\n"
+    with pytest.raises(ConfigError, match=r"feed\.push\.listen: is the address of admin\.listen"):
+        load(config_with(tmp_path, push + "admin: {listen: 'unix:/run/a.sock'}"))
+    load(config_with(tmp_path, push + "admin: {listen: 'unix:/run/b.sock'}"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("notify: {url: hooks.example.org/x}", "notify.url: must be https://, a host and a path"),
+        ("", "signing_key: KEY: the key is not base64"),
+        ("signing_key_id: 'ed25519:a'", "signing_key: KEY: the key is not base64"),
+    ],
+)
+def test_the_message_is_about_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: str, told: str
+) -> None:
+    config = config_with(tmp_path, settings)
+    (tmp_path / "key").write_text("hello")
+    (tmp_path / "key").chmod(0o600)
+    assert run_command(["config", "check", "-c", str(config)]) == 2
+    err = capsys.readouterr().err
+    assert told.replace("KEY", str(tmp_path / "key")) in err
+    assert f"{config}:" in err
 
 
 def test_a_database_of_ours_that_others_may_read_is_warned_of(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 from rich.text import Text
 
-from fedsender.console import safe
-from fedsender.store.records import utc_text
+from fedsender.console import safe, utc_text
 
 if TYPE_CHECKING:
     from fedsender.config import PolicyLine

@@ -220,6 +220,10 @@ async def explain(context: AdminContext, server: str) -> Why | None:
 def _since(context: AdminContext, status: Status | None, now_ms: int) -> int | None:
     if status is None:
         return None
+    if status.state.paused:
+        return status.state.paused_ms
+    if status.state.parked:
+        return None  # It is not on record.
     if status.destination in context.sender.active:
         return now_ms - int(status.for_s * 1000)
     return status.state.last_attempt_ms

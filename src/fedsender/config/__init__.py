@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import orjson
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from fedsender.config.document import (
@@ -64,6 +65,8 @@ from fedsender.config.values import (
     TcpAddress,
     UnixAddress,
     database_url,
+    parse_duration,
+    parse_size,
     read_secret,
     read_text,
 )
@@ -260,14 +263,17 @@ class Config(Section):
         return context
 
     def warnings(self, *sections: str) -> list[str]:
-        """The settings that can be used and are not safe, one line each; sections as for
-        `file_problems`."""
+        """The settings that can be used, and that are not safe or perhaps not meant, one line each;
+        sections as for `file_problems`."""
         clear = [(("feed", *place), text) for place, text in self.feed.warnings()]
         proxy = self.federation.proxy.warnings()
         clear += [(("federation", "proxy", *place), text) for place, text in proxy]
+        if not self.allow:
+            clear.append((("allow",), "is empty: nothing is sent to any server"))
+        found = (*weak_files(self), *clear, *surprising_units(self, self._document.values))
         return [
             self.problem(location, text)
-            for location, text in (*weak_files(self), *clear)
+            for location, text in found
             if not sections or location[0] in sections
         ]
 
@@ -308,10 +314,33 @@ class Config(Section):
         if senders and self.instance_name not in senders:
             place = ("homeserver", "federation_sender_instances")
             yield place, f"does not name {self.instance_name!r}, our instance_name"
+        yield from _same_addresses(self)
         if self.sending.max_in_flight > self.federation.max_connections:
             yield ("sending", "max_in_flight"), "is larger than federation.max_connections"
         if self.sending.window_bytes < self.destinations.defaults.max_transaction_bytes:
             yield ("sending", "window_bytes"), "is smaller than one transaction"
+
+
+def _same_addresses(config: Config) -> Contradictions:
+    """Endpoints that would listen where another one does."""
+    listening: list[tuple[Location, TcpAddress | UnixAddress]] = [
+        (("admin", "listen"), config.admin.listen)
+    ]
+    if config.metrics.listen is not None:
+        listening.append((("metrics", "listen"), config.metrics.listen))
+    if config.feed.kind == "push":
+        listening.append((("feed", "push", "listen"), config.feed.push.listen))
+    for number, (place, address) in enumerate(listening):
+        for other, taken in listening[:number]:
+            if _collide(address, taken):
+                yield place, f"is the address of {dotted(other)}: each needs one of its own"
+
+
+def _collide(one: TcpAddress | UnixAddress, other: TcpAddress | UnixAddress) -> bool:
+    if isinstance(one, UnixAddress) or isinstance(other, UnixAddress):
+        return one == other
+    hosts = {one.host, other.host}
+    return one.port == other.port != 0 and (len(hosts) == 1 or bool(hosts & {"0.0.0.0", "::"}))
 
 
 def _file_of(database: str) -> str | None:
@@ -519,6 +548,50 @@ def weak_files(section: Section) -> Iterator[tuple[Location, str]]:
             yield at, f"{path}: can {done} (mode {stat.S_IMODE(mode):o}; 600 or 640 is enough)"
         if name.endswith(_OF_OUR_OWN) and len(secret) < LEAST_SECRET:
             yield at, f"{path}: is short: {LEAST_SECRET} random characters are the least"
+
+
+def surprising_units(
+    section: Section, written: Mapping[str, object]
+) -> Iterator[tuple[Location, str]]:
+    """Durations and sizes that may have been meant otherwise than they are read."""
+    for at, info in _fields(section, ()):
+        value = _value_at(written, at)
+        if _is_parsed_by(parse_duration, info) and isinstance(value, int | float) and value:
+            yield at, f"{value} has no unit, and is {value} s"
+        if _is_parsed_by(parse_size, info) and isinstance(value, str):
+            number, unit = parse_size(value), value.lstrip("0123456789 ")
+            if unit in ("kB", "MB", "GB", "TB"):
+                binary = value.replace(unit, f"{unit[0].upper()}iB")
+                yield at, f"{value} is {number:,} bytes; {binary} would be {parse_size(binary):,}"
+
+
+def _fields(value: object, at: Location) -> Iterator[tuple[Location, FieldInfo]]:
+    if isinstance(value, Section):
+        for name, info in type(value).model_fields.items():
+            yield (*at, name), info
+            yield from _fields(getattr(value, name), (*at, name))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _fields(each, (*at, key))
+    elif isinstance(value, tuple):
+        for number, each in enumerate(value):
+            yield from _fields(each, (*at, number))
+
+
+def _value_at(values: object, at: Location) -> object:
+    for part in at:
+        try:
+            values = values[part]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values
+
+
+def _is_parsed_by(parser: Callable[[object], object], info: FieldInfo) -> bool:
+    """Whether a field takes its value by this function, or null."""
+    # Pydantic moves what stands at the top of an annotation to the field.
+    noted = [*info.metadata, *(m for each in get_args(info.annotation) for m in get_args(each))]
+    return any(isinstance(each, BeforeValidator) and each.func is parser for each in noted)
 
 
 def _name(at: Location) -> str:

@@ -222,7 +222,10 @@ class Feed(Section):
     )
 
     def warnings(self) -> Contradictions:
-        """The unsafe settings among those in use."""
+        """The unsafe settings among those in use, and the settings that are not."""
+        used = {"kind", self.kind, *({"http"} if self.kind == "redis" else ())}
+        for name in sorted(self.model_fields_set - used):
+            yield (name,), f"is not used: feed.kind is {self.kind}"
         if self.kind == "redis":
             yield from ((("redis", *place), text) for place, text in self.redis.warnings())
             yield from ((("http", *place), text) for place, text in self.http.warnings())

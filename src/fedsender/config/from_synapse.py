@@ -26,6 +26,7 @@ from fedsender.config.synapse import (
     databases_of,
     destinations_of,
     federation_of,
+    in_seconds,
     read_synapse,
     restriction_of,
     roles_of,
@@ -265,7 +266,7 @@ class _Making:
             values["enabled"] = False
         seconds = section.seconds("last_active_granularity")
         if seconds is not None:
-            values["last_active_granularity"] = max(1.0, clamped(seconds))
+            values["last_active_granularity"] = in_seconds(max(1.0, clamped(seconds)))
         rooms = self.settings.texts("exclude_rooms_from_presence")
         if rooms:
             values["excluded_rooms"] = list(rooms)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from fedsender.config.policy import Contradictions, Section
 from fedsender.config.values import (
@@ -382,6 +382,15 @@ class Metrics(Section):
     )
 
 
+def _web_hook(value: str) -> str:
+    if not re.fullmatch(r"https://[A-Za-z0-9.\[\]:-]{1,255}(/[!-~]*)?", value):
+        raise ValueError("must be https://, a host and a path: https://hooks.example.org/fedsender")
+    return value
+
+
+WebHook = Annotated[str, AfterValidator(_web_hook)]
+
+
 class Notify(Section):
     """Messages to an operator when something is wrong, and when it is well again."""
 
@@ -390,10 +399,9 @@ class Notify(Section):
         max_length=100,
         description="Program and arguments; each message is one JSON object on its standard input.",
     )
-    url: str | None = Field(
+    url: WebHook | None = Field(
         default=None,
         max_length=2000,
-        pattern=r"^https://[A-Za-z0-9.\[\]:-]{1,255}(/[!-~]*)?$",
         description="https:// URL that each message is posted to. federation.ip_deny holds for it.",
     )
     not_ready_for: Seconds = Field(
@@ -413,7 +421,7 @@ class Notify(Section):
             yield ("command",), "must begin with the absolute path of a program"
         if any("\0" in each for each in self.command):
             yield ("command",), "must not have the character NUL"
-        # The pattern has left only a host and a port before the third slash.
+        # Its check has left only a host and a port before the third slash.
         if self.url is not None and not is_server_name(self.url.split("/")[2]):
             yield ("url",), "must have a host and, if any, a port from 1 to 65535"
 

@@ -361,7 +361,16 @@ def restriction_of(settings: Settings, instance: str) -> str | None:
     if named is None:
         return None
     if instance not in named:
-        return f"{_RESTRICTED}: is left out: fedsender connects to other servers itself"
+        instances = settings.section("instance_map")
+        places = [
+            f"{name} ({_address(instances.section(name))})" if name in instances else name
+            for name in named
+        ]
+        return (
+            f"{_RESTRICTED}: Synapse sends to other servers only through {', '.join(places)};"
+            " fedsender would pass it by, and connect to them itself. If it is a Secure Border"
+            " Gateway, or the only way out that is permitted, do not let fedsender send"
+        )
     return (
         f"{_RESTRICTED}: Synapse's other processes send their joins, key queries, media requests"
         f" and backfill to other servers through the worker {instance}, and fedsender does not pass"
@@ -452,7 +461,7 @@ def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
         note("federation_client_minimum_tls_version", "1.2 is the oldest that is spoken")
     timeout = settings.section("federation").seconds("client_timeout")
     if timeout is not None:
-        values["request_timeout"] = max(1.0, clamped(timeout))
+        values["request_timeout"] = in_seconds(max(1.0, clamped(timeout)))
     values |= _ip_ranges(settings)
     suffix = settings.text("user_agent_suffix")
     if suffix is not None:
@@ -503,7 +512,7 @@ def _ip_ranges(settings: Settings) -> dict[str, list[str]]:
     return values
 
 
-def _backoff(settings: Settings, note: Note) -> dict[str, float]:
+def _backoff(settings: Settings, note: Note) -> dict[str, float | str]:
     """Synapse's waits between attempts, where they are set and bounds of ours allow."""
     section = settings.section("federation")
     first = section.seconds("destination_min_retry_interval")
@@ -536,12 +545,17 @@ def _backoff(settings: Settings, note: Note) -> dict[str, float]:
             "is carried over; without it (destinations.defaults.backoff) a server that was well is"
             " tried again after seconds",
         )
-    return values
+    return {k: v if k == "multiplier" else in_seconds(v) for k, v in values.items()}
 
 
 def clamped(seconds: float) -> float:
     """A duration that a setting of ours can hold."""
     return min(seconds, 10 * 365 * 86_400.0)
+
+
+def in_seconds(seconds: float) -> str:
+    """A duration as a setting of ours is written."""
+    return f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
 
 
 def _networks(settings: Settings, name: str) -> list[str]:

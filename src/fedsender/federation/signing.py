@@ -10,7 +10,7 @@ from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import orjson
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -21,8 +21,11 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedsender.config.document import OutOfReach, cannot_be_read
+from fedsender.config.document import ConfigError, OutOfReach, cannot_be_read
 from fedsender.matrix import canonical_json
+
+if TYPE_CHECKING:
+    from fedsender.config import Config
 
 MAX_KEY_FILE_BYTES: Final = 65_536
 _PREFIX: Final = "ed25519:"
@@ -92,6 +95,14 @@ def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
     return SigningKey(version, Ed25519PrivateKey.from_private_bytes(seed))
 
 
+def keys_of(config: "Config") -> tuple[SigningKey, ...]:
+    """The keys of a configuration; raises ConfigError, with the line that names the file."""
+    try:
+        return load_signing_keys(config.signing_key, config.signing_key_id)
+    except BadSigningKey as error:
+        raise ConfigError(config.problem(("signing_key",), str(error))) from None
+
+
 def load_signing_keys(path: Path, key_id: str | None = None) -> tuple[SigningKey, ...]:
     """Read a key file: see `parse_signing_keys`.
 
@@ -152,11 +163,16 @@ def parse_signing_keys(
 
 
 def _key_without_id(text: bytes, key_id: str | None) -> SigningKey:
+    # The content first: of a file that is no key, the id does not matter.
+    pem = text.startswith(_PEM)
+    seed = _seed_of_pem(text) if pem else _decoded(text.decode("ascii", "replace"))
+    key = signing_key_from_seed((key_id or "none").removeprefix(_PREFIX), seed)
     if key_id is None:
         raise BadSigningKey("its key has no id, so signing_key_id must be set")
-    version = key_id.removeprefix(_PREFIX)
-    if not text.startswith(_PEM):
-        return signing_key_from_seed(version, _decoded(text.decode("ascii", "replace")))
+    return key
+
+
+def _seed_of_pem(text: bytes) -> bytes:
     try:
         private = load_pem_private_key(text, None)
     except (TypeError, ValueError, UnsupportedAlgorithm):
@@ -165,7 +181,7 @@ def _key_without_id(text: bytes, key_id: str | None) -> SigningKey:
         raise BadSigningKey(why) from None
     if not isinstance(private, Ed25519PrivateKey):
         raise BadSigningKey("only ed25519 keys are known")
-    return signing_key_from_seed(version, private.private_bytes_raw())
+    return private.private_bytes_raw()
 
 
 def _parse_line(line: bytes) -> SigningKey:

@@ -62,7 +62,7 @@ async def run(
     configure_logging(config.log, now_ms=runtime.now_ms)
     note_start(config, path, "relay")
     for text in config.warnings("relay", "admin"):
-        log.warning("configuration is not safe", reason=text)
+        log.warning("configuration: look at this", reason=text)
     use_few_arenas()
     raise_file_limit(of_relay(config.relay).files)
     signals = Signals(STOP_S)

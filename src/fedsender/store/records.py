@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
+from fedsender.console import utc_text
 from fedsender.ledger import DevicePoke
 
 X = TypeVar("X")
@@ -419,8 +419,3 @@ _RESTORED: Final = "restored from "
 def restored_mark(made_ms: int) -> str:
     """The mark of records that a restore has brought back: a homeserver's database has another."""
     return f"{_RESTORED}{utc_text(made_ms)}"
-
-
-def utc_text(at_ms: int) -> str:
-    """A time as people write it, in UTC."""
-    return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M:%S UTC}"
