@@ -152,3 +152,26 @@ async def test_events_from_before_our_join_go_by_their_own_state(
         refused = await sender.operations.redeliver([(BANNED, old), (BANNED, new)])
     assert world.servers[BANNED].got == ["of this stay"]
     assert [event_id for _, event_id, _ in refused] == [old]
+
+
+async def test_our_own_newer_event_does_not_stand_in_before_it_is_fanned_out(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I1: it is owed to nobody yet, and would be sent once more."""
+    world = SynapseWorld(tmp_path, **LARGE_GAPS)
+    async with world.open():
+        await world.found(BIG, 1, OURS, THEIRS, f"@z:{BANNED}")
+        world.server(NEAR)
+    async with world.run() as sender:
+        world.server(BANNED).down = True
+        for number in range(5):
+            await world.message(BIG, 1, f"ours {number}")
+        await trio.sleep(3000)
+        async with sender.fan_out._turn:
+            await world.message(BIG, 1, "next", newest=True)
+            world.server(BANNED).down = False
+            sender.registry.wake([BANNED], by_admin=True)
+            await trio.sleep(60)
+            assert world.servers[BANNED].got == ["ours 4"]
+        await trio.sleep(60)
+    assert world.servers[BANNED].got == ["ours 4", "next"]

@@ -295,13 +295,17 @@ class CatchUp:
         return []
 
     async def _visible(self, event_ids: Sequence[str], after: int) -> list[Pdu]:
-        """The named events above `after` that were sent while this server was in the room (I6)."""
+        """The named events above `after` that were sent while this server was in the room (I6).
+
+        Without those that are ours to send: the fan-out says who gets them, and a row will tell.
+        """
         found = await self.homeserver.events_by_id(event_ids)
         rows = [
             row
             for row in found.values()
             if row.stream_ordering > after
             and not (row.rejected or row.outlier or row.partial or row.erased)
+            and not self.router.is_ours(row)
             and self._sendable(row)
         ]
         before = await self.homeserver.servers_before(rows)
