@@ -19,7 +19,7 @@ from fedsender.sender.outbox import Outbox
 from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Transaction
-from fedsender.simulation import simulate
+from fedsender.simulation import others, simulate
 from fedsender.store import homeserver
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked, Settlement
 
@@ -131,6 +131,12 @@ def test_i6_whoever_was_once_in_a_room_stays_there(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(HomeserverStore, "servers_before", for_ever)
+
+    assert goes_red("I6")
+
+
+def test_i6_partial_state_is_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others, "is_whole", lambda _observed, _room_id: True)
 
     assert goes_red("I6")
 

@@ -699,6 +699,11 @@ class WireChecks:
     def _check_pdu(self, view: ServerView, attempt: Attempt, pdu: Step, *, repeated: bool) -> None:
         observed = self._observed
         assert attempt.contents is not None
+        if not pdu.own:
+            observed.counts["others' events"] += 1
+            if view.name not in pdu.before:
+                observed.fail("I6", f"{view.name} must not see {pdu.event_id} of another server")
+            return
         if view.name not in pdu.servers:
             observed.fail("I6", f"{view.name} must not see {pdu.event_id} (token {pdu.token})")
         set_aside = pdu.event_id in view.redelivered
@@ -731,6 +736,8 @@ class WireChecks:
         """A server has taken a transaction in: in each room it sees time go one way."""
         assert attempt.contents is not None
         for pdu in attempt.contents.pdus:
+            if not pdu.own:
+                continue  # It stands in, and may be newer than what is fanned out next.
             if pdu.event_id in view.redelivered or _is_alone_on_trial(attempt):
                 view.taken.add(pdu.event_id)
                 continue
@@ -750,7 +757,7 @@ class WireChecks:
                 _assume_recorded(view, attempt.contents.pdus)
             view.messages_answered.update(attempt.contents.messages)
             if view.honest:
-                self._take_latencies(attempt.contents.pdus)
+                self._take_latencies([pdu for pdu in attempt.contents.pdus if pdu.own])
             self._observed.counts["PDUs answered"] += len(attempt.contents.pdus)
             self._observed.counts["to-device messages"] += len(attempt.contents.messages)
         self._observed.counts["transactions answered"] += 1

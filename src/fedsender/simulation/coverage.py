@@ -14,7 +14,7 @@ from fedsender.sender.failure import Outcome
 from fedsender.simulation.behaviours import MINUTE, WELL, Mode, Mood
 from fedsender.simulation.daemon_life import Life
 from fedsender.simulation.disasters import Operator, fill_ledger_disk
-from fedsender.simulation.world import World
+from fedsender.simulation.world import GAP_EVENTS, World
 from fedsender.testing.rooms import Room
 
 BEGINS = 0.4
@@ -94,6 +94,8 @@ class Coverage:
                 "PDUs of small gaps": self._fall_behind,
                 "re-joins": self._leave_and_come_back,
                 "redactions": self._redact,
+                "others' events": self._another_server_speaks,
+                "bans in partial state": self._ban_in_partial_state,
                 "forks": lambda: self._homeserver.fork(self._stage()),
                 "full disks": self._fill_disk,
                 "database outages": partial(self._troubles.fail_database, 20.0),
@@ -174,6 +176,43 @@ class Coverage:
         self._homeserver.say(self._stage())
         await trio.sleep(1)
         self._homeserver.redact(self._stage())
+
+    async def _another_server_speaks(self) -> None:
+        """Behind a large gap the newest event is of another server."""
+        server, other = self._server.name, self._world.servers[1].name
+        room = self._homeserver.create_room([server, other], staged=True)
+        await self._fall_far_behind(room, f"@first:{other}")
+
+    async def _ban_in_partial_state(self) -> None:
+        """The same, and the list of the room's servers is of before the server was banned."""
+        server, other = self._server.name, self._world.servers[1].name
+        room = self._homeserver.create_room([server, other], staged=True)
+        observed = self._world.observed
+        observed.partial[room.room_id] = frozenset({server, other})
+        try:
+            await self._fall_far_behind(room, f"@first:{other}", ban=True)
+            observed.counts["bans in partial state"] += 1
+        finally:
+            del observed.partial[room.room_id]
+
+    async def _fall_far_behind(self, room: Room, other: str, *, ban: bool = False) -> None:
+        await trio.sleep(MINUTE / 4)
+        self._server.mood = Mood((Mode.FAILING,))
+        self._homeserver.say(room)
+        await trio.sleep(MINUTE / 4)
+        for _ in range(GAP_EVENTS + 5):
+            self._homeserver.say(room)
+        if ban:
+            self._homeserver.evict(room, self._server.name, "ban")
+        await trio.sleep(MINUTE / 4)
+        self._troubles.restart()
+        await trio.sleep(2 * MINUTE)
+        # The store is not told of each.
+        while not self._homeserver.say(room, other).rows:
+            pass
+        await trio.sleep(1)
+        self._server.mood = WELL
+        await self._try_now()
 
     async def _talk_in_a_locked_room(self) -> None:
         room = self._stage()

@@ -22,6 +22,7 @@ from fedsender.runtime import Runtime
 from fedsender.simulation.checks import CommitChecks, WireChecks
 from fedsender.simulation.disk import Disk
 from fedsender.simulation.observations import Observations
+from fedsender.simulation.others import answer_as_synapse
 from fedsender.store import StoreConfig, store_config
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked
 from fedsender.telemetry import Metrics
@@ -178,6 +179,8 @@ class Life:
         ) as daemon:
             self.daemon, self._metrics = daemon, daemon.metrics
             _heed_locks(daemon.store.homeserver, self._observed)
+            if self._observed.has_others:
+                answer_as_synapse(daemon.store.homeserver, self._observed)
             self._opened()
             async with trio.open_nursery() as acts:
                 self.acts = acts

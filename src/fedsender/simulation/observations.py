@@ -210,6 +210,8 @@ class Observations:
         secrets: texts that may stand in no log line and in no line of the ledger.
         disk_full: the ledger takes no lines at present.
         lock: the room that is locked at present, if any is.
+        partial: room with partial state -> the servers that were named when it was joined.
+        has_others: whether events of other servers may stand in for ours.
         crashed_at: when lives were cut off, in the last 24 h.
         calm_since: when (virtual seconds) nothing ailed the daemon itself any more.
         latencies: of PDUs that honest servers of a hostile world answered, in seconds from the
@@ -233,6 +235,8 @@ class Observations:
     secrets: tuple[bytes, ...] = ()
     disk_full: bool = False
     lock: RoomLock | None = None
+    partial: dict[str, frozenset[str]] = field(default_factory=dict)
+    has_others: bool = False
     crashed_at: deque[float] = field(default_factory=deque)
     calm_since: float = math.inf
     latencies: list[float] = field(default_factory=list)

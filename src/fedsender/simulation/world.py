@@ -165,7 +165,9 @@ def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
     runtime = virtual_runtime(derived(size.seed, "replication"), MemoryNetwork(internet))
     replication = Replication(origins.homeserver, runtime)
     internet.listeners[FEED] = replication
-    return people(size, directory, origins, dict(enumerate(sites)), internet, replication)
+    world = people(size, directory, origins, dict(enumerate(sites)), internet, replication)
+    world.observed.has_others = True
+    return world
 
 
 def people(

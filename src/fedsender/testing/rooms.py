@@ -207,6 +207,7 @@ class Step:
         servers: the servers that must get it from this homeserver, by name; empty for other
         servers' events.
         own: whether this homeserver has to send it at all.
+        before: the servers in the room before it.
         evicted: servers that were in the room until this event, and did not leave by themselves.
         sendable: False for an event that no sender could send, because it is malformed.
     """
@@ -216,6 +217,7 @@ class Step:
     event: Event
     servers: tuple[str, ...]
     own: bool
+    before: frozenset[str] = frozenset()
     evicted: frozenset[str] = frozenset()
     sendable: bool = True
 
@@ -613,6 +615,7 @@ class Homeserver:
             if own
             else (),
             own=own,
+            before=before,
             evicted=before - now if sender != state_key else frozenset(),
             sendable=not spoilt,
         )
