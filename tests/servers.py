@@ -43,6 +43,7 @@ class Postgres:
         self.port = port
         self.user = "postgres"
         self._data = directory / "data"
+        self._copied = directory / "copied"
         self._log = directory / "log"
         self._run_as = run_as
         self._bin = _postgres_programs(directory, run_as)
@@ -89,6 +90,22 @@ class Postgres:
             with contextlib.suppress(OSError):
                 while Path(f"/proc/{child}/cmdline").read_bytes():
                     time.sleep(0.01)
+
+    def copy(self) -> None:
+        """Keep a copy of its data; it is stopped for that moment. Blocks."""
+        self.stop()
+        self._copy(self._data, self._copied)
+        self.start()
+
+    def put_back(self) -> None:
+        """Have it lose what was committed since `copy`, as a replica that was behind. Blocks."""
+        self.kill()
+        self._copy(self._copied, self._data)
+        self.start()
+
+    def _copy(self, data: Path, to: Path) -> None:
+        shutil.rmtree(to, ignore_errors=True)
+        subprocess.run(["cp", "-a", str(data), str(to)], check=True, **self._run_as)
 
     @property
     def running(self) -> bool:

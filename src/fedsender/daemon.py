@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -197,6 +197,9 @@ async def _hold_instance(
             admission.gate.shut()
             await retrying(store.sender.take_lock, instance, boot_id)
             log.info("instance lock taken again", instance=instance)
+            with suppress(StoreError):
+                # A connection is lost in a failover, too; who is idle would not look for minutes.
+                await store.homeserver.check_left()
             admission.gate.reopen()
 
     async with trio.open_nursery() as nursery:

@@ -344,6 +344,14 @@ class Ledger:
             del self._unsettled_in[number]
             self._close_settled()
 
+    def void(self) -> int:
+        """Forget the answers that the databases lack, and are not to have; returns their number."""
+        number = len(self._unsettled)
+        self._unsettled.clear()
+        self._unsettled_in.clear()
+        self._close_settled()
+        return number
+
     def _close_settled(self) -> None:
         """Close full segments, oldest first, up to the first that holds an unsettled answer."""
         while self._waiting and self._waiting[0] not in self._unsettled_in:

@@ -42,10 +42,16 @@ class Watermark:
 
     A thousand advances while a reader was busy are one position to it. So there is no queue that
     could grow, and a reader never delays the writer.
+
+    It falls only with the database that it is a position in; whoever advances it then begins anew.
+
+    Attributes:
+        fallen: set when it falls, and replaced by another event then.
     """
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
+        self.fallen = trio.Event()
         self._moved = trio.lowlevel.ParkingLot()
 
     def __repr__(self) -> str:
@@ -57,6 +63,12 @@ class Watermark:
             self.value = value
             if self._moved:
                 self._moved.unpark_all()
+
+    def fall(self, value: int) -> None:
+        """Set the position to `value`: the database was set back, and may use ids again."""
+        self.value = value
+        fallen, self.fallen = self.fallen, trio.Event()
+        fallen.set()
 
     async def wait_past(self, seen: int) -> int:
         """Wait until the position is above `seen` and return it; always a checkpoint."""

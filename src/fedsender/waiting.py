@@ -171,12 +171,19 @@ class Pauses:
         return pause if self._jitter is None else pause * self._jitter.uniform(0.5, 1.0)
 
 
+class BeginAnew(Exception):
+    """What this task knows is void, and another task sees to it that all begins anew."""
+
+
 async def attempted(
     task: Callable[[], Awaitable[None]], name: str, crashed: Callable[[], object]
 ) -> bool:
     """Run `task` once; return False if it raised. The error is logged, and `crashed` called."""
     try:
         await task()
+    except BeginAnew as reason:
+        log.warning("ends, to begin anew", task=name, reason=str(reason))
+        return False
     except Exception:
         log.exception("stopped for a moment", task=name)
         crashed()

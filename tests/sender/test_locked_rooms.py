@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class PostgresWorld(World):
     def __init__(self, directory: Path, url: str) -> None:
         super().__init__(directory)
         self.url = url
+        self.writer: psycopg.Connection | None = None
         self.runtime = real_runtime()
 
     @asynccontextmanager
@@ -72,10 +73,11 @@ class PostgresWorld(World):
         """Write a row, as one of Synapse's processes does."""
         marks = ", ".join(["%s"] * len(values))
         statement = f"INSERT INTO {table.name} ({', '.join(values)}) VALUES ({marks})"
-        with psycopg.connect(self.url) as connection:
+        given = self.writer and nullcontext(self.writer)
+        with given or psycopg.connect(self.url) as connection:
             connection.execute(statement.encode(), list(values.values()))
 
-    def told(self, room_id: str, group: int, text: str) -> None:
+    def told(self, room_id: str, group: int, text: str, *, tell: bool = True) -> None:
         """Our user says this, and the sender is told."""
         self.token += 1
         pdu = self.pdu(room_id, text, sender=ALICE)
@@ -93,7 +95,8 @@ class PostgresWorld(World):
         json = {"internal_metadata": "{}", "json": pdu.json, "format_version": 3}
         self.put(tables.event_json, **event, **json)
         self.put(tables.event_to_state_groups, event_id=pdu.event_id, state_group=group)
-        self.sender.events.advance(self.token)
+        if tell:
+            self.sender.events.advance(self.token)
 
     def rows(self) -> list[tuple[object, ...]]:
         """The (server, room) pairs with a row, and its stream ordering."""

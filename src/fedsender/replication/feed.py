@@ -44,7 +44,7 @@ from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
 from fedsender.runtime import Runtime
-from fedsender.streams import FeedStatus
+from fedsender.streams import FeedStatus, Watermark
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
@@ -206,6 +206,20 @@ async def open_feed(
     feed = _make_feed(config, runtime, store, sink, keys=keys, shadow=shadow)
     feed.metrics = metrics
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(feed.run, name="feed")
+        nursery.start_soon(_run, feed, sink.events, name="feed")
         yield feed
         nursery.cancel_scope.cancel()
+
+
+async def _run(feed: Feed, events: Watermark) -> None:
+    """Run the feed, from the start again whenever the database was set back: ids are used again."""
+    while True:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_end, nursery.cancel_scope, events.fallen)
+            feed.stopped = None
+            await feed.run()
+
+
+async def _end(scope: trio.CancelScope, when: trio.Event) -> None:
+    await when.wait()
+    scope.cancel()

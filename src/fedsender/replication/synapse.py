@@ -155,6 +155,7 @@ class SynapseFeed(Feed):
 
     async def run(self) -> None:
         """Raises InstanceTaken."""
+        self._tokens.clear()
         stored = await self.insist(self._store.event_writer_positions)
         self._events = StreamPositions(self._writers, stored)
         self._last_cache_write = await self.insist(self._store.last_cache_write)

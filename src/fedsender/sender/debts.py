@@ -41,11 +41,7 @@ class Debts:
     """
 
     def __init__(self) -> None:
-        self.counted_at = trio.current_time()
-        self._known: dict[str, Debt] = {}
-        # While the database is asked: those known when that began, and those settled since.
-        self._before: frozenset[str] = frozenset()
-        self._settled: set[str] | None = None
+        self.forget()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -68,6 +64,14 @@ class Debts:
         self._known.pop(server, None)
         if self._settled is not None:
             self._settled.add(server)
+
+    def forget(self) -> None:
+        """Forget all debts: the database may have others."""
+        self.counted_at = trio.current_time()
+        self._known: dict[str, Debt] = {}
+        # While the database is asked: those known when that began, and those settled since.
+        self._before: frozenset[str] = frozenset()
+        self._settled: set[str] | None = None
 
     def begin_count(self) -> None:
         """Note from here on what the database may not say: it is about to be asked."""

@@ -36,6 +36,7 @@ from fedsender.store.engine import StoreError
 from fedsender.store.homeserver import RoomsLocked
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
 from fedsender.streams import Watermark
+from fedsender.waiting import BeginAnew
 
 log = structlog.get_logger()
 
@@ -129,11 +130,22 @@ class FanOut:
             # Reading, routing and committing all wait, but only if there is something to do.
             await trio.lowlevel.checkpoint()
 
+    async def begin_anew(self, position: int) -> None:
+        """Go back to this position: the database was set back. `run` does not run now."""
+        # Else an operator's skip could move the position, by a token that is void.
+        async with self._turn:
+            self.position = position
+            self._one_by_one, self.standstill, self._already_owed = 0, None, None
+            self._behind_since = self._received_ms = None
+            self._emptied += 1
+
     async def _step_or_stand(self, upto: int) -> None:
         """Make one step; if a step for a single event raises, note that event as standstill."""
         before, limit = self.position, 1 if self._one_by_one else self._chunk
         try:
             await self._step(upto, limit)
+        except BeginAnew:
+            raise
         except Exception as error:
             self._one_by_one, event = self._chunk, None
             # Else it is committed, and there is nothing to pass over.

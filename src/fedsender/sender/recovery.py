@@ -19,6 +19,7 @@ from fedsender.sender import failure
 from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.transaction import settle
 from fedsender.store import Store
+from fedsender.store.engine import StoreError
 from fedsender.store.records import StoredGeneration
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ async def take_over(
     own worker ran, a backup was restored). A single one is void if its server's LSSO has changed.
     Void ones are discarded, each with a line in the ledger.
     """
+    store.homeserver.begin_anew()
     takeover = _Recovery(store, ledger, runtime, in_our_shard)
     await takeover.note_cut_off(instance)
     left = await store.sender.load_generation(instance)
@@ -55,28 +57,40 @@ async def take_over(
     if moved is None:
         await _for_each(ledger.last_words.values(), takeover.settle)
     else:
-        log.warning(
-            "database moved without us: what it owes is sent anew",
-            reason=moved,
-            void_answers=len(ledger.last_words),
-        )
         await takeover.note_other_sender(left, newest)
-        mine = [name for name in await store.sender.catch_up_floors() if in_our_shard(name)]
-        await _for_each(mine, takeover.catch_up_anew)
+        await takeover.void(moved, len(ledger.last_words))
     ledger.close_torn()
     valid = await takeover.sift(frozen, moved)
-    keep_mark = left is not None and moved is None
-    mark = left.mark if left is not None and keep_mark else runtime.entropy(8).hex()
-    # Ours first: a crash between the two is taken for a move, with nothing left to discard.
-    position = await store.homeserver.events_position()
-    await store.sender.save_generation(instance, position, mark)
-    await store.homeserver.adopt_generation(mark)
-    ledger.record(Line(runtime.now_ms(), EVERY_SERVER, "owned", position=position))
+    await takeover.own(instance, left.mark if left is not None and moved is None else None)
     return valid
+
+
+async def begin_anew(
+    store: Store,
+    ledger: Ledger,
+    runtime: Runtime,
+    instance: str,
+    in_our_shard: Callable[[str], bool],
+    reason: str,
+) -> int:
+    """Take over a homeserver's database that was set back while we ran; no task may be sending.
+
+    Returns its events position. As at a start after the database has moved without us, the frozen
+    transactions are void, and so are the answers that the databases do not know of.
+    """
+    takeover = _Recovery(store, ledger, runtime, in_our_shard)
+    frozen, _ = await takeover.look_at_frozen()
+    await takeover.void(reason, ledger.void())
+    await takeover.sift(frozen, reason)
+    return await takeover.own(instance, None)
 
 
 async def hand_over(store: Store, instance: str) -> None:
     """Save the events position of the homeserver's database: at the end, and now and then."""
+    try:
+        await store.homeserver.check_left()
+    except StoreError:
+        return  # It is not as we left it; the next start is to see that.
     left = await store.sender.load_generation(instance)
     if left is not None:
         there = await store.homeserver.generation()
@@ -233,6 +247,30 @@ class _Recovery:
         record = await store.sender.load_frozen(name)
         if record is not None and record.transaction_id == line["transaction_id"]:
             await store.sender.drop_frozen(name)
+
+    async def void(self, reason: str, answers: int) -> None:
+        """Give up the answers of all catch-ups: the database has moved without us.
+
+        `answers`: how many others in the ledger are void, for the log.
+        """
+        log.warning(
+            "database moved without us: what it owes is sent anew",
+            reason=reason,
+            void_answers=answers,
+        )
+        floors = await self.store.sender.catch_up_floors()
+        await _for_each([name for name in floors if self.in_our_shard(name)], self.catch_up_anew)
+
+    async def own(self, instance: str, mark: str | None) -> int:
+        """Accept the database as it is; returns its events position. `mark`: None: a new one."""
+        mark = mark or self.runtime.entropy(8).hex()
+        # Ours first: a crash between the two is taken for a move, with nothing left to discard.
+        position = await self.store.homeserver.events_position()
+        await self.store.sender.save_generation(instance, position, mark)
+        await self.store.homeserver.adopt_generation(mark)
+        line = Line(self.runtime.now_ms(), EVERY_SERVER, "owned", position=position)
+        self.ledger.record(line)
+        return position
 
     async def catch_up_anew(self, name: str) -> None:
         """Forget the answers of this catch-up, but keep its floor.

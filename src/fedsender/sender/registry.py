@@ -27,7 +27,7 @@ from fedsender.sender.destination import LEAVE_AFTER_S, Destination
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake, well_lately
 from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
-from fedsender.waiting import Signal
+from fedsender.waiting import BeginAnew, Signal
 
 log = structlog.get_logger()
 
@@ -108,7 +108,10 @@ class Registry:
         self.draining = False
         self.policies = policies
         self._context = context
-        self._nursery = nursery
+        self._outer = nursery
+        # Of the destinations' tasks; None: none is to be started.
+        self._nursery: trio.Nursery | None = None
+        self._drain, self._ended = trio.Event(), trio.Event()
         self._states: dict[str, ServerState] = {}
         self._frozen: set[str] = set()
         self._behind: dict[str, float] = {}
@@ -281,7 +284,12 @@ class Registry:
         if destination is not None:
             return destination
         behind = server in self._behind
-        if self.draining or (behind and not (though_behind or self._goes_on(server, kind))):
+        nursery = self._nursery
+        if (
+            self.draining
+            or nursery is None
+            or (behind and not (though_behind or self._goes_on(server, kind)))
+        ):
             return None
         if not self.policies.may_send_to(server):
             return None
@@ -294,7 +302,7 @@ class Registry:
         self.active[server] = destination
         destination.outbox.receipts.owe(self._context.receipt_debts.pop(server, None))
         self._context.receipts_unsaved.set()
-        self._nursery.start_soon(self._supervise, destination, name=f"destination {server}")
+        nursery.start_soon(self._supervise, destination, name=f"destination {server}")
         return destination
 
     def _goes_on(self, server: str, kind: Kind | None) -> bool:
@@ -435,8 +443,40 @@ class Registry:
     def begin_drain(self) -> None:
         """Activate no server any more, and have the active ones leave."""
         self.draining = True
+        self._drain.set()
         for destination in self.active.values():
             destination.begin_drain()
+
+    async def open(self) -> None:
+        """Let destinations have tasks from here on, until a drain or `end_all` ends them."""
+        await self._outer.start(self._host)
+
+    async def _host(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        self._ended = trio.Event()
+        try:
+            async with trio.open_nursery() as self._nursery:
+                task_status.started()
+                await self._drain.wait()
+        finally:
+            self._nursery = None
+            self._ended.set()
+
+    async def end_all(self) -> None:
+        """Cut off all attempts, and forget who is active or behind: the database was set back.
+
+        Servers' states are kept; they are known from the servers.
+        """
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.cancel_scope.cancel()
+            await self._ended.wait()
+        for destination in self.unsaved.values():
+            await self._context.save(destination.state)
+        self.unsaved.clear()
+        self._behind.clear()
+        self._timer.clear()
+        self._frozen.clear()
+        self.complete = trio.Event()
 
     # --- Who leaves -------------------------------------------------------------------------------
 
@@ -444,6 +484,8 @@ class Registry:
         """Run a destination; an error ends only this one."""
         try:
             await destination.run(frozen=destination.name in self._frozen)
+        except BeginAnew as reason:
+            log.info("ends, to begin anew", destination=destination.name, reason=str(reason))
         except Exception:
             log.exception("destination crashed", destination=destination.name)
             self._context.metrics.crashes.inc()

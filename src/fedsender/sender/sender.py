@@ -5,7 +5,7 @@ takes over the last daemon's records, and drains at the end.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -27,16 +27,17 @@ from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import AlreadyOwed, FanOut
 from fedsender.sender.operations import Operations
 from fedsender.sender.queues import PduPool
-from fedsender.sender.recovery import hand_over, take_over
+from fedsender.sender.recovery import begin_anew, hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
 from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging, OwedSince
 from fedsender.store.statements import in_chunks
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
-from fedsender.waiting import attempted, open_alarms, supervise
+from fedsender.waiting import BeginAnew, attempted, open_alarms, supervise
 
 __all__ = ["Progress", "Sender", "Status", "open_sender"]
 
@@ -166,6 +167,10 @@ class Sender:
         """Find owed items that no destination works on: a hint was lost, or another process wrote
         them.
         """
+        try:
+            await self.context.homeserver.check_left()
+        except BeginAnew:
+            return  # And all is looked for anew.
         self.context.debts.begin_count()
         lagging = await self.context.homeserver.lagging()
         await self._note_debts(lagging)
@@ -279,6 +284,10 @@ class Sender:
             self._wall_set_by_ms += set_by_ms
             await self.registry.write_states(set_by_ms)
 
+    async def _write_marks(self) -> None:
+        with suppress(BeginAnew):  # The next start sees it.
+            await self.context.homeserver.write_marks()
+
     async def write_marks_for_ever(self) -> None:
         """Write the marks that answers have moved, many at once."""
         while True:
@@ -310,11 +319,38 @@ class Sender:
         )
         await self._note_debts(found)
 
+    async def begin_anew(self) -> None:
+        """Take the homeserver's database over anew: it was set back while we ran.
+
+        What is known of the state that it had is void, and ids may stand for other events now. So
+        all attempts are cut off, and it is taken over as at a start after it has moved without us.
+        """
+        context, homeserver = self.context, self.context.homeserver
+        await self.registry.end_all()
+        there = (await homeserver.generation()).position
+        reason = f"the events position went back to {there} from {homeserver.furthest}"
+        homeserver.begin_anew()
+        context.router.clear()
+        context.debts.forget()
+        position = await begin_anew(
+            self._store,
+            context.ledger,
+            context.runtime,
+            context.instance,
+            self._policies.handles,
+            reason,
+        )
+        await self.edus.begin_anew(position)
+        await self.fan_out.begin_anew(position)
+        written = await homeserver.event_writer_positions()
+        self.events.fall(max(position, min(written.values(), default=position)))
+        await self.registry.open()
+
     async def write_down(self) -> None:
         """Make durable the unwritten state of the tasks that have ended."""
         # Side by side: one whose answer waits for a database that is away holds back no record.
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.context.homeserver.write_marks)
+            nursery.start_soon(self._write_marks)
             for destination in self.registry.unsaved.values():
                 nursery.start_soon(self.registry.write_down, destination)
         await self.edus.save()
@@ -402,6 +438,7 @@ async def open_sender(
             async with open_alarms(context.alarms), trio.open_nursery() as nursery:
                 sender = Sender(context, policies, nursery, store, already_owed)
                 sender.registry.take_in(states, frozen)
+                await sender.registry.open()
                 await sender.edus.load()
                 load = partial(sender.load_registry, failure_rate)
                 loops = await nursery.start(_run_loops, sender, load)
@@ -428,8 +465,21 @@ async def _run_loops(
 ) -> None:
     """Run the fan-out and the timer in a scope of their own, so that a drain can end them first.
 
-    `load` comes before: a server that is not behind at the fan-out's first position is level.
+    Whenever the homeserver's database turns out to be set back, all of them begin anew.
     """
+    context = sender.context
+    with trio.CancelScope() as scope:
+        task_status.started(scope)
+        while True:
+            await _run_until_set_back(sender, load)
+            name = "the beginning anew"
+            again = sender.begin_anew
+            await supervise(again, name, context.metrics.crashes.inc, context.troubles, once=True)
+
+
+async def _run_until_set_back(sender: Sender, load: Callable[[], Awaitable[None]]) -> None:
+    """Run the loops. `load` comes before: a server that is not behind at the fan-out's first
+    position is level."""
     context = sender.context
     loops: dict[str, Callable[[], Awaitable[None]]] = {
         "fan-out": sender.follow_events,
@@ -437,13 +487,17 @@ async def _run_loops(
         "sweep": sender.sweep_for_ever,
         "marks": sender.write_marks_for_ever,
     }
-    with trio.CancelScope() as scope:
-        task_status.started(scope)
-        async with trio.open_nursery() as nursery:
-            name = "the look for what is owed"
-            await supervise(load, name, context.metrics.crashes.inc, context.troubles, once=True)
-            for name, loop in loops.items():
-                nursery.start_soon(
-                    supervise, loop, name, context.metrics.crashes.inc, context.troubles, name=name
-                )
-            nursery.start_soon(sender.edus.run, name="edus")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_end_when_set_back, context.homeserver, nursery.cancel_scope)
+        name = "the look for what is owed"
+        await supervise(load, name, context.metrics.crashes.inc, context.troubles, once=True)
+        for name, loop in loops.items():
+            nursery.start_soon(
+                supervise, loop, name, context.metrics.crashes.inc, context.troubles, name=name
+            )
+        nursery.start_soon(sender.edus.run, name="edus")
+
+
+async def _end_when_set_back(homeserver: HomeserverStore, scope: trio.CancelScope) -> None:
+    await homeserver.set_back.wait()
+    scope.cancel()

@@ -90,6 +90,13 @@ class EduStore:
         )
         return sorted(connection.execute(query).scalars())
 
+    @reading
+    def newest_device_list(self, connection: Connection) -> int:
+        """The newest stream id of a device change that a server is owed; 0: there is none."""
+        query = select(func.coalesce(func.max(pokes_table.c.stream_id), 0))
+        newest: int = connection.execute(query).scalar_one()
+        return newest
+
     # --- receipts ---------------------------------------------------------------------------------
 
     @reading

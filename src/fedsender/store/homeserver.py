@@ -201,6 +201,11 @@ class HomeserverStore:
         self._moves = 0
         self._intake_lock = intake_lock
         self._epoch: str | None = None
+        # Where our events position may be: two values while the answer to a commit is not known.
+        self._left: frozenset[int] = frozenset()
+        self._era = 0
+        self.set_back = trio.Event()
+        """Set once a write finds the database in an earlier state than we left it in."""
 
     @property
     def trouble(self) -> str | None:
@@ -223,10 +228,48 @@ class HomeserverStore:
         await self._database.read(_check_synapse_schema)
         self._schema = await self._database.read(event_rows.schema_of)
 
+    # --- as we left it ----------------------------------------------------------------------------
+
+    @property
+    def furthest(self) -> int:
+        """How far our events position may be by now.
+
+        A database that stands beyond this value has all that could be read when this was asked:
+        commits are replicated in their order.
+        """
+        return max(self._left, default=-1)
+
+    async def check_left(self) -> None:
+        """Raise SetBack if the database is in an earlier state than we left it in."""
+        instance, left = self._settings.instance, self._left
+        check = partial(positions.check_left, instance=instance, left=left)
+        with self._noticing():
+            await self._database.read(check)
+
+    def begin_anew(self) -> None:
+        """Forget all that is known of the database: it was set back.
+
+        Marks that are not written are dropped; a write that is under way raises SetBack.
+        """
+        self._era += 1
+        self._left = frozenset()
+        self._marks.clear()
+        # Ids of state groups may be given anew.
+        self._groups = room_servers.StateGroups()
+        self._hosts_moved()
+        self.set_back = trio.Event()
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except positions.SetBack:
+            self.set_back.set()
+            raise
+
     # --- positions --------------------------------------------------------------------------------
 
-    @writing
-    def events_position(self, connection: Connection) -> int:
+    async def events_position(self) -> int:
         """The events position: every event up to it is fanned out.
 
         First reconciles the table with the configured senders, as Synapse's do at start.
@@ -240,6 +283,12 @@ class HomeserverStore:
 
         Raises StoreError if a Synapse has no position at all.
         """
+        position = await self._events_position()
+        self._left = self._left or frozenset({position})
+        return position
+
+    @writing
+    def _events_position(self, connection: Connection) -> int:
         table, shared = positions.positions, positions.SHARED
         instance, instances = self._settings.instance, self._settings.instances
         rows = connection.execute(select(table).where(table.c.type.in_(shared))).all()
@@ -326,10 +375,9 @@ class HomeserverStore:
         """
         writers = self._settings.event_writers
         found: dict[str, int] = {}
-        has_rows = _has_table(connection, "stream_positions")
-        if has_rows:
+        if _has_table(connection, "stream_positions"):
             found = _stream_positions(connection, "events")
-        if not has_rows or (not found and connection.dialect.name == "sqlite"):
+        if not found:
             # With SQLite one process writes and keeps no positions: what is there is all there is.
             query = select(func.coalesce(func.max(tables.events.c.stream_ordering), 0))
             return dict.fromkeys(writers, connection.execute(query).scalar_one())
@@ -620,10 +668,8 @@ class HomeserverStore:
 
     # --- what destinations are owed ---------------------------------------------------------------
 
-    @writing
-    def commit_fan_out(
+    async def commit_fan_out(
         self,
-        connection: Connection,
         position: int,
         owed: Mapping[tuple[str, str], int],
         first: Mapping[str, int] | None = None,
@@ -637,12 +683,27 @@ class HomeserverStore:
 
         Stream orderings go upwards only; rooms that were purged are left out. Waits for no lock on
         a room: raises RoomsLocked, with nothing written, if another process holds one. Raises
-        StoreError if the position is gone or beyond `position`.
+        SetBack and StoreError if the position is not where we left it.
         """
-        gone, locked = _record_owed(connection, owed, first or {})
-        if locked:
-            raise RoomsLocked(locked)
-        positions.advance_events(connection, self._settings.instance, position)
+        if not self._left:
+            self._left = frozenset({(await self.generation()).position})
+        instance, left = self._settings.instance, self._left
+
+        def commit(connection: Connection) -> set[str]:
+            gone, locked = _record_owed(connection, owed, first or {})
+            if locked:
+                raise RoomsLocked(locked)
+            positions.advance_events(connection, instance, left, position)
+            return gone
+
+        self._left = left | {position}
+        with self._noticing():
+            try:
+                gone = await self._database.write(commit)
+            except Exception:
+                self._left = left  # Nothing was written.
+                raise
+        self._left = frozenset({position})
         return gone
 
     @writing
@@ -801,8 +862,12 @@ class HomeserverStore:
 
         LSSO goes upwards only. Outbox rows go by their exact ids: rows with lower ids may have come
         since. What is in memory only and among this need not be written again.
+
+        Raises SetBack if the database is in an earlier state than we left it in: its ids may stand
+        for other rows.
         """
-        await self._database.write_together(_settle, settlements)
+        with self._noticing():
+            await self._database.write_together(self._settle, (self._era, settlements))
         for item in settlements:
             mark = self._marks.pop(item.destination, None)
             if mark is None:
@@ -813,6 +878,14 @@ class HomeserverStore:
                 self._marks[item.destination] = mark._replace(outbox=left)
             else:
                 mark.written()
+
+    def _settle(
+        self, connection: Connection, groups: Sequence[tuple[int, Sequence[Settlement]]]
+    ) -> None:
+        positions.check_left(connection, self._settings.instance, self._left)
+        if any(era != self._era for era, _ in groups):
+            raise positions.SetBack("the homeserver's database was set back since this answer")
+        _settle(connection, [settlement for _, group in groups for settlement in group])
 
     def settle_later(
         self,
@@ -1461,8 +1534,7 @@ def _backoffs_of(dialect: str) -> tuple[FromClause, Select[Any]]:
     return given, query.where(row.destination.in_(select(given.c.destination)))
 
 
-def _settle(connection: Connection, groups: Sequence[Sequence[Settlement]]) -> None:
-    settlements = [item for group in groups for item in group]
+def _settle(connection: Connection, settlements: Sequence[Settlement]) -> None:
     marks: dict[str, int] = {}
     for item in settlements:
         if item.pokes:

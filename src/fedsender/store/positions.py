@@ -6,7 +6,14 @@ in the same transaction: when the two differ, another process has moved one of t
 sender for instance. An embedded store also has a row of type `feed`, of no instance: the token up
 to which it has facts, from any writer. A row of type `load` stands there while a snapshot is
 loaded.
+
+Only we move our events position, so whoever writes finds it as we left it. Lower, it is of an
+earlier state of the database: a replica took over that lacked our last commits, or a backup was
+restored under us. Then all that we know of what came since is void, and nothing of it may be
+written (`SetBack`). Higher, another process sends under our name.
 """
+
+from collections.abc import Collection
 
 from sqlalchemy import Connection, ScalarSelect, and_, bindparam, delete, func, or_, select, update
 
@@ -14,6 +21,7 @@ from fedsender.store import tables
 from fedsender.store.engine import StoreError
 from fedsender.store.records import History
 from fedsender.store.statements import replace_rows, upsert
+from fedsender.waiting import BeginAnew
 
 positions = tables.federation_stream_position
 
@@ -24,13 +32,19 @@ NEVER_ACKED = -1
 _POSITION = select(positions.c.stream_id).where(
     positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")
 )
-_NOT_BEYOND = and_(positions.c.type == "events", positions.c.stream_id <= bindparam("position"))
+_AS_LEFT = and_(
+    positions.c.type == "events", positions.c.stream_id.in_(bindparam("left", expanding=True))
+)
 _ADVANCE = (
     update(positions)
     .where(positions.c.instance_name == bindparam("instance"))
-    .where(or_(positions.c.type == "federation", _NOT_BEYOND))
+    .where(or_(positions.c.type == "federation", _AS_LEFT))
     .values(stream_id=bindparam("position"))
 )
+
+
+class SetBack(StoreError, BeginAnew):
+    """The database is in an earlier state than the one that we left."""
 
 
 def read_position(connection: Connection, kind: str, instance: str) -> int:
@@ -45,17 +59,46 @@ def set_position(connection: Connection, kind: str, instance: str, stream_id: in
     replace_rows(connection, positions, ("type", "instance_name"), [row])
 
 
-def advance_events(connection: Connection, instance: str, position: int) -> None:
-    """Move our events position up to `position`; raises StoreError if it stands beyond it."""
-    moved = connection.execute(_ADVANCE, {"instance": instance, "position": position})
-    if moved.rowcount == len(SHARED):
+def check_left(connection: Connection, instance: str, left: Collection[int]) -> None:
+    """Raise an error if our events position is not where we left it.
+
+    `left`: where we know it to be, and where a commit of ours leads whose answer we lack. Empty: we
+    do not know yet, and nothing is checked.
+
+    Raises SetBack if it is lower, and StoreError if it is higher or gone.
+    """
+    if not left:
         return
-    if read_position(connection, "events", instance) != position:
-        raise StoreError(
-            f"the events position of {instance!r} is gone or beyond {position}:"
-            " another sender runs under this name"
+    found = connection.execute(_POSITION, {"kind": "events", "instance": instance}).scalar()
+    if found in left:
+        return
+    if found is None:
+        raise StoreError(f"the events position of {instance!r} is gone")
+    if found < min(left):
+        raise SetBack(
+            f"the events position went back to {found} from {min(left)}: the homeserver's database"
+            " is in an earlier state (a replica that was behind took over, or it was restored)"
         )
-    set_position(connection, "federation", instance, position)
+    raise StoreError(
+        f"the events position of {instance!r} is {found}, and we left it at {max(left)}:"
+        " another sender runs under this name"
+    )
+
+
+def advance_events(
+    connection: Connection, instance: str, left: Collection[int], position: int
+) -> None:
+    """Move our events position from where we left it to `position`; raises as `check_left` does.
+
+    At `position` already it is our own commit, whose answer was lost.
+    """
+    expected = {position, *(place for place in left if place < position)}
+    given = {"instance": instance, "left": sorted(expected), "position": position}
+    if connection.execute(_ADVANCE, given).rowcount == len(SHARED):
+        return
+    check_left(connection, instance, expected)
+    for kind in SHARED:
+        set_position(connection, kind, instance, position)
 
 
 # --- the feed of an embedded store ----------------------------------------------------------------

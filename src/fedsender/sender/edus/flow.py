@@ -9,7 +9,7 @@ a large room does not open thousands of connections at once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +28,8 @@ from fedsender.streams import Watermark
 from fedsender.waiting import Signal, supervise
 
 RECEIPT_PAGE = 500
+LONGEST_TRAIL = 10_000
+"""The most events positions for which it is known which receipts were read before."""
 SAVE_EVERY_S = 5.0
 LONGEST_TRICKLE_S = 30.0
 """The longest wait of a server for its turn; a longer line moves faster."""
@@ -55,6 +57,9 @@ class EduFlow:
         self._registry = registry
         self._lists_seen: int | None = None
         self._seen = 0
+        # (events position, receipts that were read before it was reached), ascending.
+        self._trail: deque[tuple[int, int]] = deque(maxlen=LONGEST_TRAIL)
+        self._began_at = 0
         self._late: dict[tuple[str, str], tuple[int, int]] = {}
         self._late_news = Signal()
         self._plain = 0
@@ -81,9 +86,38 @@ class EduFlow:
         newest = await self._context.edus.newest_receipt()
         # A first run begins now; and a database that was set back has forgotten what it said.
         self._seen = newest if owed.position is None else min(owed.position, newest)
+        self._began_at = self._seen
         self._debts.update(owed.debts)
         self._saved = (-1 if owed.position is None else owed.position, dict(owed.debts))
         await self.save()
+
+    async def begin_anew(self, position: int) -> None:
+        """Go back to what had been read when the events position was lower than this.
+
+        The homeserver's database was set back to it: it has all that was read by then, and may give
+        the ids of what it has lost to other rows. While this runs, `run` does not.
+        """
+        before = [seen for at, seen in self._trail if at < position]
+        self._seen = self._began_at = before[-1] if before else self._began_at
+        self._trail.clear()
+        self._late.clear()
+        self._later.clear()
+        self._trickling = 0
+        for server, above in self._debts.items():
+            self._debts[server] = min(above, self._seen)
+        edus = self._context.edus
+        self.receipts.fall(min(self.receipts.value, await edus.newest_receipt()))
+        self.device_lists.fall(min(self.device_lists.value, await edus.newest_device_list()))
+        self._lists_seen = None
+        await self.save()
+
+    def _note_seen(self, upto: int) -> None:
+        """Note that all receipts up to this stream id were read, but for late ones."""
+        self._seen, at = upto, self._context.homeserver.furthest
+        if self._trail and self._trail[-1][0] == at:
+            self._trail.pop()
+        self._trail.append((at, min([upto, *self._late_receipts])))
+        self._unsaved.set()
 
     async def run(self) -> None:
         """Follow the streams until cancelled."""
@@ -131,8 +165,7 @@ class EduFlow:
         while True:
             upto = await self.receipts.wait_past(self._seen)
             while self._seen < upto:
-                self._seen = await self._pass_receipts(self._seen, upto)
-                self._unsaved.set()
+                self._note_seen(await self._pass_receipts(self._seen, upto))
 
     async def _pass_receipts(self, after: int, upto: int, writer: str | None = None) -> int:
         """Give a page of receipts to their servers; returns the stream id that it ends at.
@@ -179,6 +212,11 @@ class EduFlow:
         known = self._late.get((stream, writer), (after, upto))
         self._late[stream, writer] = min(after, known[0]), max(upto, known[1])
         self._late_news.set()
+
+    @property
+    def _late_receipts(self) -> list[int]:
+        """The stream ids above which receipts are still to be read for a slow writer."""
+        return [after for (stream, _), (after, _) in self._late.items() if stream == "receipts"]
 
     async def _follow_late(self) -> None:
         while True:
@@ -432,8 +470,7 @@ class EduFlow:
 
     def _owed(self) -> tuple[int, dict[str, int]]:
         """The stream id up to which every receipt is answered or in a debt; and the debts."""
-        late = (after for (stream, _), (after, _) in self._late.items() if stream == "receipts")
-        position, debts = min([self._seen, *late]), dict(self._debts)
+        position, debts = min([self._seen, *self._late_receipts]), dict(self._debts)
         for waiting in self._later.values():
             ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))
             position = min(position, min(ids, default=position + 1) - 1)

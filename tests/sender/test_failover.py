@@ -1,0 +1,189 @@
+"""The homeserver's PostgreSQL fails over, while we run, to a replica that was behind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+import trio
+from structlog.testing import capture_logs
+from tests.sender.harness import HS, RemoteServer, answer, ok
+from tests.sender.test_locked_rooms import ALICE, NEAR, OLD, OTHER, PURGED, PostgresWorld, until
+from tests.servers import Databases, Postgres, open_postgres
+
+from fedsender.store import StoreError, tables
+from fedsender.store.positions import SetBack
+
+ROOM, ELSEWHERE = PURGED, OTHER
+DOWN = OLD
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server() -> Iterator[Postgres]:
+    """A PostgreSQL of our own: its data are put back."""
+    with open_postgres() as server:
+        yield server
+
+
+class FailingOver(PostgresWorld):
+    """NEAR is well, and is in one room; DOWN is in the other one."""
+
+    async def found(self) -> None:
+        await super().found()
+        for room_id, name in ((ROOM, DOWN), (ELSEWHERE, NEAR)):
+            self.put(
+                tables.current_state_events,
+                event_id=f"$now {name}",
+                room_id=room_id,
+                type="m.room.member",
+                state_key=f"@x:{name}",
+                membership="join",
+            )
+
+    def message(self, server: str, stream_id: int, text: str) -> None:
+        """A message to a device, of which we are told."""
+        self.put(
+            tables.device_federation_outbox,
+            destination=server,
+            stream_id=stream_id,
+            queued_ts=1,
+            messages_json=f'{{"message_id":"{text}"}}',
+            instance_name="master",
+        )
+        self.sender.to_device_changed(server)
+
+    def poke(self, server: str, stream_id: int, device: str) -> None:
+        """A device has changed."""
+        self.put(
+            tables.device_lists_outbound_pokes,
+            destination=server,
+            stream_id=stream_id,
+            user_id=ALICE,
+            device_id=device,
+        )
+        self.sender.edus.device_lists.advance(stream_id)
+
+    def read(self, room_id: str, stream_id: int, event_id: str) -> None:
+        """Another one of our users has read it."""
+        self.put(
+            tables.receipts_linearized,
+            stream_id=stream_id,
+            room_id=room_id,
+            receipt_type="m.read",
+            user_id=f"@{event_id[1:]}:{HS}",
+            event_id=event_id,
+            data="{}",
+        )
+        self.sender.edus.receipts.advance(stream_id)
+
+
+def edus(server: RemoteServer) -> set[str]:
+    """What it got: message ids, devices, and the events that were read."""
+    found: set[str] = set()
+    for request in server.answered:
+        for edu in request.edus:
+            content = edu["content"]
+            if edu["edu_type"] == "m.receipt":
+                for users in (room["m.read"] for room in content.values()):
+                    found.update(user["event_ids"][0] for user in users.values())
+            else:
+                found.add(content.get("message_id") or content["device_id"])
+    return found
+
+
+@pytest.mark.parametrize("lost", [1, 1000])
+async def test_what_a_failover_loses_is_owed_anew_and_its_ids_are_not_mistaken(
+    tmp_path: Path, server: Postgres, lost: int
+) -> None:
+    """I1, I2, I4: of everything that is owed nothing is lost, whatever the ids meant before."""
+    world = FailingOver(tmp_path, Databases(server).create_database())
+    await world.found()
+    near, down = world.servers[NEAR], world.servers[DOWN]
+    with trio.fail_after(120), capture_logs() as logs:
+        async with world.run() as sender:
+            world.told(ROOM, 1, "first")
+            await until(lambda: down.got == ["first"])
+            down.reply = lambda _: answer(500)
+            world.told(ROOM, 1, "frozen")
+            await until(lambda: DOWN in frozen(world))
+            world.message(DOWN, 1, "key")
+            world.poke(DOWN, 2, "PHONE")
+            world.read(ROOM, 3, "$read")
+            world.message(NEAR, 4, "near key")
+            world.read(ELSEWHERE, 5, "$near read")
+            await until(lambda: edus(near) == {"near key", "$near read"})
+            told, sender_told = world.token, sender.fan_out.position
+            world.told(ROOM, 1, "its commit is lost", tell=False)
+            assert sender_told == told
+            await trio.to_thread.run_sync(server.copy)
+            sender.events.advance(world.token)
+            await until(lambda: sender.fan_out.position == world.token)
+            with psycopg.connect(world.url, autocommit=True) as world.writer:
+                for number in range(lost - 1):
+                    world.told(ELSEWHERE, 3, f"lost {number}")
+            world.writer = None
+            world.message(NEAR, 6, "lost key")
+            world.read(ELSEWHERE, 7, "$lost read")
+            await until(lambda: {"lost key", "$lost read"} <= edus(near))
+            await until(lambda: len(near.got) == lost - 1)
+            await trio.to_thread.run_sync(server.put_back)
+            # All these ids were others' before.
+            world.token = told + 1
+            world.told(ELSEWHERE, 3, "new")
+            world.read(ELSEWHERE, 7, "$new read")
+            world.message(NEAR, 6, "new key")
+            world.poke(NEAR, 8, "NEW")
+            await until(lambda: "new" in near.got)
+            world.told(ROOM, 1, "newer")
+            await until(lambda: {"new key", "$new read", "NEW"} <= edus(near))
+            down.reply = ok
+            sender.registry.wake([DOWN], by_admin=True)
+            await until(lambda: down.got[-3:] == ["frozen", "its commit is lost", "newer"])
+            await until(lambda: edus(down) == {"key", "PHONE", "$read"})
+            await until(lambda: not sender.active[DOWN].owes)
+    assert near.got[-1] == "new"
+    assert rows(server, world, "device_federation_outbox") == 0
+    assert rows(server, world, "device_lists_outbound_pokes") == 0
+    notes = [line["outcome"] for line in world.ledger()]
+    assert notes.count("discarded") == 1
+    assert [line["position"] for line in world.ledger("*")] == [-1, told]
+    assert not [each for each in logs if each["log_level"] == "error"]
+
+
+async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Postgres) -> None:
+    """At our own target nothing was set back; beyond it, another sender has our name."""
+    world = FailingOver(tmp_path, Databases(server).create_database())
+    await world.found()
+    with trio.fail_after(60):
+        async with world.run() as sender:
+            store = world.store.homeserver
+            move(server, world, 1)
+            world.told(ELSEWHERE, 3, "one")
+            await until(lambda: world.servers[NEAR].got == ["one"])
+            move(server, world, 5)
+            with pytest.raises(StoreError, match="another sender"):
+                await store.check_left()
+            move(server, world, 0)
+            with pytest.raises(SetBack):
+                await store.check_left()
+            await until(lambda: world.servers[NEAR].got == ["one", "one"])
+            assert sender.fan_out.position == 1
+
+
+def move(server: Postgres, world: PostgresWorld, position: int) -> None:
+    with server.connect(world.url.rpartition("/")[2]) as connection:
+        connection.execute("UPDATE federation_stream_position SET stream_id = %s", [position])
+
+
+def frozen(world: PostgresWorld) -> list[str]:
+    return [name for name, each in world.sender.active.items() if each.frozen and each.frozen.saved]
+
+
+def rows(server: Postgres, world: PostgresWorld, table: str) -> int:
+    with server.connect(world.url.rpartition("/")[2]) as connection:
+        row = connection.execute(f"SELECT count(*) FROM {table}".encode()).fetchone()
+        assert row is not None
+        count = row[0]
+        assert isinstance(count, int)
+        return count
