@@ -225,3 +225,69 @@ async def test_pages_of_rooms_behind_one_that_waits_are_sent(
         await trio.sleep(60)
         assert "400" in server.got
         assert len([body for body in server.got if body.startswith("new in")]) == len(rooms)
+
+
+@pytest.mark.parametrize("newer", [0, 3])
+@pytest.mark.parametrize("down", [True, False])
+async def test_what_was_owed_before_goes_before_what_is_released(
+    world: World, autojump_clock: MockClock, newer: int, down: bool
+) -> None:
+    """A server behind in the room gets its older events first, then those released, each once."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "first")
+        await trio.sleep(10)
+        server = world.servers[A]
+        server.down, server.latency = down, 5.0
+        for number in range(1, 6):
+            await world.say(R1, str(number))
+        await block(world, R1)
+        for number in range(6, 40):
+            await world.say(R1, str(number))
+        await trio.sleep(2)
+        [bad] = await world.store.sender.quarantined_in_room(R1, 1)
+        await sender.operations.drop([bad.id])
+        assert not (await sender.operations.release_room(R1)).more
+        for number in range(40, 40 + newer):
+            await world.say(R1, str(number))
+        await trio.sleep(60)
+        server.down = False
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(600)
+        assert server.got[1:] == [str(number) for number in range(1, 40 + newer)]
+        assert await world.store.homeserver.lagging() == []
+        assert await world.store.sender.redeliveries(A, 1) == []
+
+
+async def test_what_is_released_below_lsso_is_sent_although_its_room_has_newer_events(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """LSSO has passed it by an answer to a catch-up that is on no record yet."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.join(R2, A)
+        await world.say(R2, "first")
+        await trio.sleep(10)
+        server = world.servers[A]
+        server.down = True
+        await block(world, R1)
+        for number in range(1, 6):
+            await world.say(R1, str(number))
+        await world.say(R2, "owed")
+        await trio.sleep(2 * 3600)
+        server.down, server.latency = False, 5.0
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(2)
+        assert sender.active[A].frozen is not None
+        await world.say(R2, "behind it")
+        await trio.sleep(6)
+        [bad] = await world.store.sender.quarantined_in_room(R1, 1)
+        await sender.operations.drop([bad.id])
+        assert not (await sender.operations.release_room(R1)).more
+        await world.say(R1, "6")
+        for number in range(60):
+            await world.say(R2, f"other {number}")
+        await trio.sleep(120)
+        assert in_order(server.got) == list(range(1, 7))
+        assert len(server.got) == len(set(server.got))
+        assert await world.store.homeserver.lagging() == []

@@ -220,9 +220,9 @@ async def test_some_rooms_redeliveries_come_first(store: SenderStore) -> None:
     first = await store.redeliveries("a.example", 3, first=("!c",))
     assert [each.event_id for each in first] == ["$c1", "$c2", "$a1"]
     rooms = ["!a", "!b", "!d"]
-    assert await store.rooms_with_redeliveries("a.example", rooms, ()) == {"!a", "!b"}
-    assert await store.rooms_with_redeliveries("a.example", rooms, ("$a1", "$a2")) == {"!b"}
-    assert await store.rooms_with_redeliveries("b.example", rooms, ()) == set()
+    assert await store.oldest_redeliveries("a.example", rooms, ()) == {"!a": 1, "!b": 1}
+    assert await store.oldest_redeliveries("a.example", rooms, ("$a1", "$a2", "$b1")) == {"!b": 2}
+    assert await store.oldest_redeliveries("b.example", rooms, ()) == {}
 
 
 async def test_a_forgotten_destination_leaves_nothing(store: SenderStore) -> None:

@@ -22,13 +22,13 @@ transaction:
   ledger gets a line.
 - LSSO follows as min(values of the rooms not done) - 1.
 - A room in which the destination is owed older events by redelivery waits for them. It is passed
-  over, and counts as not done.
+  over, and counts as not done. `Outbox` says how the two share a room.
 
 It ends when a query that ran at or after the newest event offered finds nothing. An event that
 cannot be loaded is quarantined or passed, never waited for (W23).
 """
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,9 +45,9 @@ PAGE = 50
 SCAN = GAP_EVENTS
 """The number of events of one room read at a time."""
 
-Waiting = Callable[[Collection[str]], Awaitable[Collection[str]]]
-"""The rooms among these that wait for older events. It is asked after the rooms were read: what was
-owed to a room before those that were read is then known."""
+Waiting = Callable[[Collection[str]], Awaitable[Mapping[str, int]]]
+"""The rooms among these with redeliveries, and the stream ordering of the oldest. It is asked after
+the rooms were read: redeliveries that are older than what was read are on record then."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class CatchUp:
         while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1):
             wait = await waiting([room_id for room_id, _ in owed])
             for room_id, value in owed[:PAGE]:
-                if room_id in wait:
+                if wait.get(room_id, value) < value:
                     passed_over = value if passed_over is None else passed_over
                 elif not await self._fill_room(draft, room_id, value):
                     draft.lsso = (value if passed_over is None else passed_over) - 1
@@ -111,6 +111,10 @@ class CatchUp:
         if found == "all":
             draft.lsso = lsso
         return found
+
+    def answered_in(self, room_id: str) -> int:
+        """The stream ordering up to which nothing of this room is owed."""
+        return max(self.floor, self.answered.get(room_id, self.floor))
 
     async def fill_suspect(self, draft: Draft, lsso: int, room_id: str) -> None:
         """Put in the next PDU of this room, if the draft is for it; the draft has room for one."""
@@ -135,11 +139,12 @@ class CatchUp:
             lsso = owed[-1][1]
             wait = await waiting([each for each, _ in owed])
             for each, value in owed:
+                waits = wait.get(each, value) < value
                 if each == room_id:
-                    here, waits_here = value, each in wait
-                elif each not in wait and await self._fill_one(draft, each, value):
+                    here, waits_here = value, waits
+                elif not waits and await self._fill_one(draft, each, value):
                     return
-        answered = max(self.floor, self.answered.get(room_id, self.floor))
+        answered = self.answered_in(room_id)
         after = max(place, answered)
         if here is None or after >= here:
             return
@@ -161,7 +166,7 @@ class CatchUp:
 
     async def _fill_room(self, draft: Draft, room_id: str, value: int) -> bool:
         """Put one room's gap into the draft; return whether an answer to it completes the room."""
-        start = after = max(self.floor, self.answered.get(room_id, self.floor))
+        start = after = self.answered_in(room_id)
         newest = 0
         while after < value:
             outgoing, upto, standing_in = await self._next_of_room(room_id, after, value)

@@ -8,8 +8,10 @@ there are some. Receipts are in memory or are a debt; typing and presence are in
 
 A redelivery is an event that LSSO may have passed: one sent again, released from quarantine, or set
 aside by the fan-out because its room was locked. A room's newer PDUs wait behind its redeliveries,
-in the database, and hold LSSO below them: catch-up passes the room over. Those of other rooms do
-not wait. Redeliveries take half of a transaction, and what the others leave.
+in the database, and hold LSSO below them: catch-up passes the room over. Its older ones go first,
+and catch-up sends a redelivery that lies among those that it owes. Those of other rooms do not
+wait: redeliveries take half of every other transaction, and what the others leave.
+
 
 Only its owner, the destination's task, calls the coroutines here, one at a time. Two sequences must
 stay free of `await`. The first is in `_end_catch_up`: from the check that no PDU was offered since
@@ -93,9 +95,9 @@ class Outbox:
         self.owes_to_device = self.owes_device_lists = not level
         self.owes_redeliveries = not level
         self._spilled_in_health = False
-        # Rooms that wait behind their redeliveries: these go first. And who gets an odd place.
+        # Rooms that wait behind their redeliveries: these go first.
         self._waiting_rooms: tuple[str, ...] = ()
-        self._odd_turn = False
+        self._redeliveries_first = False
         # Offers and spills, counted: what a question to the database may not know of yet.
         self._news = 0
         self._news_seen = 0
@@ -240,22 +242,23 @@ class Outbox:
         if edus and self.owes_device_lists:
             await self._fill_device_lists(draft, policy)
         again: Sequence[Outgoing] = ()
+        upto = self.queue.pdus[-1].stream_ordering if self.queue.pdus else 0
         if pdus and self.owes_redeliveries:
-            again = self._add_half(draft, await self._redeliveries(draft, self._waiting_rooms))
+            rooms = {pdu.room_id for pdu in self.queue.pdus}
+            if rooms and await self._behind_redeliveries(draft, rooms):
+                self.spill(healthy=True)
+            found = await self._redeliveries(draft, policy, self._waiting_rooms)
+            again = self._add_half(draft, found)
         page: tuple[list[Receipt], int] | None = None
         if edus and self.receipts.debt is not None:
             page = await self._owed_receipts(policy)
-        upto: int | None = None
-        if pdus and self.level and self.owes_redeliveries and self.queue.pdus:
-            upto = self.queue.pdus[-1].stream_ordering
-            if await self._behind_redeliveries(draft, {pdu.room_id for pdu in self.queue.pdus}):
-                self.spill(healthy=True)
         if pdus and not self.level:
             await self._fill_owed(draft, policy)
         if self.level:
-            # What was released while we asked may be older than what was offered then.
-            self.queue.fill(draft, upto)
-        _add_all(draft, again)
+            # What was released while we asked is older than what was offered then.
+            self.queue.fill(draft, upto if self.owes_redeliveries else None)
+        if not draft.full:
+            _add_all(draft, again)
         if page is not None:
             draft.receipts_upto = fill_page(draft, *page)
         if self.edus_waiting:
@@ -280,14 +283,14 @@ class Outbox:
         if search.turn is Turn.SUSPECT:
             draft.only = search.suspect
             if self.owes_redeliveries:
-                _add_all(draft, await self._redeliveries(draft, (search.room_id,)))
+                _add_all(draft, await self._redeliveries(draft, policy, (search.room_id,)))
             if draft.empty:
                 await catch_up.fill_suspect(draft, self.lsso, search.room_id)
         elif search.turn is Turn.WITNESS:
             self._news_seen = self._news
             draft.without = {str(search.suspect), *search.witnesses, *search.refused}
             if self.owes_redeliveries:
-                _add_all(draft, await self._redeliveries(draft, ()))
+                _add_all(draft, await self._redeliveries(draft, policy, ()))
             if draft.empty:
                 waiting = partial(self._behind_redeliveries, draft, held=search.suspect)
                 room_id, place = search.room_id, search.place
@@ -408,8 +411,10 @@ class Outbox:
 
     # --- Redeliveries -----------------------------------------------------------------------------
 
-    async def _redeliveries(self, draft: Draft, first: tuple[str, ...]) -> list[Outgoing]:
-        """The redeliveries that the draft is for, `first` those of these rooms."""
+    async def _redeliveries(
+        self, draft: Draft, policy: Policy, first: tuple[str, ...]
+    ) -> Sequence[Outgoing]:
+        """The redeliveries that go next, `first` those of these rooms."""
         self.owes_redeliveries = False
         limit = draft.max_pdus + len(draft.without)
         waiting = await self._context.store.redeliveries(self.destination, limit, first=first)
@@ -435,35 +440,60 @@ class Outbox:
                 found.append(Outgoing(item.pdu, "redelivery", item.supersedes))
         if dropped:
             await self._context.store.redelivered(self.destination, dropped)
-        return found
+        return found if self.level else await self._in_turn(found, await self._at_catch_up(policy))
+
+    async def _in_turn(self, found: Sequence[Outgoing], catch_up: CatchUp) -> Sequence[Outgoing]:
+        """Those redeliveries before which the catch-up owes nothing of their room.
+
+        Those that it owes itself are its own from here on.
+        """
+        assert self.lsso is not None
+        rooms = {outgoing.pdu.room_id for outgoing in found}
+        owed = await self._context.homeserver.owed_in(self.destination, self.lsso, rooms)
+        ready: list[Outgoing] = []
+        owed_anyway: list[str] = []
+        for outgoing in found:
+            pdu = outgoing.pdu
+            after, upto = catch_up.answered_in(pdu.room_id), owed.get(pdu.room_id, 0)
+            if not catch_up.on_record:
+                # The floor that goes on record, or that the next daemon begins with, may be this.
+                after = max(after, self.lsso)
+            if pdu.stream_ordering <= after or upto <= after:
+                ready.append(outgoing)
+            elif pdu.stream_ordering <= upto:
+                owed_anyway.append(pdu.event_id)
+        if owed_anyway:
+            catch_up.refused.difference_update(owed_anyway)
+            await self._context.store.redelivered(self.destination, owed_anyway)
+        return ready
 
     def _add_half(self, draft: Draft, again: Sequence[Outgoing]) -> Sequence[Outgoing]:
-        """Put in redeliveries up to half of the draft; return the others.
+        """Put in redeliveries up to half of the draft, every other time; return the others.
 
-        An odd place is theirs every other time, as with a limit of one PDU.
+        The other time a PDU has its turn that is larger than half, and with a limit of one PDU any.
         """
-        self._odd_turn = not self._odd_turn
-        places, size = draft.half(rounded_up=self._odd_turn)
-        added = 0
-        while added < min(places, len(again)):
-            if added and draft.bytes + len(again[added].pdu.wire) > size:
-                break
-            if not draft.add_pdu(again[added]):
-                break
-            added += 1
-        return again[added:]
+        self._redeliveries_first = not self._redeliveries_first
+        if not self._redeliveries_first:
+            return again
+        places, size = draft.half
+        for number, outgoing in enumerate(again):
+            too_large = number > 0 and draft.bytes + len(outgoing.pdu.wire) > size
+            if number == places or too_large or not draft.add_pdu(outgoing):
+                return again[number:]
+        return ()
 
     async def _behind_redeliveries(
         self, draft: Draft, rooms: Collection[str], *, held: str | None = None
-    ) -> Collection[str]:
-        """The rooms among these that wait for redeliveries of theirs that are not in the draft.
+    ) -> Mapping[str, int]:
+        """The rooms among these with redeliveries that are not in the draft, and the stream
+        ordering of the oldest.
 
         `held`: a suspect, which no other event waits for.
         """
         if not self.owes_redeliveries:
-            return ()
+            return {}
         ahead = {outgoing.pdu.event_id for outgoing in draft.pdus}
-        return await self._context.store.rooms_with_redeliveries(
+        return await self._context.store.oldest_redeliveries(
             self.destination, rooms, ahead if held is None else {*ahead, held}
         )
 
@@ -486,7 +516,7 @@ class Outbox:
         if found == "nothing":
             await self._end_catch_up(news)
 
-    async def _note_waiting(self, draft: Draft, rooms: Collection[str]) -> Collection[str]:
+    async def _note_waiting(self, draft: Draft, rooms: Collection[str]) -> Mapping[str, int]:
         waiting = await self._behind_redeliveries(draft, rooms)
         if waiting:
             # In the order in which they wait.

@@ -83,6 +83,7 @@ class Draft:
         only: the mark of the only item that it is for; None: any item.
         without: marks of the items that it is not for.
         asks: whether it is sent empty, to find out whether the server answers.
+        full: whether a PDU had to wait for another transaction.
         outbox_before: to-device rows that were answered before and are still to be deleted.
         others: the rooms of which it has events of other servers (I6).
         given_up: owed events that a catch-up cannot send any more, and why; each for its gap.
@@ -101,6 +102,7 @@ class Draft:
     lsso: int | None = None
     rooms_done: dict[str, int] = field(default_factory=dict)
     receipts_upto: int | None = None
+    full: bool = False
     outbox_before: Sequence[int] = ()
     others: set[str] = field(default_factory=set)
     given_up: list[tuple[SentPdu, str]] = field(default_factory=list)
@@ -124,17 +126,19 @@ class Draft:
 
     def takes(self, pdus: int) -> bool:
         """Whether so many PDUs more are within the counts (their bytes are another matter)."""
-        room = self.max_pdus - len(self.pdus)
-        if self.max_items is not None:
-            room = min(room, self.max_items - len(self.pdus) - len(self.edus))
-        return pdus <= room
+        return pdus <= self._pdu_room
 
-    def half(self, *, rounded_up: bool) -> tuple[int, int]:
-        """Half of the PDUs that are still within the counts, and the size at half of the bytes."""
+    @property
+    def _pdu_room(self) -> int:
         room = self.max_pdus - len(self.pdus)
         if self.max_items is not None:
             room = min(room, self.max_items - len(self.pdus) - len(self.edus))
-        return (max(0, room) + rounded_up) // 2, (self.bytes + self.max_bytes) // 2
+        return max(0, room)
+
+    @property
+    def half(self) -> tuple[int, int]:
+        """Half of the PDUs that are still within the counts, and the size at half of the bytes."""
+        return (self._pdu_room + 1) // 2, (self.bytes + self.max_bytes) // 2
 
     def takes_together(self, pdus: Sequence[Outgoing]) -> bool:
         """Whether there is room for all of these PDUs."""
@@ -145,6 +149,7 @@ class Draft:
         """Add the PDU, or answer False if it must wait. One alone is never too large."""
         size = len(outgoing.pdu.wire) + 1
         if not self.takes(1) or not self._fits(size):
+            self.full = True
             return False
         self.pdus.append(outgoing)
         self.bytes += size
@@ -170,7 +175,7 @@ class Draft:
         kept = [outgoing for outgoing in self.pdus if outgoing.sent.lane != "catch_up"]
         gone = (outgoing for outgoing in self.pdus if outgoing.sent.lane == "catch_up")
         self.bytes -= sum(len(outgoing.pdu.wire) + 1 for outgoing in gone)
-        self.pdus, self.lsso, self.rooms_done = kept, None, {}
+        self.pdus, self.lsso, self.rooms_done, self.full = kept, None, {}, False
         self.others, self.given_up = set(), []
 
     def drop_outbox(self, row_id: int) -> bool:

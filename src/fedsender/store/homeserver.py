@@ -725,6 +725,18 @@ class HomeserverStore:
         given = {"destination": destination, "after": after, "most": limit}
         return [(room_id, ordering) for room_id, ordering in connection.execute(_OWED, given)]
 
+    @reading
+    def owed_in(
+        self, connection: Connection, destination: str, after: int, rooms: Collection[str]
+    ) -> dict[str, int]:
+        """The rooms among these in which the destination is owed events above `after`, and the
+        newest stream ordering of each."""
+        owed = destination_rooms.c
+        query = select(owed.room_id, owed.stream_ordering).where(
+            owed.destination == destination, owed.stream_ordering > after
+        )
+        return {row[0]: row[1] for row in select_rows(connection, query, owed.room_id, rooms)}
+
     async def lsso(self, destination: str) -> int | None:
         """The destination's last successful stream ordering; None: unknown."""
         await self.write_marks(destination)

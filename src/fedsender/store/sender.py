@@ -517,24 +517,25 @@ class SenderStore:
         return found
 
     @reading
-    def rooms_with_redeliveries(
+    def oldest_redeliveries(
         self,
         connection: Connection,
         destination: str,
         rooms: Collection[str],
         without: Collection[str],
-    ) -> set[str]:
-        """The rooms among these in which the destination has redeliveries.
+    ) -> dict[str, int]:
+        """The rooms among these in which the destination has redeliveries, and the stream ordering
+        of the oldest.
 
         `without`: events that do not count.
         """
         lane = tables.redeliveries.c
         query = (
-            select(lane.room_id)
-            .distinct()
+            select(lane.room_id, func.min(lane.stream_ordering))
             .where(lane.destination == destination, lane.event_id.not_in(sorted(without)))
+            .group_by(lane.room_id)
         )
-        return {row[0] for row in select_rows(connection, query, lane.room_id, sorted(rooms))}
+        return {row[0]: row[1] for row in select_rows(connection, query, lane.room_id, rooms)}
 
     @writing
     def redelivered(
