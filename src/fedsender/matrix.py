@@ -21,6 +21,7 @@ from fedsender.room_versions import ROOM_VERSIONS, JsonObject, RoomVersion, reda
 
 __all__ = [
     "MAX_EDUS",
+    "MAX_EDU_BYTES",
     "MAX_INTEGER",
     "MAX_NESTING",
     "MAX_PDUS",
@@ -50,6 +51,8 @@ MAX_PDUS: Final = 50
 """PDUs in one transaction (server-server API, "Transactions")."""
 MAX_EDUS: Final = 100
 """EDUs in one transaction (server-server API, "Transactions")."""
+MAX_EDU_BYTES: Final = 65_535
+"""Bytes of one EDU as canonical JSON: a receiver may refuse one of 64 KiB or more (MSC4514)."""
 MAX_PDU_BYTES: Final = 65_536
 """Bytes of one event as canonical JSON with its signatures (client-server API, "Size limits")."""
 MAX_INTEGER: Final = 2**53 - 1

@@ -94,6 +94,20 @@ def test_states_go_out_fifty_at_a_time_and_stay_until_answered(users: int, max_e
     assert seen == (users if max_edus else 0)
 
 
+@given(st.integers(0, 70_000), st.sampled_from(["x", "\x01", "ä"]))
+def test_no_edu_of_states_reaches_64_kib(length: int, letter: str) -> None:
+    """MSC4514. They are halved; what one state alone has too much is its status message."""
+    queue = EphemeralQueue[PresenceState](1000, lambda reason, count: None)
+    for number in range(60):
+        state = PresenceState(f"@{number}:{HS}", "online", status_msg=letter * length)
+        queue.put(key_of(state), state, expires_at=10)
+    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**30)
+    queue.fill(draft, partial(edu_of, now_ms=0), at_once=STATES_PER_EDU)
+
+    assert all(len(edu.wire) < 65_536 for edu in draft.edus)
+    assert [key for edu in draft.edus for key, _ in edu.keys] == list(queue.waiting)
+
+
 # --- how it goes ----------------------------------------------------------------------------------
 
 

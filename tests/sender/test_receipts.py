@@ -57,6 +57,21 @@ def said(content: dict[str, Any]) -> set[tuple[Any, ...]]:
 # --- packing and keeping --------------------------------------------------------------------------
 
 
+def test_no_edu_of_receipts_reaches_64_kib() -> None:
+    """MSC4514: the longest ids that there may be, in as many EDUs as it takes."""
+    queue = ReceiptQueue(1000)
+    users = [f"@{number:0>200}:{HS}" for number in range(400)]
+    for number, user in enumerate(users):
+        room, event_id = f"!{number:0>200}:{HS}", f"${number:0>250}"
+        queue.put(Receipt(number, room, "m.read", user, event_id, None, 1_800_000_000_000))
+    filled = draft()
+    queue.fill(filled)
+
+    assert all(len(edu.wire) < 65_536 for edu in filled.edus)
+    contents = [orjson.loads(edu.wire)["content"] for edu in filled.edus]
+    assert [entry[2] for content in contents for entry in sorted(said(content))] == users
+
+
 @given(receipts)
 def test_the_newest_of_each_key_is_said_once_with_few_edus(items: list[Receipt]) -> None:
     queue = ReceiptQueue(1000)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Generic, TypeVar
 
 from fedsender.matrix import Pdu
-from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
+from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, in_edus
 
 
 @dataclass(slots=True)
@@ -214,13 +214,16 @@ class EphemeralQueue(Generic[T]):
 
         `edu_of`: makes an EDU of at most `at_once` values.
         """
+
+        def with_keys(some: Sequence[tuple[Key, Waiting[T]]]) -> Edu:
+            edu_type, wire = edu_of([item.value for _, item in some])
+            return Edu(edu_type, wire, keys=tuple((key, item.version) for key, item in some))
+
         items = list(self.waiting.items())
         for start in range(0, len(items), at_once):
-            some = items[start : start + at_once]
-            edu_type, wire = edu_of([item.value for _, item in some])
-            keys = tuple((key, item.version) for key, item in some)
-            if not draft.add_edu(Edu(edu_type, wire, keys=keys)):
-                return
+            for edu, _ in in_edus(items[start : start + at_once], with_keys):
+                if not draft.add_edu(edu):
+                    return
 
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
         """Remove these versions, which arrived; a newer value of the same key stays."""

@@ -6,13 +6,13 @@ a transaction read back from the database after a restart settles like one still
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from fedsender.ledger import DevicePoke, SentPdu, TransactionRecord
-from fedsender.matrix import Pdu, canonical_json
+from fedsender.matrix import MAX_EDU_BYTES, Pdu, canonical_json
 from fedsender.sender.isolation import Item
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Settlement
@@ -20,6 +20,7 @@ from fedsender.store.sender import SenderStore
 
 _ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'
 _LONGEST_TIME = len(str(2**53))
+T = TypeVar("T")
 Key = tuple[str, ...]
 """The subject of a conflated EDU; a newer one of the same key replaces it."""
 
@@ -57,6 +58,22 @@ class Edu:
         elif self.keys:
             what = self.keys[0][0]
         return f"{self.edu_type} {hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
+
+
+def in_edus(
+    values: Sequence[T], edu_of: Callable[[Sequence[T]], Edu]
+) -> Iterator[tuple[Edu, Sequence[T]]]:
+    """EDUs of these values, each with the values in it: of halves, where one would be too large.
+
+    One value alone is not divided.
+    """
+    edu = edu_of(values)
+    if len(edu.wire) <= MAX_EDU_BYTES or len(values) == 1:
+        yield edu, values
+        return
+    half = len(values) // 2
+    yield from in_edus(values[:half], edu_of)
+    yield from in_edus(values[half:], edu_of)
 
 
 class Outgoing:

@@ -6,11 +6,12 @@ of each user waits for a server. The time since the user was active is computed 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cachetools import LRUCache
 
-from fedsender.matrix import canonical_json
+from fedsender.matrix import MAX_EDU_BYTES, canonical_json
 from fedsender.sender.queues import Ready
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState
@@ -71,6 +72,12 @@ def entry(state: PresenceState, now_ms: int) -> dict[str, Any]:
 
 
 def edu_of(states: Sequence[PresenceState], now_ms: int) -> Ready:
-    """The EDU of these states, at most `STATES_PER_EDU`."""
+    """The EDU of these states, at most `STATES_PER_EDU`.
+
+    A status message with which one state alone would be too large is left out.
+    """
     push = [entry(state, now_ms) for state in states]
-    return PRESENCE, canonical_json({"content": {"push": push}, "edu_type": PRESENCE})
+    wire = canonical_json({"content": {"push": push}, "edu_type": PRESENCE})
+    if len(wire) > MAX_EDU_BYTES and len(states) == 1 and states[0].status_msg:
+        return edu_of([replace(states[0], status_msg=None)], now_ms)
+    return PRESENCE, wire

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsender.matrix import canonical_json, server_of
-from fedsender.sender.transaction import Draft, Edu, Key
+from fedsender.sender.transaction import Draft, Edu, Key, in_edus
 from fedsender.store.records import Receipt
 
 RECEIPT = "m.receipt"
@@ -54,7 +54,7 @@ def at_once(servers: frozenset[str], event: ReadEvent | None, now_ms: int) -> fr
         return frozenset()
 
 
-def compose(receipts: Iterable[Receipt]) -> Iterator[tuple[Edu, list[Receipt]]]:
+def compose(receipts: Iterable[Receipt]) -> Iterator[tuple[Edu, Sequence[Receipt]]]:
     """The receipts as EDUs, each with the receipts in it.
 
     An EDU has one place for each room, type and user, so further threads of a user go into further
@@ -70,7 +70,7 @@ def compose(receipts: Iterable[Receipt]) -> Iterator[tuple[Edu, list[Receipt]]]:
         else:
             edus.append({place: receipt})
     for places in edus:
-        yield _edu(list(places.values())), list(places.values())
+        yield from in_edus(list(places.values()), _edu)
 
 
 def _edu(receipts: Sequence[Receipt]) -> Edu:
