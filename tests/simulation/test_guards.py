@@ -141,6 +141,26 @@ def test_i6_partial_state_is_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch
     assert goes_red("I6")
 
 
+def test_order_new_events_do_not_wait_for_those_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none(self: Outbox, *_: Any, **__: Any) -> dict[str, int]:
+        return {}
+
+    monkeypatch.setattr(Outbox, "_behind_redeliveries", none)
+
+    assert goes_red("order")
+
+
+def test_share_redeliveries_take_whole_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_of_them(self: Outbox, draft: Any, again: Sequence[Any]) -> Sequence[Any]:
+        for outgoing in again:
+            draft.add_pdu(outgoing)
+        return ()
+
+    monkeypatch.setattr(Outbox, "_add_half", all_of_them)
+
+    assert goes_red("share")
+
+
 def test_i7_a_queue_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = PduQueue.__init__
     monkeypatch.setattr(PduQueue, "__init__", lambda self, _, window: begin(self, 10**9, window))

@@ -92,6 +92,8 @@ class MemoryChecks:
             observed.fail("I7", f"{tasks} tasks for {servers} servers")
 
 
+MOST_PDUS = 50
+"""In one transaction."""
 MOST_BY_TIMER = 60
 MOST_WITH_WAKES = 300
 
@@ -161,6 +163,7 @@ class LedgerChecks:
                 self._observed.counts["PDUs of small gaps"] += 1
             if lane == "live":
                 self._check_order(view, token)
+        self._check_share(view, line)
         self._observed.counts["refused PDUs"] += len(line["refused"])
 
     def _check_order(self, view: ServerView, token: int) -> None:
@@ -169,6 +172,32 @@ class LedgerChecks:
                 "I2", f"{view.name}: live PDU {token} recorded after {view.newest_live}"
             )
         view.newest_live = max(token, view.newest_live)
+
+    def _check_share(self, view: ServerView, line: dict[str, Any]) -> None:
+        """More than half of a transaction are redeliveries only if no other room's event waits."""
+        again = [pdu["room_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
+        if len(again) <= MOST_PDUS // 2 or line["attempt"] > 1:
+            return
+        observed, disk = self._observed, self._observed.disk
+        began_at = (line["ms"] - line["took_ms"] - EPOCH_MS) / 1000
+        by_id = observed.homeserver.by_id
+        rooms = {*again, *(by_id[name].room_id for name in disk.redeliveries(view.name))}
+        for happening in view.owed_between(view.mark, observed.position):
+            known_since = observed.passed_at(happening.token)
+            if known_since is None or known_since > began_at - SETTLED_S:
+                continue
+            if happening.room_id in rooms or happening.event_id in view.answered:
+                continue
+            if view.covered(happening) or happening.event_id in view.quarantined:
+                continue
+            if disk.quarantined(None, happening.event_id):
+                continue
+            observed.fail(
+                "share",
+                f"{view.name}: {len(again)} redeliveries of {len(line['pdus'])} PDUs, while"
+                f" {happening.token} of {happening.room_id} waits",
+            )
+            return
 
     def _failed(self, view: ServerView, at: float, line: dict[str, Any]) -> None:
         observed = self._observed

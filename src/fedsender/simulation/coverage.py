@@ -97,6 +97,7 @@ class Coverage:
                 "others' events": self._another_server_speaks,
                 "bans in partial state": self._ban_in_partial_state,
                 "forks": lambda: self._homeserver.fork(self._stage()),
+                "busy rooms freed": self._free_room,
                 "full disks": self._fill_disk,
                 "database outages": partial(self._troubles.fail_database, 20.0),
                 "homeserver restarts": partial(self._troubles.fail_homeserver, 20.0),
@@ -163,6 +164,24 @@ class Coverage:
         self._server.mood = Mood((Mode.SLOW,))
         await self._try_now()
         self._server.mood = WELL
+
+    async def _free_room(self) -> None:
+        """A blocked room goes on while it is freed, and so does another one of a slow server."""
+        room = self._stage()
+        other = self._homeserver.create_room([self._server.name], staged=True)
+        self._homeserver.say_malformed(room)
+        for _ in range(FLOOD):
+            self._homeserver.say(room)
+        await trio.sleep(MINUTE / 4)
+        self._server.mood = Mood((Mode.SLOW,))
+        self._operator.free_rooms()
+        for _ in range(FLOOD // 4):
+            self._homeserver.say(room)
+            self._homeserver.say(other)
+            await trio.sleep(1)
+        await trio.sleep(2 * MINUTE)
+        self._server.mood = WELL
+        await self._try_now()
 
     # --- the rest ---------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ from fedsender.testing.rooms import Homeserver
 
 SECRET_CONTENT = "for-your-device-only"
 FULL = "/dev/full"
+BUSY = 50
+"""Events behind one that cannot be sent: a busy room."""
 GRACE_S = 5.0
 """Seconds after which records that depend on a lost line may still be written."""
 
@@ -77,8 +79,8 @@ class Replication:
 
 
 class Operator:
-    """An operator that pauses, wakes, redelivers and empties the quarantine, and restarts now and
-    then.
+    """An operator that pauses, wakes, redelivers, empties the quarantine, frees blocked rooms, and
+    restarts now and then.
 
     Everything is asked of the life that is lived; if there is none, nothing happens.
 
@@ -109,7 +111,10 @@ class Operator:
 
     def act(self) -> None:
         """Do something."""
-        acts = (self.wake, self.pause, self.resume, self.redeliver, self.redeliver, self.release)
+        acts = (
+            *(self.wake, self.pause, self.resume, self.redeliver, self.redeliver, self.release),
+            self.free_rooms,
+        )
         self._rng.choice(acts)()
 
     def _server(self) -> str:
@@ -188,6 +193,34 @@ class Operator:
         async def do(daemon: Daemon) -> None:
             await daemon.sender.operations.drop(hopeless)
             await daemon.sender.operations.release(others)
+
+        self.ask(do)
+
+    def free_rooms(self) -> None:
+        """Give up the malformed events that block a room, and release all that waits behind them.
+
+        Nobody gets anything twice by it, or out of order: the checks make no exception.
+        """
+        observed = self._observed
+        if not observed.disk.ready():
+            return
+        happenings = observed.homeserver.by_id
+        blocking = [
+            (item.id, happenings[item.event_id])
+            for item in observed.disk.quarantine()
+            if item.destination is None and item.event_id in happenings
+        ]
+        hopeless = [number for number, happening in blocking if not happening.sendable]
+        rooms = list(dict.fromkeys(happening.room_id for _, happening in blocking))
+
+        async def do(daemon: Daemon) -> None:
+            await daemon.sender.operations.drop(hopeless)
+            for room_id in rooms:
+                released, more = 0, True
+                while more:
+                    freed = await daemon.sender.operations.release_room(room_id)
+                    released, more = released + len(freed.ids), freed.more
+                observed.counts["busy rooms freed"] += released >= BUSY
 
         self.ask(do)
 
