@@ -8,13 +8,14 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 from tests.replication.test_synapse import fed
-from tests.sender.harness import World
+from tests.sender.harness import HS, World
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
 from fedsender.sender.queues import EphemeralQueue, Ready, alone
 from fedsender.sender.transaction import Draft
 from fedsender.store import tables
+from fedsender.streams import HostsRow
 
 A, B = "a.example", "b.example"
 R1, R2 = "!1:hs.example", "!2:hs.example"
@@ -85,6 +86,41 @@ async def test_catch_up_passes_over_what_can_no_longer_be_loaded(
 
     assert [body for body in server.got if body != "lost"] == ["before", "owed", "new"]
     assert len(server.attempts) == attempts
+
+
+@pytest.mark.parametrize("events", ["there", "gone"])
+async def test_a_server_is_not_woken_for_ever_for_a_room_that_we_left(
+    tmp_path: Path, autojump_clock: MockClock, events: str
+) -> None:
+    """synapse#18500: the row of such a room is above LSSO, and nothing of it may be sent any more.
+    LSSO passes it, so that no look finds the server behind again."""
+    world = World(tmp_path)
+    server = world.server(A)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await trio.sleep(2)
+        server.down = True
+        await world.say(R1, "our user leaves", type="m.room.member", state_key=f"@a:{HS}")
+        await world.apply(HostsRow(R1, (), (HS, A)))
+        await trio.sleep(8000)
+        assert [lag.rooms for lag in await world.store.homeserver.lagging()] == [1]
+    if events == "gone":
+        with sqlite3.connect(tmp_path / "homeserver.sqlite3") as database:
+            database.execute("DELETE FROM events WHERE stream_ordering > 2")
+    async with world.run() as sender:
+        server.down = False
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(60)
+        attempts = len(server.attempts)
+        assert await world.store.homeserver.lagging() == []
+        for _ in range(3):
+            await sender.sweep()
+            await trio.sleep(3600)
+        assert len(server.attempts) == attempts
+
+    assert server.got[:1] == ["before"]
+    assert len(server.got) == len(set(server.got))
 
 
 def test_edus_that_wait_go_out_oldest_first() -> None:
