@@ -248,6 +248,18 @@ async def test_reused_connection_that_closes_unheard_is_stale(tmp_path: Path) ->
     assert server.connections == 2
 
 
+async def test_a_doubted_place_is_looked_for_over_a_new_connection(tmp_path: Path) -> None:
+    requests: list[Request] = []
+    async with (
+        one_server(tmp_path, noting(requests, OK)) as (client, server),
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
+    ):
+        await send(peer, "t1")
+        peer.doubt()
+        assert not (await send(peer, "t2")).reused
+    assert server.connections == 2
+
+
 async def test_a_question_on_a_stale_connection_is_asked_again(tmp_path: Path) -> None:
     """A server that closes after each answer is no server that does not answer."""
     requests: list[Request] = []

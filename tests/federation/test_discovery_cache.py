@@ -276,6 +276,40 @@ async def test_doubt_asks_again_but_keeps_a_delegation_that_nobody_contradicts(
     assert len(web.asked) == 3
 
 
+@pytest.mark.parametrize("before", ["d.example:1", None])
+async def test_a_place_that_answers_as_another_is_asked_for_anew(
+    autojump_clock: trio.testing.MockClock, before: str | None
+) -> None:
+    """Synapse#5139: a wrong port was published for a day."""
+    dns = TableNetwork({(f"{name}.example", "A"): ["192.0.2.7"] for name in "bd"})
+    web = WellKnownServer(well_known({"m.server": before}))
+    discovery = discovery_with(dns)
+    await discovery.resolve("b.example", web.fetch)
+
+    web.answer = well_known({"m.server": "d.example:2"})
+    await trio.sleep(60)
+    discovery.doubt("b.example")
+    resolved = await discovery.resolve("b.example", web.fetch)
+    assert resolved.candidates == (("192.0.2.7", 2),)
+
+
+async def test_a_delegation_that_is_doubted_and_not_confirmed_holds_for_an_hour(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = TableNetwork({(f"{name}.example", "A"): ["192.0.2.7"] for name in "bd"})
+    web = WellKnownServer(well_known({"m.server": "d.example:1"}))
+    discovery = discovery_with(dns)
+    await discovery.resolve("b.example", web.fetch)
+
+    web.answer = ExchangeFailed("closed", "refused")
+    ports = []
+    for _ in range(5):
+        discovery.doubt("b.example")
+        ports.append((await discovery.resolve("b.example", web.fetch)).candidates[0][1])
+        await trio.sleep(1200)
+    assert ports == [1, 1, 1, 8448, 8448]
+
+
 async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
     dns = TableNetwork({})
     discovery = discovery_with(dns, entries=10)

@@ -94,6 +94,7 @@ class RemoteServer:
     reply: Reply = ok
     version: bool = True
     versions_asked: int = 0
+    doubts: list[float] = field(default_factory=list)
     attempts: list[float] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     answered: list[Request] = field(default_factory=list)
@@ -155,6 +156,9 @@ class FakePeer:
             self._exchange.cancel()
 
     def release(self) -> None: ...
+
+    def doubt(self) -> None:
+        self.server.doubts.append(trio.current_time())
 
     async def version_answers(self) -> bool:
         self.server.versions_asked += 1

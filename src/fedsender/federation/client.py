@@ -393,6 +393,14 @@ class Peer:
             with suppress(Stale):
                 return await self._exchange("GET", target, self._held.lines, None, _GET_BOUNDS)
 
+    def doubt(self) -> None:
+        """Have the next connection go to where the server is said to be then: it may have moved, as
+        what is there does not answer as this server."""
+        self.release()
+        self._client.connections.drop(self.destination)
+        with suppress(ValueError):
+            self._client.discovery.doubt(self.destination)
+
     def release(self) -> None:
         """Give the connection back to the client, if there is one."""
         held, self._held = self._held, None

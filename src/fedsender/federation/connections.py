@@ -98,6 +98,12 @@ class Connections:
         live.reused = True
         return self._pop(destination)
 
+    def drop(self, destination: str) -> None:
+        """Close the idle connection of `destination`, if there is one."""
+        live = self._pop(destination)
+        if live is not None:
+            self.give_up(live)
+
     def give_back(self, destination: str, live: Live) -> None:
         """Keep a connection for later, unless it is spent or another task waits for its place."""
         if not live.connection.reusable or self._wanted:

@@ -401,6 +401,10 @@ class Discovery:
         """Ask again next time: no connection to the place of `server_name` could be made."""
         self.cache.invalidate(parse_server_name(server_name)[0].lower())
 
+    def doubt(self, server_name: str) -> None:
+        """Ask again next time: at its place something answers, but not as this server."""
+        self.cache.doubt(parse_server_name(server_name)[0].lower())
+
     def forget(self, server_name: str) -> None:
         """Drop the cached answers about a server that is said to be up, errors above all."""
         self.cache.forget(parse_server_name(server_name)[0].lower())

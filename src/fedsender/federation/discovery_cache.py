@@ -176,6 +176,19 @@ class DiscoveryCache:
         for each in hosts:
             self._drop_lookups(each)
 
+    def doubt(self, host: str) -> None:
+        """Drop the lookups about `host`, and ask its .well-known again, whatever it said: what was
+        found there answers, but not as this server.
+
+        A delegation that is not confirmed holds for an hour at most.
+        """
+        delegation = self._delegations.get(host)
+        self.invalidate(host)
+        if delegation is not None:
+            now = trio.current_time()
+            until = min(delegation.expires_at, now + ERROR_MAX_S)
+            self.keep_delegation(host, replace(delegation, refresh_at=now, expires_at=until))
+
     def _drop_lookups(self, host: str) -> None:
         names: list[tuple[str, RecordType]] = [(host, "A"), (host, "AAAA")]
         for service in SRV_SERVICES:

@@ -226,6 +226,8 @@ PUT_AWAY_AFTER_S = 5.0
 PUT_AWAY_BYTES = 8192
 """The size of the largest body that is kept in memory during such a wait."""
 DAY_S = 86_400.0
+DOUBT_EVERY_S = 300.0
+"""A server that answers as if it were another one is looked for anew this often."""
 APART = 1.4
 """How much longer the waits of PDUs, and of EDUs, are while each kind has its own."""
 PATIENCE_S = 5.0
@@ -340,6 +342,7 @@ class Destination:
         self._state_unsaved = False
         self._pause_ended_ms: int | None = None
         self._has_answered = False
+        self._doubted_at = -math.inf
         # What a search needs to know that is on no record.
         self._last_kind = Kind.PDUS
         self._new_edus = False
@@ -889,6 +892,8 @@ class Destination:
             context.runtime.random,
         )
         self._timer.back_off(self.state)
+        if failure.RULES[verdict.outcome].elsewhere:
+            self._doubt(peer)
         if transaction is not None and not verdict.sent:
             self._unfreeze(transaction)
         elif transaction is not None:
@@ -901,6 +906,13 @@ class Destination:
             self.state = replace(self.state, shared_interval_ms=interval)
             await self._reporter.backoff(self.state, interval)
         await self._save_state()
+
+    def _doubt(self, peer: Peer) -> None:
+        """Have the server looked for anew; but not at each of the quick steps of a search."""
+        now = trio.current_time()
+        if now - self._doubted_at >= DOUBT_EVERY_S:
+            self._doubted_at = now
+            peer.doubt()
 
     def _unfreeze(self, transaction: Transaction) -> None:
         """Give up a transaction of which no byte left.

@@ -58,12 +58,15 @@ class Rule:
             workers. A server that is being restarted fails like this, too: one that was well lately
             is tried steadily.
         first_factor: the factor by which the configured waits are multiplied.
+        elsewhere: whether the server may have moved, and is looked for anew: the host that it has
+            left answers for others, or for nobody.
     """
 
     shared: bool
     isolate: Isolate
     first_factor: float
     meaning: str
+    elsewhere: bool = False
 
 
 RULES: dict[Outcome, Rule] = {
@@ -75,12 +78,18 @@ RULES: dict[Outcome, Rule] = {
         True, Isolate.IF_STUBBORN, 1, "it answered 5xx, or took it and fell silent"
     ),
     Outcome.REFUSING: Rule(
-        False, Isolate.IF_HEALTHY, 12, "it does not accept our signature or our server"
+        False, Isolate.IF_HEALTHY, 12, "it does not accept our signature or our server", True
     ),
-    Outcome.NOT_THERE: Rule(False, Isolate.NEVER, 12, "there is no homeserver at its address"),
+    Outcome.NOT_THERE: Rule(
+        False, Isolate.NEVER, 12, "there is no homeserver at its address", True
+    ),
     Outcome.REJECTING: Rule(False, Isolate.AT_ONCE, 1, "it rejects this transaction's content"),
     Outcome.LYING: Rule(
-        False, Isolate.NEVER, 6, "it answered, but not as a Matrix server does (redirect, no JSON)"
+        False,
+        Isolate.NEVER,
+        6,
+        "it answered, but not as a Matrix server does (redirect, no JSON)",
+        True,
     ),
 }
 
