@@ -255,7 +255,9 @@ _LEDGER_BUCKETS: Final = (0.0001, 0.001, 0.01, 0.1, 1, 10)
 _ATTEMPT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
 
 
-STATES: Final = ("level", "sending", "catching_up", "failing", "waiting", "parked", "paused")
+STATES: Final = (
+    *("level", "sending", "catching_up", "failing", "gone", "waiting", "parked", "paused"),
+)
 """The values of the label `state` of `fedsender_destinations`."""
 
 

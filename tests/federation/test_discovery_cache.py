@@ -310,6 +310,27 @@ async def test_a_delegation_that_is_doubted_and_not_confirmed_holds_for_an_hour(
     assert ports == [1, 1, 1, 8448, 8448]
 
 
+async def test_410_at_well_known_ends_a_delegation_and_is_remembered_as_gone(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = TableNetwork({(f"{name}.example", "A"): ["192.0.2.7"] for name in "bd"})
+    web = WellKnownServer(well_known({"m.server": "d.example:1"}))
+    discovery = discovery_with(dns)
+    assert not (await discovery.resolve("b.example", web.fetch)).gone
+
+    web.answer = well_known(GOOD, status=410)
+    discovery.invalidate("b.example")
+    # What is at its place all the same may answer.
+    resolved = await discovery.resolve("b.example", web.fetch)
+    assert (resolved.candidates, resolved.gone) == ((("192.0.2.7", 8448),), True)
+
+    del dns.records["b.example", "A"]
+    await trio.sleep(86_400)
+    with pytest.raises(Unreachable, match="status 410") as caught:
+        await discovery.resolve("b.example", web.fetch)
+    assert caught.value.kind == "gone"
+
+
 async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
     dns = TableNetwork({})
     discovery = discovery_with(dns, entries=10)

@@ -38,13 +38,17 @@ NOW = 1_800_000_000_000
         (403, False, None, Outcome.REFUSING),
         (404, False, None, Outcome.NOT_THERE),
         (408, False, None, Outcome.FAILING),
-        (410, False, None, Outcome.NOT_THERE),
+        (410, False, None, Outcome.GONE),
         (413, False, None, Outcome.REJECTING),
         (418, False, None, Outcome.REFUSING),
         (429, False, None, Outcome.BUSY),
         (500, False, None, Outcome.FAILING),
         (503, False, None, Outcome.FAILING),
         (503, False, 30.0, Outcome.BUSY),
+        (429, False, 86_399.0, Outcome.BUSY),
+        (429, False, 86_400.0, Outcome.GONE),
+        (503, False, 2_592_000.0, Outcome.GONE),
+        (500, False, 2_592_000.0, Outcome.FAILING),
         (599, False, None, Outcome.FAILING),
     ],
 )
@@ -69,6 +73,7 @@ def test_the_table_says_for_every_failure_what_happens_next() -> None:
         "not_there": (False, "NEVER"),
         "rejecting": (False, "AT_ONCE"),
         "lying": (False, "NEVER"),
+        "gone": (True, "NEVER"),
     }
     assert set(RULES) == set(Outcome) - {Outcome.DELIVERED}
 
@@ -120,7 +125,7 @@ def test_no_wait_is_shorter_than_a_second_or_longer_than_the_longest_ceiling(
     """I5, and no overflow in an outage of years."""
     wait = wait_s(Backoff(), state(failures=failures), Verdict(outcome, "x"), NOW, rng)
 
-    assert 1.0 <= wait <= 86_400 * 1.2
+    assert 1.0 <= wait <= (7 if outcome is Outcome.GONE else 1) * 86_400 * 1.2
 
 
 @given(st.randoms(), st.sampled_from(sorted(RULES, key=lambda o: o.value)))

@@ -29,7 +29,7 @@ UNKNOWN = "not a server that we know of"
 
 Sort = Literal["name", "owed", "age", "fails"]
 """The order of a list: by name; or the most rooms, the oldest event, the longest failure first."""
-State = Literal["level", "sending", "catching_up", "failing", "waiting", "parked", "paused"]
+State = Literal["level", "sending", "catching_up", "failing", "gone", "waiting", "parked", "paused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ def state_in_words(context: AdminContext, name: str, status: Status | None, *, o
         # Its task has not looked yet, or its turn after a start has not come.
         phase = "waiting"
     if phase == "waiting" and status is not None and status.state.failing_since_ms is not None:
-        return "waiting after a failure"
+        return "gone" if status.state.outcome == "gone" else "waiting after a failure"
     return phase
 
 

@@ -27,7 +27,9 @@ from fedsender.console import safe, screen_width, show
 
 EVERY_S: Final = 1.0
 _SORTS: Final = ("age", "owed", "fails", "name")
-_STATES: Final = (None, "failing", "waiting", "catching_up", "sending", "paused", "parked")
+_STATES: Final = (
+    *(None, "failing", "gone", "waiting", "catching_up", "sending", "paused", "parked"),
+)
 _HELP: Final = (
     "s sort  f state  / pattern  j k move  Enter why  a attempts  w wake  p pause  q quit"
 )

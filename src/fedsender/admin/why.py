@@ -298,7 +298,8 @@ def _sentence(
             if next_ts is None
             else f"next try in {duration((next_ts - now_ms) / 1000)}"
         )
-        return f"Failing for {since}: {error.reason or error.meaning}; {waits}; {when}."
+        what = "Gone" if error.outcome == Outcome.GONE.value else "Failing"
+        return f"{what} for {since}: {error.reason or error.meaning}; {waits}; {when}."
     if words in ("level", "idle", "leaving") and waits == "nothing waits":
         return f"Up to date{_answered(state, now_ms)}."
     return f"It is {words}{_answered(state, now_ms)}; {waits}."

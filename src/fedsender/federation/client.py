@@ -459,7 +459,8 @@ class Peer:
         except Unreachable as failure:
             client.discovery.invalidate(self.destination)
             note = f"; {resolved.note}" if resolved.note else ""
-            raise Unreachable(failure.kind, failure.text + note) from failure
+            kind = "gone" if resolved.gone else failure.kind
+            raise Unreachable(kind, failure.text + note) from failure
         client.metrics.handshakes.inc()
         lines = header_lines(
             (

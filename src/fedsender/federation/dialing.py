@@ -28,7 +28,7 @@ from fedsender.limits import MAX_CONNECTING
 from fedsender.runtime import Network, OutOfResources, our_lack
 from fedsender.tls import MeteredTls
 
-UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known"]
+UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known", "gone"]
 Address = tuple[str, int]
 
 # How long one address gets before the next is tried beside it; the delay that RFC 8305 recommends.
@@ -52,7 +52,7 @@ class Unreachable(Exception):
     """No connection to a server could be made; nothing of a request has left.
 
     Attributes:
-        kind: the class of the failure.
+        kind: the class of the failure; "gone": whichever it was, .well-known says 410, Gone.
         text: the reason in words, which need no `kind` beside them; at most 300 characters.
     """
 

@@ -18,7 +18,7 @@ from typing import Final, Literal
 import trio
 
 from fedsender.federation.answer import json_object, moment_s, said_at_s
-from fedsender.federation.dialing import Unreachable, unheard
+from fedsender.federation.dialing import Unreachable, UnreachableKind, unheard
 from fedsender.federation.discovery_cache import (
     ERROR_MAX_S,
     SRV_SERVICES,
@@ -69,12 +69,15 @@ class Resolved:
         candidates: (IP, port) pairs to try, best first; a host name in place of the IP is for the
             proxy to resolve.
         note: errors on the way that did not end it, for an operator; "" if there were none.
+        gone: .well-known says that the server is gone. If something is at its place all the same,
+            it may answer.
     """
 
     host_header: str
     tls_name: str
     candidates: tuple[tuple[str, int], ...]
     note: str = ""
+    gone: bool = False
 
 
 # --- the rules ------------------------------------------------------------------------------------
@@ -124,6 +127,7 @@ class Resolution:
         self._resolves = resolves
         self._notes: list[str] = []
         self._well_known_broken = False
+        self._gone = False
 
     def steps(self, server_name: str, fixed_address: str | None = None) -> _Steps:
         """Yield each question, and be sent its answer.
@@ -161,6 +165,7 @@ class Resolution:
         if delegation.server is None:
             self._notes.append(f".well-known of {host}: {delegation.text}")
             self._well_known_broken = delegation.broken
+            self._gone = delegation.gone
         return delegation.server
 
     def _by_srv(self, host_header: str, host: str) -> _Steps:
@@ -215,7 +220,7 @@ class Resolution:
             text = "; ".join(dict.fromkeys(failures)) or f"no usable address for {tls_name}"
             raise self._undiscoverable(text)
         candidates = tuple(dict.fromkeys(found))[:MAX_CANDIDATES]
-        return Resolved(host_header, tls_name, candidates, "; ".join(self._notes))
+        return Resolved(host_header, tls_name, candidates, "; ".join(self._notes), self._gone)
 
     def _lookup(
         self, name: str, rdtype: Literal["A", "AAAA", "SRV"]
@@ -225,7 +230,8 @@ class Resolution:
         return lookup
 
     def _undiscoverable(self, text: str) -> Unreachable:
-        kind: Literal["well_known", "dns"] = "well_known" if self._well_known_broken else "dns"
+        kind: UnreachableKind = "well_known" if self._well_known_broken else "dns"
+        kind = "gone" if self._gone else kind
         # Where a name does not exist, that is also why it has no .well-known.
         notes = [note for note in self._notes if not note.endswith(f": {text}")]
         return Unreachable(kind, "; ".join([text, *notes]))
@@ -290,8 +296,8 @@ def judge_well_known(
     if response.status != 200:
         passing = response.status == 429 or response.status >= 500
         life = _WELL_KNOWN_ERROR_S if passing else ERROR_MAX_S
-        broken = response.status != 404
-        return WellKnown(None, life, f"status {response.status}", broken=broken)
+        broken, gone = response.status != 404, response.status == 410
+        return WellKnown(None, life, f"status {response.status}", broken=broken, gone=gone)
     try:
         server = (json_object(response.body) or {})["m.server"]
         parse_server_name(server)

@@ -72,12 +72,14 @@ class WellKnown:
         life_s: seconds for which it holds; of an error, the first of its kind.
         text: the error in words.
         broken: something was served, but it cannot be used.
+        gone: it was status 410: the server is gone for good.
     """
 
     server: str | None
     life_s: float
     text: str = ""
     broken: bool = False
+    gone: bool = False
 
 
 def _server_name(text: str) -> str:
@@ -96,6 +98,7 @@ class Delegation:
         failures: number of errors in a row.
         text: the error in words.
         broken: something was served, but it cannot be used.
+        gone: it was status 410: the server is gone for good.
     """
 
     __pydantic_config__ = _CHECKED
@@ -106,6 +109,7 @@ class Delegation:
     failures: int = 0
     text: str = ""
     broken: bool = False
+    gone: bool = False
 
 
 def delegation_after(previous: Delegation | None, found: WellKnown, now: float) -> Delegation:
@@ -113,13 +117,13 @@ def delegation_after(previous: Delegation | None, found: WellKnown, now: float) 
     if found.server is not None:
         return Delegation(found.server, now + _FRESH * found.life_s, now + found.life_s)
     failures = 1 if previous is None else previous.failures + 1
-    if previous is not None and previous.server is not None:
+    if previous is not None and previous.server is not None and not found.gone:
         retry_at = min(now + _RETRY_REFRESH_S, previous.expires_at)
         return Delegation(previous.server, retry_at, previous.expires_at, failures)
     life = min(found.life_s * 2.0 ** min(failures - 1, 20), ERROR_MAX_S)
     refresh_at = now + life
     return Delegation(
-        None, refresh_at, refresh_at + ERROR_MAX_S, failures, found.text, found.broken
+        None, refresh_at, refresh_at + ERROR_MAX_S, failures, found.text, found.broken, found.gone
     )
 
 

@@ -617,7 +617,8 @@ class Destination:
                     return
         except Unreachable as reason:
             permit.hurried = False
-            verdict = Verdict(Outcome.UNREACHABLE, reason.text)
+            gone = reason.kind == "gone"
+            verdict = Verdict(Outcome.GONE if gone else Outcome.UNREACHABLE, reason.text)
             self._reporter.attempt(None, verdict)
             await self._failed(peer, None, verdict)
             return

@@ -1,7 +1,7 @@
 """Failure: one table of the consequences of each outcome of an attempt, and the length of waits.
 
 The receiver of a transaction answers with 200 and a JSON object; everything else is a failure of
-one of seven kinds. `RULES` has for each kind the consequences for the server (how long the sender
+one of eight kinds. `RULES` has for each kind the consequences for the server (how long the sender
 waits, whether the homeserver's other workers are told) and for the transaction (whether its content
 may be at fault, and is then isolated).
 """
@@ -16,6 +16,8 @@ from fedsender.config.policy import Backoff
 from fedsender.sender.isolation import Kind, Search, left_s, of_json
 
 DAY_MS = 86_400_000
+FOR_DAYS_S = 86_400.0
+"""A server that asks to be left alone for so long, or longer, is as good as gone."""
 MIN_GAP_SECONDS = 1.0
 """No attempt starts sooner than this after a failed one (I5)."""
 WAKE_TOKENS = 12.0
@@ -38,6 +40,7 @@ class Outcome(Enum):
     NOT_THERE = "not_there"
     REJECTING = "rejecting"
     LYING = "lying"
+    GONE = "gone"
 
 
 class Isolate(Enum):
@@ -60,6 +63,7 @@ class Rule:
         first_factor: the factor by which the configured waits are multiplied.
         elsewhere: whether the server may have moved, and is looked for anew: the host that it has
             left answers for others, or for nobody.
+        ceiling_s: the longest wait in seconds, if the configured ones are shorter; 0: they hold.
     """
 
     shared: bool
@@ -67,6 +71,7 @@ class Rule:
     first_factor: float
     meaning: str
     elsewhere: bool = False
+    ceiling_s: float = 0.0
 
 
 RULES: dict[Outcome, Rule] = {
@@ -90,6 +95,15 @@ RULES: dict[Outcome, Rule] = {
         6,
         "it answered, but not as a Matrix server does (redirect, no JSON)",
         True,
+    ),
+    # As long as Synapse's longest backoff.
+    Outcome.GONE: Rule(
+        True,
+        Isolate.NEVER,
+        12,
+        "it says that it is gone, or asks to be left alone for days",
+        True,
+        7 * 86_400.0,
     ),
 }
 
@@ -151,10 +165,12 @@ def _outcome_of(status: int, is_answer: bool, retry_after_s: float | None) -> Ou
         return Outcome.LYING
     if status in (400, 413):
         return Outcome.REJECTING
-    if status in (404, 410):
+    if status == 404:
         return Outcome.NOT_THERE
+    if status == 410:
+        return Outcome.GONE
     if status == 429 or (status == 503 and retry_after_s is not None):
-        return Outcome.BUSY
+        return Outcome.BUSY if (retry_after_s or 0) < FOR_DAYS_S else Outcome.GONE
     if status >= 500 or status == 408:
         return Outcome.FAILING
     return Outcome.REFUSING
@@ -324,9 +340,9 @@ def wait_s(
 ) -> float:
     """Seconds until the next attempt by our own timer, after `state.failures` earlier failures."""
     rule = RULES[verdict.outcome]
-    ceiling = ceiling_s(policy, state.last_success_ms, now_ms)
+    ceiling = max(rule.ceiling_s, ceiling_s(policy, state.last_success_ms, now_ms))
     since_ms = now_ms if state.failing_since_ms is None else state.failing_since_ms
-    steady = rule.shared and well_lately(state, now_ms)
+    steady = rule.shared and not rule.ceiling_s and well_lately(state, now_ms)
     elapsed = max(0, now_ms - since_ms) / 1000
     grown = policy.wait(state.failures, elapsed, steady=steady) * rule.first_factor
     jittered = min(grown, ceiling) * rng.uniform(1 - policy.jitter, 1 + policy.jitter)

@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import structlog
@@ -24,7 +24,7 @@ from fedsender.matrix import Pdu, matches
 from fedsender.sender.admission import FEW, Pace
 from fedsender.sender.context import Context, Phase
 from fedsender.sender.destination import LEAVE_AFTER_S, Destination
-from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake, well_lately
+from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, take_wake, well_lately
 from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
 from fedsender.waiting import BeginAnew, Signal
@@ -388,6 +388,18 @@ class Registry:
         destination = self.reach(server, level=False, though_behind=True)
         return destination is not None and destination.wake(by_admin=True)
 
+    def forgive(self, server: str) -> None:
+        """Note that another process has reset the server's backoff in the homeserver's columns.
+
+        The next failure is written there again: only where there is one, a sign of life from the
+        server is a reset, of which we hear.
+        """
+        state = replace(self.own_state(server), shared_interval_ms=0)
+        if (destination := self.active.get(server)) is not None:
+            destination.state = state
+        elif server in self._states:
+            self._states[server] = state
+
     def hold(self, state: ServerState) -> None:
         """Take this state of a server, with an operator's reasons not to send set or cleared.
 
@@ -636,6 +648,8 @@ class Registry:
                 server,
             )
 
+        for server in alive:
+            self.forgive(server)
         now, now_ms = trio.current_time(), self._context.clock.now_ms()
         owed = set(lagging) | self._frozen | set(others)
         # Those that are active were reached while we looked, and look for themselves.
@@ -659,7 +673,7 @@ def _state(state: ServerState, destination: Destination | None) -> str:
     if state.paused or state.parked:
         return "paused" if state.paused else "parked"
     if not state.healthy:
-        return "failing"
+        return "gone" if state.outcome == Outcome.GONE.value else "failing"
     if destination is None:
         return "waiting"
     if not destination.owes:

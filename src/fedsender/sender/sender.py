@@ -137,6 +137,7 @@ class Sender:
             self._looked_at.discard(server)
             self._look_again.discard(server)
         if row is not None and not row.retry_last_ts:
+            self.registry.forgive(server)
             self.registry.wake([server])
 
     def to_device_changed(self, server: str) -> None:

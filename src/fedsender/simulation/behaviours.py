@@ -42,6 +42,7 @@ class Mode(Enum):
     FAILING = "failing"
     FORBIDDEN = "forbidden"
     NOT_THERE = "not there"
+    GONE = "gone"
     # a proper answer, and then
     CLOSES = "closes"
     # whatever its attack is
@@ -154,7 +155,7 @@ CHARACTERS = (
             Mode.BREAK_BEFORE,
         ),
     ),
-    Character("refusing", _moods(Mode.FORBIDDEN, Mode.NOT_THERE)),
+    Character("refusing", _moods(Mode.FORBIDDEN, Mode.NOT_THERE, Mode.GONE)),
     Character(
         "lying",
         _moods(Mode.GARBAGE, Mode.REDIRECT, Mode.PROXY, Mode.HUGE),

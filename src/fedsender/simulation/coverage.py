@@ -29,6 +29,7 @@ OUTCOMES = {
     Outcome.FAILING: Mode.FAILING,
     Outcome.REFUSING: Mode.FORBIDDEN,
     Outcome.NOT_THERE: Mode.NOT_THERE,
+    Outcome.GONE: Mode.GONE,
     Outcome.LYING: Mode.GARBAGE,
     Outcome.DELIVERED: Mode.WELL,
 }

@@ -126,7 +126,8 @@ NOTHING = b'{"pdus":[]}'
 STATUSES = {
     Mode.FAILING: (500, 502, 503),
     Mode.FORBIDDEN: (401, 403),
-    Mode.NOT_THERE: (404, 410),
+    Mode.NOT_THERE: (404,),
+    Mode.GONE: (410,),
     Mode.BUSY: (429,),
     Mode.BUSY_FOR: (429, 503),
     Mode.REDIRECT: (302, 307),

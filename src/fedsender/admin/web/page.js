@@ -87,6 +87,7 @@ const WORDS = {
   failing: ["bad", "down"], refusing: ["bad", "square"], rejecting: ["bad", "bar"],
   lying: ["bad", "up"], not_there: ["bad", "diamond"], unreachable: ["bad", "cross"],
   refused: ["bad", "cross"], quarantined: ["bad", "square"], "given up": ["bad", "down"],
+  gone: ["held", "circle"],
   busy: ["wait", "up"], waiting: ["wait", "up"], pending: ["wait", "diamond"],
   sending: ["go", "circle"], "catching up": ["go", "up"],
   paused: ["held", "bar"], parked: ["held", "square"], "not allowed": ["held", "cross"],
