@@ -151,6 +151,32 @@ async def test_what_is_not_a_request_of_http_1_1_is_refused_and_the_connection_c
     assert b"connection: close\r\n" in got.lower()
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b"HEAD / HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+        (b"HEAD http://evil.example/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (
+            b"HEAD / HTTP/1.1\r\nHost: a\r\n"
+            b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            400,
+        ),
+    ],
+)
+async def test_a_head_that_is_refused_is_answered_without_a_body_and_without_a_log_line(
+    autojump_clock: MockClock, said: bytes, status: int
+) -> None:
+    """28 bytes of anybody, without a token, must not become a traceback in the log."""
+    with structlog.testing.capture_logs() as lines:
+        async with served(echo) as door, trio.open_nursery() as nursery:
+            stream = door.connect()
+            nursery.start_soon(send_all, stream, said)
+            got = await answer_of(stream)
+    assert got.startswith(b"HTTP/1.1 %d " % status)
+    assert got.endswith(b"\r\n\r\n")
+    assert lines == []
+
+
 async def test_a_change_of_protocol_is_passed_over(autojump_clock: MockClock) -> None:
     async with served(greet) as door, trio.open_nursery() as nursery:
         stream = door.connect()

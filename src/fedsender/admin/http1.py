@@ -257,8 +257,9 @@ class _Connection:
         self._between_requests = False
         if not isinstance(request, h11.Request):
             raise Gone("the client has closed the connection")
-        _check(request)
+        # Before it is checked: a refusal of HEAD has no body either.
         self._method = request.method
+        _check(request)
         app = await load()
         await app(_scope_of(request, self._scheme, self._server), self._receive, self._send)
         if self._leaving or self._wire.states != {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}:
