@@ -598,7 +598,7 @@ class Metrics:
         http = "synapse_http_matrixfederationclient"
         self.http_requests = self._counts(f"{http}_requests", "Requests sent", "method")
         self.http_responses = self._counts(
-            f"{http}_responses", "Answers received", "method", "code"
+            f"{http}_responses", "Answers received, by hundreds of their status", "method", "code"
         )
         self.connections = self._gauge("fedsender_connections", "Open connections")
         self.handshakes = self._count("fedsender_handshakes", "New connections that came to be")
