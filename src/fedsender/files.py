@@ -44,6 +44,11 @@ def put(draft: Path, path: Path, mode: int = 0o600) -> None:
     flush(path.parent)
 
 
+def free_bytes(directory: Path) -> int:
+    """The free bytes of this directory's disk. Raises OSError."""
+    return shutil.disk_usage(directory).free
+
+
 def flush(path: Path) -> None:
     """Make a file, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)

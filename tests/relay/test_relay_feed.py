@@ -210,6 +210,36 @@ async def test_07_a_flipped_bit_of_what_was_fetched_is_found_and_fetched_again(
     assert store.loads == 1
 
 
+async def test_a_snapshot_that_would_use_up_the_reserve_is_not_fetched(
+    world: World, autojump_clock: Clock
+) -> None:
+    """A broken relay must not fill its senders' disks."""
+    await furnish(world, 1, size=150_000)
+    shard = Shard(Line(world))
+    async with shard.running():
+        fetcher = shard.feed.fetcher
+        fetcher.reserve, fetcher.free = 100_000, lambda _: 100_100
+        await until(lambda: shard.feed.state is State.BACKOFF)
+        assert "room for 100: feed.relay.disk_reserve stays free" in str(shard.feed.last_error)
+        assert [path.name for path in fetcher.directory.iterdir()] == ["manifest.json"]
+        fetcher.free = lambda _: 10**9
+        await shard.level(world.relay.log.head)
+
+
+async def test_a_fetch_ends_when_the_reserve_is_used_up_by_others(
+    world: World, autojump_clock: Clock
+) -> None:
+    await furnish(world, 1, size=150_000)
+    shard = Shard(Line(world))
+    free = iter([10**9])
+    async with shard.running():
+        fetcher = shard.feed.fetcher
+        fetcher.reserve, fetcher.free = 100_000, lambda _: next(free, 0)
+        await until(lambda: shard.feed.state is State.BACKOFF)
+        assert "feed.relay.disk_reserve must stay free" in str(shard.feed.last_error)
+        assert not list(fetcher.directory.glob("*.gz"))
+
+
 async def test_09_a_slow_relay_is_not_taken_for_a_dead_one(autojump_clock: Clock) -> None:
     """9: the making of the snapshot takes a minute; PINGs go on, and the feed waits."""
     world = World()

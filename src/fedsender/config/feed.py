@@ -6,9 +6,10 @@ from typing import Literal
 from pydantic import Field
 
 from fedsender.config.policy import Contradictions, Section
-from fedsender.config.sections import CONSUMER_NAME
+from fedsender.config.sections import CONSUMER_NAME, GIB
 from fedsender.config.values import (
     Address,
+    Bytes,
     FilePath,
     HttpAddress,
     InstanceName,
@@ -75,6 +76,11 @@ class RelayFeed(TcpFeed):
     )
     directory: FilePath = Field(
         default=Path("snapshot"), description="Where a snapshot's files wait until they are loaded."
+    )
+    disk_reserve: Bytes = Field(
+        default=2 * GIB,
+        ge=0,
+        description="So much of that disk stays free; a larger snapshot is not fetched.",
     )
 
     def contradictions_in_use(self) -> Contradictions:

@@ -16,11 +16,12 @@ import trio
 
 from fedsender.config import Config, database_url
 from fedsender.facts import Elsewhere
+from fedsender.files import free_bytes
 from fedsender.intake.intake import Intake
 from fedsender.relay.hub import Hub
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
-from fedsender.relay.retention import Retention, free_bytes
+from fedsender.relay.retention import Retention
 from fedsender.relay.snapshots import Snapshots, open_shelf
 from fedsender.replication.server import Door, open_server
 from fedsender.runtime import Runtime

@@ -8,7 +8,6 @@ snapshot. If even that makes no room, no appends are taken until there is some.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -36,11 +35,6 @@ JUMP_S: Final = 60.0
 DAY_S: Final = 86_400.0
 EDU_SHARE: Final = 8
 """The part of `log_cap`, as 1 / this, for EDUs that some consumer may lack."""
-
-
-def free_bytes(directory: Path) -> int:
-    """The free bytes of this directory's disk. Raises OSError."""
-    return shutil.disk_usage(directory).free
 
 
 class Retention:

@@ -160,9 +160,15 @@ def _make_feed(
 ) -> Feed:
     if config.feed.kind == "relay":
         settings = relay_settings(config, sends=not shadow)
-        directory = config.feed.relay.directory
+        relay = config.feed.relay
         return RelayFeed(
-            settings, runtime, store, sink, handles=config.handles, directory=directory
+            settings,
+            runtime,
+            store,
+            sink,
+            handles=config.handles,
+            directory=relay.directory,
+            disk_reserve=relay.disk_reserve,
         )
     if config.feed.kind == "push":
         signer = None

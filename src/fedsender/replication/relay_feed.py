@@ -17,6 +17,7 @@ our position. Events that we have already are known by event id (see `store.rela
 from __future__ import annotations
 
 import enum
+import errno
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ import structlog
 import trio
 
 from fedsender.facts import STREAM
+from fedsender.files import free_bytes
 from fedsender.replication.client import (
     EmbeddedFeed,
     EmbeddedStore,
@@ -113,6 +115,8 @@ class Fetcher:
     Attributes:
         open_wire: a new connection on which files may be asked for; raises Disconnected, BadLine.
         parallel: the most of these connections at once.
+        reserve: the bytes that stay free on the directory's disk.
+        free: the bytes that are free there; a blocking function.
         progress: of the fetch under way, or of the last one.
     """
 
@@ -120,6 +124,8 @@ class Fetcher:
     runtime: Runtime
     open_wire: Callable[[trio.Nursery], Awaitable[Wire]]
     parallel: int = 4
+    reserve: int = 0
+    free: Callable[[Path], int] = free_bytes
     progress: Progress = field(default_factory=Progress)
     _limiter: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(2))
     _waiting: deque[FileInfo] = field(default_factory=deque)
@@ -133,6 +139,7 @@ class Fetcher:
             await self._in_thread(partial(self.directory.mkdir, 0o700, parents=True, exist_ok=True))
             info = await self._manifest(offer)
             await self._in_thread(lambda: self._tidy(info))
+            await self._in_thread(lambda: self._leave_room(info))
             self.progress.files, self.progress.bytes = len(info.files), info.bytes
             self._waiting = deque(sorted(info.files, key=lambda file: -file.bytes))
             async with trio.open_nursery() as connections:
@@ -162,6 +169,25 @@ class Fetcher:
         """Delete all files that do not belong to this snapshot."""
         names = {file.name for file in info.files}
         self._remove_all(names | {name + PARTIAL for name in names} | {MANIFEST})
+
+    def _leave_room(self, info: SnapshotInfo) -> None:
+        """Raise FetchFailed if the rest of the snapshot would use up the reserve.
+
+        A relay that is broken, or not ours, may offer more than this disk has. What comes is never
+        more than the manifest says, and that is what was announced.
+        """
+        here = sum(path.stat().st_size for path in self.directory.iterdir())
+        room = self.free(self.directory) - self.reserve
+        if info.bytes - here > room:
+            raise FetchFailed(
+                f"{info.bytes - here} of the snapshot's {info.bytes} bytes are not here yet, and"
+                f" {self.directory} has room for {max(0, room)}: feed.relay.disk_reserve stays free"
+            )
+
+    def _check_reserve(self) -> None:
+        """Raise OSError if others have taken the room meanwhile."""
+        if self.free(self.directory) < self.reserve:
+            raise OSError(errno.ENOSPC, "feed.relay.disk_reserve must stay free", self.directory)
 
     # --- the manifest -----------------------------------------------------------------------------
 
@@ -264,7 +290,7 @@ class Fetcher:
         return 0
 
     async def _receive(self, wire: Wire, snapshot: str, file: FileInfo, offset: int) -> None:
-        writing = _Writing(self._partial(file), self._in_thread)
+        writing = _Writing(self._partial(file), self._in_thread, self._check_reserve)
         asked = Fetch(snapshot, file.name, offset)
         try:
             await self._ask(wire, asked, file.bytes - offset, writing.take)
@@ -316,10 +342,14 @@ class _Writing:
     """Bytes on their way to the end of a file, written in larger pieces than they come."""
 
     def __init__(
-        self, path: Path, in_thread: Callable[[Callable[[], int]], Awaitable[int]]
+        self,
+        path: Path,
+        in_thread: Callable[[Callable[[], int]], Awaitable[int]],
+        check: Callable[[], None],
     ) -> None:
         self._path = path
         self._in_thread = in_thread
+        self._check = check
         self._bytes = bytearray()
 
     async def take(self, piece: bytes) -> None:
@@ -333,6 +363,7 @@ class _Writing:
             await self._in_thread(partial(self._append, content))
 
     def _append(self, content: bytes) -> int:
+        self._check()
         with self._path.open("ab") as target:
             return target.write(content)
 
@@ -412,14 +443,17 @@ class RelayFeed(EmbeddedFeed):
         *,
         handles: Handles,
         directory: Path,
+        disk_reserve: int = 0,
     ) -> None:
-        """`directory`: for the files of snapshots."""
+        """`directory`: for the files of snapshots; its disk keeps `disk_reserve` bytes free."""
         super().__init__(settings, runtime, store, sink, handles=handles)
         self.state = State.OFF
         self.state_since = 0.0
         self.full_syncs: Counter[str] = Counter()
         self.fruitless = 0
-        self.fetcher = Fetcher(directory, runtime, self._open_wire, settings.fetch_parallel)
+        self.fetcher = Fetcher(
+            directory, runtime, self._open_wire, settings.fetch_parallel, disk_reserve
+        )
         self._store = store
         self._history: History | None = None
         self._epoch = ""
