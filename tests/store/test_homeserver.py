@@ -17,7 +17,7 @@ from fedsender.store import homeserver, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
-from fedsender.store.records import Backoff, Lagging, OwedRoom, Settlement
+from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
 
 DESTINATIONS = tables.destinations
 ROOMS = tables.destination_rooms
@@ -863,3 +863,39 @@ async def test_a_token_is_found_by_the_time_at_which_events_were_received(
             # A row without a time stands on either side.
             assert max(timed, default=0) == token, received_ms
         assert await synapse.store.token_before(1_042, 10) == 9
+
+
+async def test_sticky_events_that_a_synapse_owes_are_read_and_left(
+    open_synapse: OpenSynapse,
+) -> None:
+    """MSC4354: from the noted one on, unexpired, and of this server's users."""
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            rows = ((1, "@me:us.example", 1), (2, "@me:us.example", 1), (3, "@b:b.example", 1))
+            for stream_id, sender, lasts in (*rows, (4, "@me:us.example", 0)):
+                room.put(
+                    tables.sticky_events,
+                    stream_id=stream_id,
+                    event_id=room.event(sender=sender),
+                    room_id=ROOM,
+                    event_stream_ordering=room.last,
+                    sender=sender,
+                    expires_at=2**52 * lasts,
+                )
+
+        store = synapse.store
+        await synapse.database.write(write)
+        assert await store.sticky_events(ROOM, 0, 3, "us.example") == [(1, "$1"), (2, "$2")]
+        assert await store.sticky_events(ROOM, 1, 9, "us.example") == [(2, "$2")]
+        assert await store.sticky_among({"$1", "$2", "$3", "$4"}) == {"$1": 1, "$2": 2, "$3": 3}
+        for position in (5, 2, 3):
+            await store.leave_sticky({("a.example", ROOM): position, ("a.example", "!gone"): 1})
+        await store.leave_sticky({("other.example", ROOM): 1})
+        ours = "a.example".__eq__
+        owed = [Redelivery("a.example", "$2", ROOM, 2)]
+        assert await store.sticky_backlog("us.example", ours) == owed
+        await store.forget_sticky_backlog(ours)
+        assert await store.sticky_backlog("us.example", ours) == []
+        assert len(await store.sticky_backlog("us.example", lambda _: True)) == 2
