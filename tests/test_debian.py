@@ -78,7 +78,7 @@ def field(package: Path, name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_the_installed_command_runs_and_a_purge_leaves_only_the_key(
+def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_ours(
     package: Path, machine: Machine
 ) -> None:
     root = machine.root
@@ -101,14 +101,20 @@ def test_the_installed_command_runs_and_a_purge_leaves_only_the_key(
 
     machine.dpkg("-i", package)  # Over itself, as an upgrade.
     assert (etc / "config.yaml").exists()
-    (root / "var/lib/fedsender-fed1").mkdir()
+    for name in ("fed1", "backup", "relay"):
+        (root / f"var/lib/fedsender-{name}").mkdir()
+    wanted = root / "etc/systemd/system/multi-user.target.wants"
+    wanted.mkdir(parents=True)
+    (wanted / "fedsender@fed1.service").symlink_to("/usr/lib/systemd/system/fedsender@.service")
     machine.dpkg("-r", "fedsender")
     assert (etc / "config.yaml").exists()
     assert state.exists()
     calls = machine.dpkg("-P", "fedsender")
     assert "deluser --system --quiet fedsender" in calls
     assert [path.name for path in etc.iterdir()] == ["signing.key"]
-    assert not list((root / "var/lib").glob("fedsender*"))
+    left = sorted(path.name for path in (root / "var/lib").glob("fedsender*"))
+    assert left == ["fedsender-backup", "fedsender-relay"]
+    assert list(wanted.iterdir()) == []
     assert not (root / "usr/lib/fedsender").exists()
 
 
@@ -120,6 +126,7 @@ def test_the_package_has_what_a_debian_user_looks_for(package: Path, tmp_path: P
         assert lines[0] == "[Unit]"
         assert f"ExecStart=/usr/bin/fedsender run -c /etc/fedsender/{config}.yaml" in lines
         assert "User=fedsender" in lines
+        assert "RemoveIPC=yes" in lines
     assert b"fedsender why" in gzip.decompress((share / "man/man1/fedsender.1.gz").read_bytes())
     assert (share / "man/man5/fedsender.yaml.5.gz").exists()
     assert "complete" in (share / "bash-completion/completions/fedsender").read_text()

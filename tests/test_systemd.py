@@ -188,6 +188,7 @@ def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
     assert "TimeoutStopSec=130s" in lines
     assert {"LimitNOFILE=4000", "MemoryMax=3000M"} <= set(lines)
     assert {"Type=notify", "DynamicUser=yes", "CapabilityBoundingSet="} <= set(lines)
+    assert {"PrivateMounts=yes", "DevicePolicy=closed", "RemoveIPC=yes"} <= set(lines)
     assert "User=fedsender" in lines
 
 

@@ -151,10 +151,12 @@ UMask=0077
 
 CapabilityBoundingSet=
 AmbientCapabilities=
+DevicePolicy=closed
 NoNewPrivileges=yes
 LockPersonality=yes
 MemoryDenyWriteExecute={write_execute_denied}
 PrivateDevices=yes
+PrivateMounts=yes
 PrivateTmp=yes
 PrivateUsers=yes
 ProcSubset=pid

@@ -257,7 +257,8 @@ def test_a_secret_that_goes_to_another_host_in_clear_is_told(
             "feed: {kind: tcp, push: {sign_events: true}}",
             "feed.push: is not used: feed.kind is tcp",
         ),
-        ("feed: {http: {instances: {}}}", "feed.http: is not used: feed.kind is tcp"),
+        ("feed: {redis: {host: r.lan}}", "feed.redis: is not used: feed.kind is tcp"),
+        ("feed: {redis: {host: localhost}, push: {sign_events: false}}", None),
         ("feed: {tcp: {address: '127.0.0.1:9092'}}", None),
         ("sending: {drain: 20}", "sending.drain: 20 has no unit, and is 20 s"),
         ("sending: {drain: 20s}", None),
@@ -278,6 +279,13 @@ def test_what_was_perhaps_not_meant_is_told(
     found = load(config).warnings()
     assert len(found) == (warning is not None), found
     assert warning is None or warning in found[0]
+
+
+def test_the_example_is_no_reason_to_warn(tmp_path: Path) -> None:
+    """It has every feed, with the defaults."""
+    config = tmp_path / "config.yaml"
+    config.write_text((Path(__file__).parents[2] / "config.example.yaml").read_text())
+    assert load(config).warnings() == []
 
 
 @pytest.mark.parametrize(

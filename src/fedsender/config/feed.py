@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedsender.config.policy import Contradictions, Section
+from fedsender.config.policy import Contradictions, Section, leaves
 from fedsender.config.sections import CONSUMER_NAME, GIB
 from fedsender.config.values import (
     Address,
@@ -209,6 +209,18 @@ class PushFeed(Section):
             yield ("token_file",), "must be set for feed.kind push"
 
 
+def _is_set(section: Section) -> bool:
+    """Whether a setting in it is not the default, whatever directory a path is below."""
+    defaults = dict(leaves(type(section)()))
+
+    def differs(value: object, default: object) -> bool:
+        if isinstance(value, Path) and isinstance(default, Path):
+            return value != value.parent / default
+        return value != default
+
+    return any(differs(value, defaults[place]) for place, value in leaves(section))
+
+
 class Feed(Section):
     """The way in which the homeserver tells us its news."""
 
@@ -231,7 +243,9 @@ class Feed(Section):
         """The unsafe settings among those in use, and the settings that are not."""
         used = {"kind", self.kind, *({"http"} if self.kind == "redis" else ())}
         for name in sorted(self.model_fields_set - used):
-            yield (name,), f"is not used: feed.kind is {self.kind}"
+            # The example has all of them, with their defaults.
+            if _is_set(getattr(self, name)):
+                yield (name,), f"is not used: feed.kind is {self.kind}"
         if self.kind == "redis":
             yield from ((("redis", *place), text) for place, text in self.redis.warnings())
             yield from ((("http", *place), text) for place, text in self.http.warnings())
