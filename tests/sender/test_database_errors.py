@@ -321,3 +321,24 @@ async def test_presence_said_before_the_feed_is_there_is_told(
 
 def online(ms: int) -> PresenceState:
     return PresenceState(ALICE, "online", ms, None, True)
+
+
+async def test_an_error_of_our_database_is_not_the_servers_failure(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A read that is too slow again and again: Synapse is told of no failure, and no wait grows."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await trio.sleep(5)
+        with broken_table(world.directory / "homeserver.sqlite3", "device_federation_outbox"):
+            sender.to_device_changed(A)
+            await trio.sleep(35)
+        assert crashes(world) >= 1
+        state = sender.registry.state_of(A)
+        assert state.healthy
+        assert state.failures == 0
+        row = await world.store.homeserver.backoff(A)
+        assert row is None or not row.retry_interval
+        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        await trio.sleep(15)
+    assert [edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus]

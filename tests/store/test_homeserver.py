@@ -752,7 +752,7 @@ async def test_a_destinations_rooms_are_listed_by_id(open_synapse: OpenSynapse) 
 
 @pytest.mark.parametrize(
     ("version", "compat", "fine"),
-    [(83, 83, False), (94, 95, False), (95, 84, False), (94, 84, True)],
+    [(83, 83, False), (94, 95, False), (95, 95, False), (95, 84, True), (94, 84, True)],
 )
 async def test_only_schemas_that_we_know_are_touched(
     open_synapse: OpenSynapse, version: int, compat: int, fine: bool
@@ -769,6 +769,53 @@ async def test_only_schemas_that_we_know_are_touched(
         else:
             with pytest.raises(StoreError, match=r"upgrade (Synapse|fedsender)"):
                 await synapse.store.check_schema()
+
+
+async def test_a_newer_synapse_is_used_as_long_as_it_has_what_we_use(
+    open_synapse: OpenSynapse,
+) -> None:
+    """Its own workers run on it, while `schema_compat_version` allows. What is missing is named."""
+    async with open_synapse() as synapse:
+
+        def change(connection: Connection) -> None:
+            connection.execute(text("UPDATE schema_version SET version = 95"))
+            put_room(connection, "!a:x")
+            connection.execute(update(tables.rooms).values(room_version="org.matrix.msc4242.12"))
+
+        await synapse.database.write(change)
+        await synapse.store.check_schema()
+        newer, rooms = synapse.store.warnings
+        assert "version 95, newer than 94" in newer
+        assert "'org.matrix.msc4242.12' (1)" in rooms
+
+        def lose(connection: Connection) -> None:
+            connection.execute(text("ALTER TABLE devices RENAME COLUMN hidden TO concealed"))
+            connection.execute(text("DROP TABLE erased_users"))
+
+        await synapse.database.write(lose)
+        with pytest.raises(StoreError, match=r"column devices\.hidden, table erased_users, which"):
+            await synapse.store.check_schema()
+
+
+async def test_without_a_position_the_error_has_the_statement_that_mends_it(
+    open_synapse: OpenSynapse,
+) -> None:
+    """synapse#16993: federation was off for years, and the table is empty."""
+    async with open_synapse() as synapse:
+
+        def change(connection: Connection) -> None:
+            room = Room(connection, connection)
+            room.event()
+            room.event()
+            connection.execute(delete(POSITIONS))
+
+        await synapse.database.write(change)
+        with pytest.raises(StoreError) as caught:
+            await synapse.store.events_position()
+        statement = str(caught.value).partition("again: ")[2]
+        await synapse.database.write(lambda it: it.execute(text(statement)) and None)
+        newest = (await rows(synapse, tables.events, "stream_ordering"))[-1]
+        assert (await synapse.store.events_position(),) == newest != (0,)
 
 
 async def test_two_senders_write_the_same_servers_at_once(open_synapse: OpenSynapse) -> None:

@@ -3,12 +3,13 @@
 import tracemalloc
 
 import pytest
-from sqlalchemy import Connection, delete, event
+from sqlalchemy import Connection, delete, event, text
 from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room, put_group
 
 from fedsender.store import room_servers, tables
 from fedsender.store.homeserver import EventRow, HostsUnknown
+from fedsender.store.records import Hosts
 from fedsender.store.room_servers import StateGroups
 
 ME, OTHER = "@me:us.example", "@other:us.example"
@@ -315,3 +316,23 @@ async def test_what_could_not_be_told_is_not_remembered(open_synapse: OpenSynaps
 
         assert isinstance(first, HostsUnknown)
         assert await before(synapse, "$2") == {"us.example"}
+
+
+async def test_who_asks_another_database_for_long_is_not_cut_off_as_idle(
+    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a separate database of state groups the main transaction idles while it is read."""
+    found: list[object] = []
+
+    def look(_: StateGroups, main: Connection, *__: object) -> dict[str, Hosts]:
+        if main.dialect.name == "postgresql":
+            query = "SHOW idle_in_transaction_session_timeout"
+            found.append(main.execute(text(query)).scalar())
+        return {}
+
+    monkeypatch.setattr(StateGroups, "servers_before", look)
+    async with open_synapse(split=True) as synapse:
+        await synapse.database.write(lambda it: Room(it, it).event() and None)
+        (row,) = await synapse.store.read_events(0, 100, 10)
+        await synapse.store.servers_before([row])
+    assert found == (["1h"] if synapse.database.dialect == "postgresql" else [])

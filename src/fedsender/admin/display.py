@@ -257,8 +257,9 @@ def title(answer: Answer) -> str:
 
 
 def readiness(answer: Answer) -> list[str]:
-    """Whether the daemon is ready; if not, a line for each reason."""
-    return ["ready"] if answer["ready"] else [f"not ready: {each}" for each in answer["reasons"]]
+    """Whether the daemon is ready; if not, a line for each reason; and a line for each warning."""
+    said = ["ready"] if answer["ready"] else [f"not ready: {each}" for each in answer["reasons"]]
+    return said + [f"warning: {each}" for each in answer["warnings"]]
 
 
 def overview_facts(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from fedsender import version
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import Listing, Page, age_class, all_debts, in_turns, list_page
 from fedsender.admin.display import AGES
-from fedsender.admin.probes import feed_lag_s, problems
+from fedsender.admin.probes import feed_lag_s, problems, warnings_of
 from fedsender.limits import of_daemon, resident_bytes
 from fedsender.sender.debts import Debt
 from fedsender.telemetry import Rates
@@ -73,6 +73,7 @@ class Overview:
 
     Attributes:
         reasons: why it is not ready, one sentence each.
+        warnings: what needs an operator though it goes on, one sentence each.
         in_flight: attempts under way.
         rates: of the last minute; null: the daemon has just started.
         signing_keys: the ids of the keys that sign now: requests, and with `sign_events` events.
@@ -90,6 +91,7 @@ class Overview:
     uptime_s: float
     ready: bool
     reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
     feed: Feed
     in_flight: int
     rates: Rates | None
@@ -115,6 +117,7 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         uptime_s=trio.current_time() - context.began,
         ready=not reasons,
         reasons=reasons,
+        warnings=tuple(warnings_of(sender)),
         feed=Feed(
             status.connected,
             status.position,

@@ -116,13 +116,14 @@ async def ready(context: Reach) -> Response:
     # No server can make us unready.
     if (appends := context.feed.status().appends) is not None:
         said["takes_appends"] = appends
-    if warnings := list(_warnings(context.sender)):
+    if warnings := list(warnings_of(context.sender)):
         said["warnings"] = warnings
     return json_answer(said, 503 if reasons else 200)
 
 
-def _warnings(sender: Sender) -> Iterator[str]:
+def warnings_of(sender: Sender) -> Iterator[str]:
     """The problems that need an operator though the daemon goes on, one sentence each."""
+    yield from sender.context.homeserver.warnings
     if sender.context.homeserver.locked:
         yield (
             "another process has locked a part of the homeserver's database: what needs that part"

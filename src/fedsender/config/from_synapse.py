@@ -33,6 +33,7 @@ from fedsender.config.synapse import (
 )
 from fedsender.config.values import TcpAddress, parse_no_proxy, parse_proxy, proxy_url
 from fedsender.matrix import is_server_name
+from fedsender.room_versions import ROOM_VERSIONS
 
 MAX_PER_DESTINATION: Final = 100
 MAX_NO_PROXY: Final = 1000
@@ -51,6 +52,10 @@ _NOTHING_LIKE_IT: Final = {
 _NOT_SERVED: Final = frozenset(
     ("client", "consent", "federation", "keys", "media", "openid", "static")
 )
+_EXPERIMENTAL_ROOMS = {
+    "msc1767_enabled": "org.matrix.msc1767.10",
+    "msc4242_enabled": "org.matrix.msc4242.12",
+}
 _RETRY_WITHIN_A_REQUEST: Final = (
     "max_long_retries",
     "max_long_retry_delay",
@@ -424,6 +429,7 @@ class _Making:
             )
         if settings.section("opentracing").values.get("enabled") is True:
             self.note("opentracing", "is left out: nothing is traced")
+        self._say_which_rooms_cannot_be_served()
         federation = settings.section("federation")
         for name in _RETRY_WITHIN_A_REQUEST:
             if name in federation:
@@ -436,6 +442,17 @@ class _Making:
                     f"is a secret: write it into the file {secret.file} beside the configuration,"
                     " for its user alone (or use --secrets DIR)",
                 )
+
+    def _say_which_rooms_cannot_be_served(self) -> None:
+        text = "fedsender does not know: events of its rooms go to quarantine, and to no server"
+        default = self.settings.values.get("default_room_version")
+        if default is not None and str(default) not in ROOM_VERSIONS:
+            self.note("default_room_version", f"is {default}, a room version that {text}")
+        experiments = self.settings.section("experimental_features")
+        for name, version in _EXPERIMENTAL_ROOMS.items():
+            if experiments.values.get(name) is True:
+                text_of_it = f"allows rooms of version {version}, which {text}"
+                self.note(experiments.name_of(name), text_of_it)
 
 
 def _no_names(texts: Sequence[str]) -> str:

@@ -44,6 +44,7 @@ from fedsender.sender.transaction import (
     freeze,
     thaw,
 )
+from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
 from fedsender.waiting import Alarm, Alarms, Signal
 
@@ -221,6 +222,8 @@ class Exchange(Alarm):
 
 LEAVE_AFTER_S = 300.0
 """For a longer wait than this a destination leaves memory; the registry's timer brings it back."""
+DATABASE_PAUSE_S = 10.0
+"""The time until a server is tried again after an error of our own database."""
 PUT_AWAY_AFTER_S = 5.0
 """During a longer wait than this, no large body is kept in memory."""
 PUT_AWAY_BYTES = 8192
@@ -283,6 +286,10 @@ class AttemptTimer(Alarm):
     def back_off(self, state: ServerState) -> None:
         """Wait until the time that the backoff has set."""
         self.not_before = self._from_ms(state.next_attempt_ms)
+
+    def pause(self, seconds: float) -> None:
+        """Wait for so long from now on, for a reason that is ours."""
+        self.not_before = max(self.not_before, trio.current_time() + seconds)
 
     def hasten(self) -> None:
         """Wait no longer than the shortest gap after a failure."""
@@ -1087,8 +1094,15 @@ class Destination:
 
     # --- When the task has ended ------------------------------------------------------------------
 
-    def crashed(self) -> None:
-        """Back off after a bug ended the task, to avoid a busy loop; give the queued PDUs up."""
+    def crashed(self, error: Exception) -> None:
+        """Wait after an error that ended the task, to avoid a busy loop; give the queued PDUs up.
+
+        What our own database does is never written down as the server's failure.
+        """
+        if isinstance(error, StoreError):
+            self._timer.pause(DATABASE_PAUSE_S)
+            self.spill()
+            return
         verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
         context = self._context
         now_ms = context.clock.now_ms()

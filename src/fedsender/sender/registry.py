@@ -498,10 +498,10 @@ class Registry:
             await destination.run(frozen=destination.name in self._frozen)
         except BeginAnew as reason:
             log.info("ends, to begin anew", destination=destination.name, reason=str(reason))
-        except Exception:
+        except Exception as error:
             log.exception("destination crashed", destination=destination.name)
             self._context.metrics.crashes.inc()
-            destination.crashed()
+            destination.crashed(error)
             await self.write_down(destination)
         finally:
             # Without an await since the destination left: what is offered from here on finds no

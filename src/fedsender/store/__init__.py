@@ -135,8 +135,8 @@ async def open_store(
     "homeserver: before commit" and so on.
 
     Raises SchemaDiffers, LockHeld if our tables are old and a daemon runs on them, WrongDatabase if
-    a Synapse's tables are where ours should be, and StoreError if a homeserver's database is not
-    one we know. Waits for a database that is away.
+    a Synapse's tables are where ours should be or a pooler loses our locks, and StoreError if a
+    homeserver's database is not one that we can use. Waits for a database that is away.
     """
     async with AsyncExitStack() as stack:
 
@@ -150,7 +150,7 @@ async def open_store(
                 seconds, retries = metrics.database_seconds, metrics.database_retries
                 meter = Meter(seconds.labels(name).observe, retries.labels(name).inc)
             options = DatabaseOptions(synchronous=config.synchronous, ours=ours)
-            return await stack.enter_async_context(
+            database = await stack.enter_async_context(
                 open_database(
                     url,
                     runtime,
@@ -161,6 +161,8 @@ async def open_store(
                     meter=meter,
                 )
             )
+            await database.check_sessions()
+            return database
 
         embedded = config.homeserver.kind == "embedded"
         main = await open_one(config.homeserver_url, "homeserver", ours=embedded)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import QueuePool
@@ -185,6 +185,18 @@ def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions)
 
     event.listen(engine, "connect", on_connect)
     return engine
+
+
+def has_own_session(one: Connection, other: Connection) -> bool:
+    """Whether each of two connections to a PostgreSQL has a session of its own.
+
+    Behind a pooler by transaction (PgBouncer) one gets the session that the other has just had, or
+    two of them, one after the other.
+    """
+    session = text("SELECT pg_backend_pid()")
+    before = one.scalar(session)
+    one.rollback()
+    return bool(other.scalar(session) != before and one.scalar(session) == before)
 
 
 # --- errors: try again at once, when it is back, or never -----------------------------------------

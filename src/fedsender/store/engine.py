@@ -46,6 +46,7 @@ from fedsender.store.connections import (
     WrongDatabase,
     WrongValues,
     checked_url,
+    has_own_session,
     kind_of,
     make_engine,
     prepare_file,
@@ -207,6 +208,23 @@ class Database:
                 await trio.sleep(pause)
         finally:
             self._locked_reads.discard(look)
+
+    async def check_sessions(self) -> None:
+        """Raise WrongDatabase if a pooler stands between us and a PostgreSQL that takes its
+        sessions from us after each transaction. Waits for a database that is away."""
+        if self.dialect != "postgresql":
+            return
+
+        def check(connection: Connection) -> bool:
+            with self._writer.engine.connect() as other:
+                return has_own_session(connection, other)
+
+        if not await self.read(check):
+            raise WrongDatabase(
+                f"the {self.name} database is reached through a pooler that gives each transaction"
+                " another session, so our locks would hold nothing: set pool_mode = session for"
+                " fedsender's user in PgBouncer, or connect to PostgreSQL itself"
+            )
 
     async def check_whole(self) -> None:
         """Look for damage in an SQLite file, for `CHECK_S` at most; PostgreSQL looks itself.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
 
+import structlog
 import trio
 from cachetools import LRUCache
 from sqlalchemy import (
@@ -78,6 +79,7 @@ from fedsender.store.records import (
     StoredEvent,
 )
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
+from fedsender.store.schema_check import STATE_TABLES, check_schema, check_tables
 from fedsender.store.statements import (
     as_given,
     given_rows,
@@ -90,6 +92,8 @@ from fedsender.store.statements import (
 from fedsender.streams import HostsRow, RedactionRow
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -111,9 +115,6 @@ SORTABLE = (
     "failure_ts",
     "last_successful_stream_ordering",
 )
-# Synapse database schemas that this was tested with.
-OLDEST_SCHEMA = 84
-NEWEST_SCHEMA = 94
 
 destinations, destination_rooms = tables.destinations, tables.destination_rooms
 outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_pokes
@@ -133,6 +134,9 @@ _OWED = (
 _DELETE_MESSAGES = delete(outbox).where(
     outbox.c.destination == bindparam("destination"), outbox.c.stream_id == bindparam("stream_id")
 )
+
+
+_IDLE_FOR_LONG = text("SET LOCAL idle_in_transaction_session_timeout = '1h'")
 
 
 class Mark(NamedTuple):
@@ -192,6 +196,8 @@ class HomeserverStore:
         self._groups = room_servers.StateGroups()
         self._groups_lock = trio.Lock()
         self._schema = event_rows.Schema()
+        self.warnings: Sequence[str] = ()
+        """What `check_schema` found that an operator should know, in sentences."""
         self._marks: dict[str, Mark] = {}
         self._marks_since = 0.0
         self._marks_lock = trio.Lock()
@@ -219,13 +225,19 @@ class HomeserverStore:
         return self._database.locked
 
     async def check_schema(self) -> None:
-        """Raise StoreError if this is not a Synapse database of a version that we know.
+        """Raise StoreError if this is not a Synapse's database that we can use.
 
         On a Synapse it must be called before events are read. On an embedded store it does nothing.
         """
         if self._embedded:
             return
-        await self._database.read(_check_synapse_schema)
+        split = self._state_database is not None
+        self.warnings = await self._database.read(partial(check_schema, split=split))
+        for warning in self.warnings:
+            log.warning("database is unusual", reason=warning)
+        if self._state_database is not None:
+            apart = [tables.synapse.tables[name] for name in STATE_TABLES]
+            await self._state_database.read(partial(check_tables, wanted=apart))
         self._schema = await self._database.read(event_rows.schema_of)
 
     # --- as we left it ----------------------------------------------------------------------------
@@ -296,7 +308,7 @@ class HomeserverStore:
         for row in rows:
             smallest[row.type] = min(row.stream_id, smallest.get(row.type, row.stream_id))
         if "events" not in smallest:
-            raise StoreError("federation_stream_position has no row of type 'events'")
+            raise positions.no_position(instance)
         if {row.instance_name for row in rows} != set(instances):
             connection.execute(
                 delete(table).where(
@@ -603,6 +615,9 @@ class HomeserverStore:
             return room_servers.embedded_servers_before(connection, events)
         if self._state_database is None:
             return self._groups.servers_before(connection, connection, events)
+        if connection.dialect.name == "postgresql":
+            # It is idle while the other database is asked, which may take longer.
+            connection.execute(_IDLE_FOR_LONG)
         with self._state_database.reading() as state:
             return self._groups.servers_before(connection, state, events)
 
@@ -1591,26 +1606,3 @@ def _stream_positions(connection: Connection, stream: str) -> dict[str, int]:
 
 def _has_table(connection: Connection, name: str) -> bool:
     return connection.dialect.has_table(connection, name)
-
-
-def _check_synapse_schema(connection: Connection) -> None:
-    """Raise StoreError if this Synapse's schema is outside the tested range.
-
-    An older schema may lack something that we read; in a newer one something may have changed its
-    meaning. Synapse's own workers are as strict.
-    """
-    for table in ("schema_version", "schema_compat_version", "destination_rooms"):
-        if not _has_table(connection, table):
-            raise StoreError(f"this is not a Synapse database: it has no table {table}")
-    version = connection.execute(text("SELECT version FROM schema_version")).scalar()
-    compat = connection.execute(text("SELECT compat_version FROM schema_compat_version")).scalar()
-    if version is None or version < OLDEST_SCHEMA:
-        raise StoreError(
-            f"Synapse's schema is version {version}; the oldest one supported is {OLDEST_SCHEMA}:"
-            " upgrade Synapse"
-        )
-    if compat is None or version > NEWEST_SCHEMA or compat > NEWEST_SCHEMA:
-        raise StoreError(
-            f"Synapse's schema is version {version} (compatible with {compat}); this fedsender was"
-            f" tested up to {NEWEST_SCHEMA}: upgrade fedsender, or let Synapse's own worker send"
-        )

@@ -47,6 +47,17 @@ class SetBack(StoreError, BeginAnew):
     """The database is in an earlier state than the one that we left."""
 
 
+def no_position(instance: str) -> StoreError:
+    """The error for a table without our position. Where we stood nobody can know: to begin with the
+    first event could send those of years."""
+    return StoreError(
+        "federation_stream_position has no row of type 'events' for us. To send what comes from now"
+        " on, stop fedsender, insert it and start again: INSERT INTO federation_stream_position"
+        f" (type, instance_name, stream_id) SELECT 'events', '{instance}',"
+        " COALESCE(MAX(stream_ordering), 0) FROM events"
+    )
+
+
 def read_position(connection: Connection, kind: str, instance: str) -> int:
     """The stored position; -1 if there is none."""
     found = connection.execute(_POSITION, {"kind": kind, "instance": instance}).scalar()
@@ -73,7 +84,7 @@ def check_left(connection: Connection, instance: str, left: Collection[int]) -> 
     if found in left:
         return
     if found is None:
-        raise StoreError(f"the events position of {instance!r} is gone")
+        raise no_position(instance)
     if found < min(left):
         raise SetBack(
             f"the events position went back to {found} from {min(left)}: the homeserver's database"
