@@ -4,9 +4,11 @@
 
 Things happen in its rooms: messages, servers that come, servers that are thrown out. What happens
 goes into its database in one transaction with what is to be appended (`outbox`). One thread reads
-that table in order, appends, and deletes a row after a 200 or sets it aside after a 400. Now and
-then it appends what nobody takes. It may be killed at any point. Once there is a file `stop`
-nothing happens any more, and it ends when its outbox is empty.
+that table in order, appends, and notes the token of a row after a 200 or sets it aside after a 400.
+A row stays until what it says is delivered; if an older copy of fedsender's database has taken its
+place, what that lacks is appended again. Now and then it appends what nobody takes. It may be
+killed at any point. Once there is a file `stop` nothing happens any more, and it ends when all of
+its outbox has been appended.
 
 DIRECTORY has `signing.key`, `append.token`, and the socket `append.sock` while fedsender runs.
 """
@@ -32,13 +34,16 @@ VERSION = "11"
 ROOMS = 5
 BATCH = 50
 MOST_WAITING = 2_000
+LOOK_EVERY_S = 1.0
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS rooms (room_id TEXT PRIMARY KEY, depth INTEGER, latest TEXT);
 CREATE TABLE IF NOT EXISTS members (room_id TEXT, server TEXT, PRIMARY KEY (room_id, server));
 CREATE TABLE IF NOT EXISTS events (
     place INTEGER PRIMARY KEY AUTOINCREMENT, event_id TEXT UNIQUE, room_id TEXT, servers TEXT);
-CREATE TABLE IF NOT EXISTS outbox (place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, rows TEXT);
+CREATE TABLE IF NOT EXISTS outbox (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, rows TEXT, token INTEGER);
+CREATE INDEX IF NOT EXISTS outbox_token ON outbox (token, place);
 CREATE TABLE IF NOT EXISTS nonsense (id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS set_aside (id TEXT PRIMARY KEY, rows TEXT, reason TEXT);
 """
@@ -171,7 +176,8 @@ class SmallHomeserver:
         return ["pdu", [room, event_id, made, {"room_version": VERSION}]]
 
     def waiting(self) -> int:
-        (count,) = self.db.execute("SELECT count(*) FROM outbox").fetchone()
+        query = "SELECT count(*) FROM outbox WHERE token IS NULL"
+        (count,) = self.db.execute(query).fetchone()
         return int(count)
 
 
@@ -199,9 +205,14 @@ class Worker(threading.Thread):
         self.stopping = threading.Event()
 
     def run(self) -> None:
-        db, size = self.homeserver.connect(), BATCH
+        db, size, looked = self.homeserver.connect(), BATCH, float("-inf")
         while True:
-            query = "SELECT place, id, rows FROM outbox ORDER BY place LIMIT ?"
+            if time.monotonic() - looked > LOOK_EVERY_S:
+                if not self.compare(db):
+                    time.sleep(0.05)
+                    continue
+                looked = time.monotonic()
+            query = "SELECT place, id, rows FROM outbox WHERE token IS NULL ORDER BY place LIMIT ?"
             batch = db.execute(query, (size,)).fetchall()
             if not batch:
                 if self.stopping.is_set():
@@ -210,23 +221,41 @@ class Worker(threading.Thread):
                 continue
             status, answer = self.append(batch)
             if status == 200:
-                db.execute("DELETE FROM outbox WHERE place <= ?", (batch[-1][0],))
+                tokens = zip(answer["tokens"], (place for place, _, _ in batch), strict=True)
+                with db:
+                    db.execute("BEGIN IMMEDIATE")
+                    db.executemany("UPDATE outbox SET token = ? WHERE place = ?", tokens)
                 size = min(BATCH, 2 * size)
             elif status == 400 and len(batch) > 1:
                 size = 1  # One of them; which one shows when each goes alone.
             elif status == 400:
                 self.set_aside(db, batch[0], answer["error"])
             else:
-                time.sleep(0.05)
+                # It may be another store that answers next.
+                looked = float("-inf")
+
+    def compare(self, db: sqlite3.Connection) -> bool:
+        """What is delivered goes; what a restored store lacks waits again. False: no answer."""
+        status, answer = self.request("GET", "position")
+        if status != 200:
+            return False
+        db.execute("UPDATE outbox SET token = NULL WHERE token > ?", (answer["stored"],))
+        if answer["delivered"] is not None:
+            db.execute("DELETE FROM outbox WHERE token <= ?", (answer["delivered"],))
+        return True
 
     def append(self, batch: list[tuple[int, str, str]]) -> tuple[int, dict[str, Any]]:
-        """Status and answer; 0 if there is none, and nobody knows what became of it."""
         appends = [{"id": name, "rows": json.loads(rows)} for _, name, rows in batch]
+        return self.request("POST", "append", json.dumps({"appends": appends}))
+
+    def request(
+        self, method: str, name: str, body: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and answer; 0 if there is none, and nobody knows what became of it."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         with closing(UnixConnection(self.socket)) as connection:
             try:
-                body = json.dumps({"appends": appends})
-                connection.request("POST", "/_fedsender/intake/v1/append", body, headers)
+                connection.request(method, f"/_fedsender/intake/v1/{name}", body, headers)
                 response = connection.getresponse()
                 return response.status, json.loads(response.read())
             except (OSError, http.client.HTTPException, ValueError):

@@ -2,29 +2,18 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.servers import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.program("curl", "curl")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "homeservers.md"
-LISTENS = """
-until (exec 3<> /dev/tcp/127.0.0.1/{port}) 2> /dev/null; do sleep 0.1; done
-"""
-"""What a human need not say, who is slower."""
-CURL = """#!{python}
-import sys
-import httpx
-given = sys.argv[1:]
-assert [given[0], given[1], given[4]] == ["-s", "-H", "-d"], given
-name, _, value = given[2].partition(": ")
-print(httpx.post(given[3], headers={{name: value}}, content=given[5]).text)
-"""
-"""Where a machine has none."""
 OPENSSL = """#!{python}
 import sys
 import trustme
@@ -36,46 +25,41 @@ made.cert_pem.write_to_path("remote.pem", append=True)
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Path:
-    """A directory with those of the page's commands that the machine may lack."""
-    path = tmp_path / "commands"
-    path.mkdir()
-    for name, text in (("curl", CURL), ("openssl", OPENSSL)):
-        (path / name).write_text(text.format(python=sys.executable))
-        (path / name).chmod(0o755)
-    return path
-
-
-def test_five_steps_from_nothing_to_a_pdu_at_a_remote(tmp_path: Path, commands: Path) -> None:
-    """All that stands there is pasted, step by step; only the ports are others."""
+def test_five_steps_from_nothing_to_a_pdu_at_a_remote(tmp_path: Path) -> None:
+    """All that stands there is pasted at once; only the ports are others."""
     section = PAGE.read_text().partition("## From nothing to a PDU")[2].partition("\n## ")[0]
     steps = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(steps) == 5
-    ports = {given: free_port() for given in (8449, 9095)}
-    steps[1] += LISTENS.format(port=8449)
-    steps[2] += LISTENS.format(port=9095)
-    steps[2] = steps[2].replace("admin:\n", f"admin:\n  listen: 127.0.0.1:{free_port()}\n")
-    script = "\n".join(["set -eu", "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT", *steps])
-    for given, port in ports.items():
-        script = script.replace(str(given), str(port))
-    home = tmp_path / "home"
-    home.mkdir()
+    script = "".join(steps).replace("admin:\n", f"admin:\n  listen: 127.0.0.1:{free_port()}\n")
+    remote = free_port()
+    for given, port in (("8449", remote), ("9095", free_port())):
+        script = script.replace(given, str(port))
+    commands, home = tmp_path / "commands", tmp_path / "home"
+    for directory in (commands, home):
+        directory.mkdir()
+    (commands / "openssl").write_text(OPENSSL.format(python=sys.executable))
+    (commands / "openssl").chmod(0o755)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], str(commands)])
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=home,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    told = done.stdout
-    assert "config.yaml: nothing wrong" in told, done.stderr
-    assert '"tokens":[1,2]' in told
-    assert f"localhost:{ports[8449]} delivered" in told
-    assert '"body":"Hello"' in told
-    assert '"body":"Hello again"' in told
-    assert '"signatures":{"hs.example"' in told
-    assert done.returncode == 0, done.stderr
+    with (home / "told").open("w+") as told:
+        pasted = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=home,
+            env={**os.environ, "PATH": path},
+            stdout=told,
+            stderr=told,
+            start_new_session=True,
+        )
+        try:
+            code = pasted.wait(120)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(pasted.pid, signal.SIGKILL)
+            pasted.wait()
+    text = (home / "told").read_text()
+    assert "config.yaml: nothing wrong" in text
+    assert '"tokens":[1,2]' in text
+    assert f"localhost:{remote} delivered" in text
+    assert '"body":"Hello"' in text
+    assert '"body":"Hello again"' in text
+    assert '"signatures":{"hs.example"' in text
+    assert code == 0, text
