@@ -69,7 +69,13 @@ def test_the_image_has_the_wheel_alone_and_is_not_root() -> None:
 def test_the_versions_of_python_are_allowed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (argument,) = of("ARG")
-    assert project["project"]["requires-python"] == ">=" + argument.removeprefix("PYTHON=")
+    oldest, image = (
+        tuple(map(int, text.rpartition("=")[2].split(".")))
+        for text in (project["project"]["requires-python"], argument)
+    )
+    assert image >= oldest
+    # The tests run on it.
+    assert f"sys.version_info < {image}" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_without_arguments_it_runs_the_installed_command() -> None:
