@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 import pytest
-from tests.pipeline.test_commands import config_file
+from tests.pipeline.test_commands import config_file, fedsender
 from tests.pipeline.test_lake import durable_steps
 from tests.pipeline.worlds import US
 
@@ -29,6 +29,11 @@ DAY = datetime.date(2026, 1, 31)
 def config(tmp_path: Path, spark: "SparkSession", monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a lake with a few rows; a job has the session of the tests."""
     monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext(spark))
+    return small_lake(tmp_path)
+
+
+def small_lake(directory: Path) -> str:
+    """A lake with a few rows; its configuration file."""
     rows = [
         {
             "line": f"{at}",
@@ -44,17 +49,31 @@ def config(tmp_path: Path, spark: "SparkSession", monkeypatch: pytest.MonkeyPatc
         }
         for at in range(5)
     ]
-    lake = open_lake(tmp_path / "lake", US, create=True)
+    lake = open_lake(directory / "lake", US, create=True)
     with lake.commit() as commit:
         commit.append_rows(ATTEMPTS, rows)
         commit.append_rows(SEGMENTS, [{"name": name, "bytes": 1} for name in "xy"])
     with lake.commit() as commit:
         commit.append_rows(SEGMENTS, [{"name": "x", "bytes": 2}])
-    return str(config_file(tmp_path))
+    return str(config_file(directory))
 
 
 def lake_of(config: str) -> Lake:
     return open_lake(Path(config).parent / "lake", US)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "names"), [((), ["day", "n"]), (("--csv",), ["day,n"])])
+def test_a_query_in_a_process_of_its_own(
+    tmp_path: Path, form: tuple[str, ...], names: list[str]
+) -> None:
+    """Its Java has ended when the answer is written; that of the tests goes on."""
+    query = "SELECT day, COUNT(*) AS n FROM attempts GROUP BY day"
+    done = fedsender("pipeline", "sql", query, "-c", small_lake(tmp_path), *form)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.split() == names
+    assert second.replace(",", " ").split() == [str(DAY), "5"]
 
 
 def test_a_query_sees_tables_as_views_and_the_newest_of_each_key(

@@ -207,12 +207,13 @@ def sql(
         raise Mistake("--csv and --json: one at a time")
     with job("sql", config) as (spark, lake, _, steps), steps.spark("query", spark):
         answer = module.select(spark, lake, query)
-        rows = list(module.values(answer.limit(limit + 1)))
+        # The names, too, while there is a Java to ask.
+        names, rows = answer.columns, list(module.values(answer.limit(limit + 1)))
     if as_csv or as_json:
-        for line in (module.as_csv if as_csv else module.as_json)(answer.columns, rows[:limit]):
+        for line in (module.as_csv if as_csv else module.as_json)(names, rows[:limit]):
             say(line)
     else:
-        table = Table(*map(safe, answer.columns), box=None, pad_edge=False)
+        table = Table(*map(safe, names), box=None, pad_edge=False)
         for row in rows[:limit]:
             table.add_row(*(plain(module.plain(value)) for value in row))
         show(table)
