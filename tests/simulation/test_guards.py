@@ -11,8 +11,9 @@ import structlog
 import trio
 
 from fedsender.ledger import Ledger, Line
-from fedsender.sender import failure
+from fedsender.sender import failure, isolation
 from fedsender.sender.admission import Admission, Lane
+from fedsender.sender.context import SteadyClock
 from fedsender.sender.destination import Destination
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.outbox import Outbox
@@ -199,6 +200,19 @@ def test_i10_content_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Outbox, "_fill_to_device", talkative)
 
     assert goes_red("I10")
+
+
+def test_clock_waits_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_s(since_ms: int | None, until_ms: int | None, now_ms: int) -> float:
+        """Never longer than it was set to; but that for as long as the clock is behind."""
+        if since_ms is None or until_ms is None:
+            return 0.0
+        return min(max(0, until_ms - now_ms), until_ms - since_ms) / 1000
+
+    monkeypatch.setattr(SteadyClock, "now_ms", lambda self: self._runtime.now_ms())
+    monkeypatch.setattr(isolation, "left_s", left_s)
+
+    assert goes_red("clock")
 
 
 def test_fairness_slow_servers_in_the_lane_of_quick_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ import trio
 from fedsender.daemon import Daemon
 from fedsender.ledger import EVERY_SERVER, NOTES
 from fedsender.matrix import MAX_PDU_BYTES
+from fedsender.sender.failure import ServerState
 from fedsender.simulation.behaviours import Mode
 from fedsender.simulation.disk import Disk, QuarantinedItem
 from fedsender.simulation.observations import DAY_S, STUBBORN, Observations, ServerView, Unanswered
 from fedsender.simulation.receiver import Attempt
-from fedsender.testing.clock import EPOCH_MS, now_ms
+from fedsender.testing.clock import EPOCH_MS
 from fedsender.testing.rooms import Step
 
 LOOKS_S = (5.0, 60.0, 300.0)
@@ -33,14 +34,14 @@ class StartCheck:
     def __init__(self, observed: Observations) -> None:
         self._observed = observed
         self._started = trio.current_time()
-        self._pending = observed.disk.due(now_ms())
+        self._pending = observed.disk.due(observed.now_ms())
         observed.counts["pending at a start"] += len(self._pending)
 
     def look(self, daemon: Daemon) -> None:
         """Servers that are owed must be known to the sender, and tried in the end."""
         observed, sender = self._observed, daemon.sender
         after_s = trio.current_time() - self._started
-        self._pending &= observed.disk.due(now_ms())
+        self._pending &= observed.disk.due(observed.now_ms())
         for server in sorted(self._pending):
             if observed.views.of[server].sought_at > self._started:
                 self._pending.discard(server)
@@ -92,6 +93,36 @@ class MemoryChecks:
             observed.fail("I7", f"{tasks} tasks for {servers} servers")
 
 
+class WaitChecks:
+    """Looks from time to time whether a wait for the next attempt has become longer.
+
+    Only an attempt may set another one, and it makes another state.
+    """
+
+    def __init__(self, observed: Observations) -> None:
+        self._observed = observed
+        self._due: dict[str, tuple[ServerState, float]] = {}
+
+    def look(self, daemon: Daemon) -> None:
+        """Compare the waits with those of the last look."""
+        registry, now = daemon.sender.registry, trio.current_time()
+        due: dict[str, tuple[ServerState, float]] = {}
+        for name in sorted(registry.names()):
+            status, active = registry.status(name), registry.active.get(name)
+            if status is None or not status.retry_in_s:
+                continue
+            # EDUs that come, or grow too old, are due at other times than the PDUs that wait.
+            if active is not None and (active.outbox.has_edus or not active.outbox.owes_pdus):
+                continue
+            state, until = registry.own_state(name), now + status.retry_in_s
+            known = self._due.get(name)
+            if known is not None and known[0] is state and until > known[1] + 1:
+                late_s = until - known[1]
+                self._observed.fail("clock", f"{name}: a wait under way is {late_s:.0f} s longer")
+            due[name] = (state, until)
+        self._due = due
+
+
 MOST_PDUS = 50
 """In one transaction."""
 MOST_BY_TIMER = 60
@@ -124,7 +155,9 @@ class LedgerChecks:
         if line["destination"] == EVERY_SERVER:
             return
         view = observed.views.of[line["destination"]]
-        at = (line["ms"] - EPOCH_MS) / 1000
+        at = (line["ms"] - observed.set_by_ms - EPOCH_MS) / 1000
+        # A start may write a line of what was before.
+        at = min(at, trio.current_time())
         observed.trace.note(
             "line", view.name, outcome, line["transaction_id"], line["attempt"], line["status"]
         )
@@ -610,6 +643,12 @@ class WireChecks:
             view.unlined += not has_line
         if attempt.status is not None:
             self.at_point("answer leaves")
+
+    def clock_set(self, set_by_ms: int) -> None:
+        """The daemon's wall clock is set ahead by so much from now on."""
+        self._ledger.catch_up()
+        self._observed.set_by_ms = set_by_ms
+        self._observed.counts["clocks set"] += 1
 
     def broken(self, server: str, rule: str, text: str) -> None:
         """A transaction breaks a rule of the specification."""

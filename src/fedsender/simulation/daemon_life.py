@@ -198,7 +198,9 @@ class Life:
         self._stop.set()
 
     def _runtime(self) -> Runtime:
-        return virtual_runtime(self._rng, self._network, run_sync=self._run_sync)
+        return virtual_runtime(
+            self._rng, self._network, run_sync=self._run_sync, now_ms=self._observed.now_ms
+        )
 
     async def _run_sync(
         self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False

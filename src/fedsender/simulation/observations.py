@@ -15,7 +15,7 @@ import trio
 
 from fedsender.simulation.disk import Disk, LedgerTail, Orderings
 from fedsender.simulation.receiver import Attempt
-from fedsender.testing.clock import Trace
+from fedsender.testing.clock import Trace, now_ms
 from fedsender.testing.rooms import Homeserver, Step
 
 DAY_S = 86_400.0
@@ -209,6 +209,7 @@ class Observations:
         unsent: the events that were ever in quarantine for all servers.
         secrets: texts that may stand in no log line and in no line of the ledger.
         disk_full: the ledger takes no lines at present.
+        set_by_ms: how far the daemon's wall clock was set ahead.
         lock: the room that is locked at present, if any is.
         partial: room with partial state -> the servers that were named when it was joined.
         has_others: whether events of other servers may stand in for ours.
@@ -234,6 +235,7 @@ class Observations:
     unsent: set[str] = field(default_factory=set)
     secrets: tuple[bytes, ...] = ()
     disk_full: bool = False
+    set_by_ms: int = 0
     lock: RoomLock | None = None
     partial: dict[str, frozenset[str]] = field(default_factory=dict)
     has_others: bool = False
@@ -244,6 +246,10 @@ class Observations:
     violations: list[Violation] = field(default_factory=list)
     _passed: list[tuple[int, float]] = field(default_factory=list)
     on_violation: Callable[[Violation], None] = lambda _violation: None
+
+    def now_ms(self) -> int:
+        """The daemon's wall clock, in ms since the epoch."""
+        return now_ms() + self.set_by_ms
 
     def moved(self, position: int) -> None:
         """The events position was committed."""

@@ -29,6 +29,7 @@ OWN_TIMERS_S = HOUR
 PATIENCE_S = 3 * HOUR
 """... and then everything must have arrived within this."""
 LOOK_EVERY_S = 5 * MINUTE
+YEAR = 365 * 24 * HOUR
 ABSENCE_S = (2.0, 60.0)
 LONG_ABSENCE_S = (20 * MINUTE, 50 * MINUTE)
 
@@ -185,6 +186,7 @@ class Scenario:
                 nursery.start_soon(self._now_and_then, "operator", 20 * MINUTE, operator.act)
                 nursery.start_soon(self._coverage().run)
             for name, every_s, act in (
+                ("clock", 10 * MINUTE, self._set_clock),
                 ("server up", 15 * MINUTE, self._say_server_up),
                 ("restart", seconds / 3, self._restart_in_order),
             ):
@@ -347,9 +349,15 @@ class Scenario:
             await trio.sleep(LOOK_EVERY_S)
             self._look_once()
 
+    def _set_clock(self) -> None:
+        """Somebody sets the daemon's wall clock; it must not care."""
+        step_s = self._rng.choice((20 * MINUTE, HOUR, YEAR)) * self._rng.choice((-1, 1))
+        self._world.wire.clock_set(round(step_s * 1000))
+
     def _look_once(self) -> None:
         if self._life is not None and self._life.daemon is not None:
             self._world.memory.look(self._life.daemon)
+            self._world.waits.look(self._life.daemon)
 
     # --- how it ends ------------------------------------------------------------------------------
 

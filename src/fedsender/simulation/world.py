@@ -12,7 +12,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.config import Config, from_values
 from fedsender.simulation.behaviours import HONEST, dealt
-from fedsender.simulation.checks import CommitChecks, LedgerChecks, MemoryChecks, WireChecks
+from fedsender.simulation.checks import (
+    CommitChecks,
+    LedgerChecks,
+    MemoryChecks,
+    WaitChecks,
+    WireChecks,
+)
 from fedsender.simulation.daemon_life import CrashPlan
 from fedsender.simulation.disasters import SECRET_CONTENT, Replication
 from fedsender.simulation.disk import Disk
@@ -113,6 +119,7 @@ class World:
     commits: CommitChecks
     wire: WireChecks
     memory: MemoryChecks
+    waits: WaitChecks
     plan: CrashPlan
     configure: Callable[[Path], Config]
     leads: bool = True
@@ -205,6 +212,7 @@ def people(
         commits=CommitChecks(observed, ledger),
         wire=wire,
         memory=MemoryChecks(observed),
+        waits=WaitChecks(observed),
         plan=CrashPlan(size.seed, MOST_TRANSACTIONS_BETWEEN_CRASHES),
         configure=configuration,
     )
