@@ -91,6 +91,9 @@ def _event_batches(
             table.c.outlier,
             table.c.rejection_reason,
             tables.rejections.c.event_id.label("rejection"),
+            # Not judged here: they say what of an event may be sent now.
+            sa.false().label("partial"),
+            sa.false().label("erased"),
             event_json.c.internal_metadata,
             tables.rooms.c.room_version,
             likely.label("likely"),
