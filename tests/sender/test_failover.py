@@ -159,17 +159,19 @@ async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Pos
     with trio.fail_after(60):
         async with world.run() as sender:
             store = world.store.homeserver
-            move(server, world, 1)
+            world.told(ELSEWHERE, 3, "zero")
+            await until(lambda: world.servers[NEAR].got == ["zero"])
+            move(server, world, 2)
             world.told(ELSEWHERE, 3, "one")
-            await until(lambda: world.servers[NEAR].got == ["one"])
+            await until(lambda: world.servers[NEAR].got == ["zero", "one"])
             move(server, world, 5)
             with pytest.raises(StoreError, match="another sender"):
                 await store.check_left()
-            move(server, world, 0)
+            move(server, world, 1)
             with pytest.raises(SetBack):
                 await store.check_left()
-            await until(lambda: world.servers[NEAR].got == ["one", "one"])
-            assert sender.fan_out.position == 1
+            await until(lambda: world.servers[NEAR].got == ["zero", "one", "one"])
+            assert sender.fan_out.position == 2
 
 
 def move(server: Postgres, world: PostgresWorld, position: int) -> None:
