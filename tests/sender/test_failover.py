@@ -13,6 +13,7 @@ from tests.servers import Databases, Postgres, open_postgres
 
 from fedsender.store import StoreError, tables
 from fedsender.store.positions import SetBack
+from fedsender.store.records import Settlement
 
 ROOM, ELSEWHERE = PURGED, OTHER
 DOWN = OLD
@@ -156,22 +157,21 @@ async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Pos
     """At our own target nothing was set back; beyond it, another sender has our name."""
     world = FailingOver(tmp_path, Databases(server).create_database())
     await world.found()
-    with trio.fail_after(60):
-        async with world.run() as sender:
-            store = world.store.homeserver
-            world.told(ELSEWHERE, 3, "zero")
-            await until(lambda: world.servers[NEAR].got == ["zero"])
-            move(server, world, 2)
-            world.told(ELSEWHERE, 3, "one")
-            await until(lambda: world.servers[NEAR].got == ["zero", "one"])
-            move(server, world, 5)
-            with pytest.raises(StoreError, match="another sender"):
-                await store.check_left()
-            move(server, world, 1)
-            with pytest.raises(SetBack):
-                await store.check_left()
-            await until(lambda: world.servers[NEAR].got == ["zero", "one", "one"])
-            assert sender.fan_out.position == 2
+    async with world.open() as opened:
+        store = opened.homeserver
+        await store.events_position()
+        await store.commit_fan_out(1, {})
+        move(server, world, 2)
+        await store.commit_fan_out(2, {})
+        move(server, world, 5)
+        with pytest.raises(StoreError, match="another sender"):
+            await store.commit_fan_out(3, {})
+        assert not store.set_back.is_set()
+        move(server, world, 1)
+        with pytest.raises(SetBack):
+            await store.settle([Settlement(NEAR, 2)])
+        assert store.set_back.is_set()
+        assert await store.lsso(NEAR) is None
 
 
 def move(server: Postgres, world: PostgresWorld, position: int) -> None:
