@@ -215,6 +215,9 @@ async def test_setting_can_only_lower_the_longest_answer(tmp_path: Path) -> None
 # --- reused connections that are closed -----------------------------------------------------------
 
 
+VERSION = response(200, b'{"server":{"name":"x"}}')
+
+
 def closing_after(answers: int, requests: list[Request]) -> Conversation:
     """Answers so often, then reads one more request and closes without a word."""
 
@@ -224,7 +227,7 @@ def closing_after(answers: int, requests: list[Request]) -> Conversation:
             if request is None:
                 return
             requests.append(request)
-            await stream.send_all(OK)
+            await stream.send_all(VERSION if request.line.startswith("GET ") else OK)
         request = await read_request(stream)
         if request is not None:
             requests.append(request)
@@ -379,7 +382,7 @@ async def test_peer_left_while_holding_a_connection_gives_it_back(tmp_path: Path
 @pytest.mark.parametrize(
     ("answer", "answers"),
     [
-        (response(200, b'{"server":{"name":"x"}}'), True),
+        (VERSION, True),
         (response(404, b"{}"), False),
         (response(200, b"<html>"), False),
         # A proxy that says the same to everything.
