@@ -6,6 +6,7 @@ from pathlib import Path
 import psycopg
 import pytest
 import trio
+from sqlalchemy.exc import DBAPIError
 from structlog.testing import capture_logs
 from tests.sender.harness import HS, RemoteServer, answer, ok
 from tests.sender.test_locked_rooms import ALICE, NEAR, OLD, OTHER, PURGED, PostgresWorld, until
@@ -190,3 +191,35 @@ def rows(server: Postgres, world: PostgresWorld, table: str) -> int:
         count = row[0]
         assert isinstance(count, int)
         return count
+
+
+async def test_a_lost_answer_and_then_an_error_stop_nothing(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """The database may have the commit of a call that has failed in the end."""
+    world = FailingOver(tmp_path, postgres.create_schema())
+    await world.found()
+    faults: dict[str, list[Exception]] = {
+        "homeserver: after commit": [
+            DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
+        ],
+        "homeserver: before commit": [],
+    }
+
+    def fail(point: str) -> None:
+        if armed and faults.get(point):
+            if point == "homeserver: after commit":
+                faults["homeserver: before commit"] = [StoreError("refused")]
+            raise faults[point].pop()
+
+    armed, world.faults = False, fail
+    async with world.open() as opened:
+        store = opened.homeserver
+        await store.events_position()
+        await store.commit_fan_out(1, {})
+        armed = True
+        with pytest.raises(StoreError, match="refused"):
+            await store.commit_fan_out(2, {})
+        assert (await store.generation()).position == 2
+        await store.commit_fan_out(3, {})
+        assert not store.set_back.is_set()

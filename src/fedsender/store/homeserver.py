@@ -207,7 +207,7 @@ class HomeserverStore:
         self._moves = 0
         self._intake_lock = intake_lock
         self._epoch: str | None = None
-        # Where our events position may be: two values while the answer to a commit is not known.
+        # Our events position is between these: two values while it is not known what was committed.
         self._left: frozenset[int] = frozenset()
         self._era = 0
         self.set_back = trio.Event()
@@ -711,13 +711,10 @@ class HomeserverStore:
             positions.advance_events(connection, instance, left, position)
             return gone
 
-        self._left = left | {position}
+        # Stays so after an error: a try before the last one may have been committed unheard.
+        self._left = frozenset({min(left), max(*left, position)})
         with self._noticing():
-            try:
-                gone = await self._database.write(commit)
-            except Exception:
-                self._left = left  # Nothing was written.
-                raise
+            gone = await self._database.write(commit)
         self._left = frozenset({position})
         return gone
 

@@ -33,7 +33,11 @@ _POSITION = select(positions.c.stream_id).where(
     positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")
 )
 _AS_LEFT = and_(
-    positions.c.type == "events", positions.c.stream_id.in_(bindparam("left", expanding=True))
+    positions.c.type == "events",
+    or_(
+        positions.c.stream_id.between(bindparam("least"), bindparam("most")),
+        positions.c.stream_id == bindparam("position"),
+    ),
 )
 _ADVANCE = (
     update(positions)
@@ -73,18 +77,18 @@ def set_position(connection: Connection, kind: str, instance: str, stream_id: in
 def check_left(connection: Connection, instance: str, left: Collection[int]) -> None:
     """Raise an error if our events position is not where we left it.
 
-    `left`: where we know it to be, and where a commit of ours leads whose answer we lack. Empty: we
-    do not know yet, and nothing is checked.
+    `left`: where we knew it to be last, and the furthest that commits of ours lead whose answers we
+    lack: it is between the two. Empty: we do not know yet, and nothing is checked.
 
     Raises SetBack if it is lower, and StoreError if it is higher or gone.
     """
     if not left:
         return
     found = connection.execute(_POSITION, {"kind": "events", "instance": instance}).scalar()
-    if found in left:
-        return
     if found is None:
         raise no_position(instance)
+    if min(left) <= found <= max(left):
+        return
     if found < min(left):
         raise SetBack(
             f"the events position went back to {found} from {min(left)}: the homeserver's database"
@@ -103,11 +107,13 @@ def advance_events(
 
     At `position` already it is our own commit, whose answer was lost.
     """
-    expected = {position, *(place for place in left if place < position)}
-    given = {"instance": instance, "left": sorted(expected), "position": position}
-    if connection.execute(_ADVANCE, given).rowcount == len(SHARED):
+    # Not from beyond `position`: somebody else moved it there.
+    places = [min(place, position) for place in left]
+    given = {"least": min(places), "most": max(places), "position": position}
+    if connection.execute(_ADVANCE, given | {"instance": instance}).rowcount == len(SHARED):
         return
-    check_left(connection, instance, expected)
+    if read_position(connection, "events", instance) != position:
+        check_left(connection, instance, places)
     for kind in SHARED:
         set_position(connection, kind, instance, position)
 
