@@ -241,3 +241,29 @@ async def test_a_kill_between_the_commits_of_both_databases_loses_nothing(
             for name in (OLD, NEW):
                 await until(lambda name=name: "our user leaves" in world.servers[name].got)
             await until(lambda: world.servers[NEAR].got == ["unrelated"])
+
+
+async def test_a_lock_on_one_server_s_row_holds_up_no_other_server(
+    purging: PostgresWorld,
+) -> None:
+    """OLD's answer cannot be written down; NEAR's failure needs its own mark written first."""
+    world = purging
+    old, near = world.servers[OLD], world.servers[NEAR]
+    row = f"SELECT 1 FROM destinations WHERE destination = '{OLD}' FOR UPDATE"
+    with trio.fail_after(30):
+        async with world.run() as sender:
+            with psycopg.connect(world.url) as other:
+                world.told(PURGED, 1, "first")
+                world.told(OTHER, 3, "first")
+                await until(lambda: old.got == near.got == ["first"])
+                other.execute(row.encode())
+                near.latency = 0.1
+                world.told(OTHER, 3, "second")
+                await until(lambda: near.in_flight == 1)
+                near.down = True
+                await until(lambda: near.in_flight == 0)
+                near.down = False
+                await until(lambda: near.got == ["first", "second"])
+                assert await sender.context.homeserver.lsso(NEAR) == 3
+                assert sender.context.homeserver.unwritten(OLD) is not None
+                other.rollback()

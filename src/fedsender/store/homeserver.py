@@ -6,6 +6,7 @@ of a connection in a module beside this one: `event_rows`, `room_servers`, `edus
 for the embedded store `embedded`, `appends` and `relay_load`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -99,6 +100,8 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 MARKS_LATE_S = 10.0
 """Seconds that marks are kept in memory; then each answer waits for its own write again."""
+TOGETHER_S = 1.0
+"""Seconds after which marks that are written together are written one by one."""
 MAX_UNWRITTEN = 200
 """Answered to-device rows of one destination that are still there; all stand in its next line."""
 LAGGING_ROWS = 50_000
@@ -200,7 +203,6 @@ class HomeserverStore:
         """What `check_schema` found that an operator should know, in sentences."""
         self._marks: dict[str, Mark] = {}
         self._marks_since = 0.0
-        self._marks_lock = trio.Lock()
         self._here: LRUCache[str, frozenset[str]] = LRUCache(
             MAX_SERVERS_KNOWN, getsizeof=lambda servers: 1 + len(servers)
         )
@@ -869,9 +871,8 @@ class HomeserverStore:
 
     async def purge(self, destination: str) -> None:
         """Remove the destination: its row, and its backlog."""
-        async with self._marks_lock:
-            self._marks.pop(destination, None)
-            await self._purge(destination)
+        self._marks.pop(destination, None)
+        await self._purge(destination)
 
     @writing
     def _purge(self, connection: Connection, destination: str) -> None:
@@ -945,16 +946,35 @@ class HomeserverStore:
         return self._marks.get(destination)
 
     async def write_marks(self, destination: str | None = None) -> None:
-        """Write what is in memory only, if this destination has such a mark; None: if any has.
+        """Write what is in memory only of this destination; None: of all.
+
+        All go in one write, which is cheap. If that takes long, one of them may have met a lock of
+        another process; then each goes by itself, so that the others are written.
 
         Raises StoreError.
         """
-        if not self._marks or (destination is not None and destination not in self._marks):
+        names = list(self._marks) if destination is None else [destination]
+        marks = {name: self._marks[name] for name in names if name in self._marks}
+        if not marks:
             return
-        async with self._marks_lock:
-            began, marks = trio.current_time(), self._marks.items()
-            effects = [Settlement(name, mark.lsso, mark.outbox) for name, mark in marks]
-            await self.settle(effects)
+        began, errors = trio.current_time(), list[StoreError]()
+
+        async def write(*names: str) -> None:
+            effects = [Settlement(name, marks[name].lsso, marks[name].outbox) for name in names]
+            try:
+                await self.settle(effects)
+            except StoreError as error:
+                errors.append(error)
+
+        with trio.move_on_after(TOGETHER_S if len(marks) > 1 else math.inf) as together:
+            await write(*marks)
+        if together.cancelled_caught:
+            async with trio.open_nursery() as nursery:
+                for name in marks:
+                    nursery.start_soon(write, name)
+        if errors:
+            raise errors[0]
+        if destination is None:
             self._marks_since = began
 
     @writing
