@@ -1,6 +1,7 @@
 """The whole sender against servers that do as they are told."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -885,6 +886,39 @@ async def test_redelivery_sends_again_only_to_who_may_see_it(
     ]
     assert world.ledger(A)[-1]["pdus"][0]["lane"] == "redelivery"
     assert lsso == world.token
+
+
+async def test_what_catch_up_owes_outlasts_that_its_server_is_denied(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the lists change in the moment in which it is read: LSSO does not pass it."""
+    world = World(tmp_path, sending={"queue_pdus": 50})
+    route = Router.route
+
+    async with world.run() as sender:
+
+        async def deny(self: Router, *args: Any) -> Any:
+            world.settings["deny"] = [A]
+            world.reload(sender)
+            return await route(self, *args)
+
+        await world.join(R1, A)
+        world.servers[A].latency = 20
+        for number in range(80):
+            await world.say(R1, str(number))
+        await settle()
+        assert not sender.active[A].outbox.level
+        monkeypatch.setattr(Router, "route", deny)
+        await settle(60)
+        monkeypatch.undo()
+        assert A not in sender.active
+        assert "79" not in world.servers[A].got
+        world.settings["deny"] = []
+        world.reload(sender)
+        await settle(120)
+
+    assert world.servers[A].got == [str(number) for number in range(80)]
+    assert [line for line in world.ledger(A) if line["outcome"] == "dropped"] == []
 
 
 async def test_a_redelivery_outlasts_that_its_server_is_denied(

@@ -650,13 +650,16 @@ class Destination:
             draft = await self._fill()
             await self.outbox.leave_out_unseen(draft)
             self._permit.hurried = False
-            if draft.empty and not draft.asks:
+            if self._held:
+                # If it was denied meanwhile, the draft passes events as not for this server.
+                self.outbox.give_back(draft)
+            elif draft.empty and not draft.asks:
                 self.outbox.note_given_up(draft.given_up)
                 await self.outbox.note_progress(draft)
                 await self._count_given_up()
                 return None
             # No await from `leave_out_unseen` to this line: who may see it was judged there.
-            if gate.open and not self._held:
+            elif gate.open:
                 self.frozen = self._freeze(draft)
                 self.outbox.note_given_up(draft.given_up)
                 await self._count_given_up()
