@@ -14,6 +14,7 @@ from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
 from fedsender.sender.routing import Router
 from fedsender.store.records import Lagging
+from fedsender.store.sender import SenderStore
 from fedsender.streams import RedactionRow
 
 R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
@@ -886,6 +887,33 @@ async def test_redelivery_sends_again_only_to_who_may_see_it(
     ]
     assert world.ledger(A)[-1]["pdus"][0]["lane"] == "redelivery"
     assert lsso == world.token
+
+
+async def test_a_redelivery_outlasts_that_its_server_is_denied_when_it_is_asked_for(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does one that the fan-out sets aside: nobody else tells the server of either."""
+    add = SenderStore.add_redeliveries
+
+    async with world.run() as sender:
+
+        async def deny(self: SenderStore, *args: Any, **named: Any) -> None:
+            await add(self, *args, **named)
+            world.settings["deny"] = [A]
+            world.reload(sender)
+
+        await world.join(R1, A)
+        pdu = world.pdu(R1, "again")
+        await world.apply(pdu)
+        await settle(600)
+        monkeypatch.setattr(SenderStore, "add_redeliveries", deny)
+        assert await sender.operations.redeliver([(A, pdu.event_id)]) == []
+        monkeypatch.undo()
+        world.settings["deny"] = []
+        world.reload(sender)
+        await settle(600)
+
+    assert world.servers[A].got == ["again", "again"]
 
 
 async def test_what_catch_up_owes_outlasts_that_its_server_is_denied(

@@ -349,6 +349,8 @@ class Registry:
             destination = self.reach(server)
             if destination is not None:
                 destination.owe_redeliveries()
+            elif not self.policies.may_send_to(server):
+                self.put_off(server)  # Denied since they were routed.
 
     def hurry(self, servers: Collection[str]) -> None:
         """Let these servers go first if they are few: they were just offered the same item."""
