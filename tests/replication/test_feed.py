@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,27 @@ async def test_restart_goes_on_after_what_is_stored(tmp_path: Path) -> None:
         await until(lambda: sink.events.value == 2)
         assert [row.event_id for row in await store.read_events(0, 9, 9)] == ["$e1", "$e2"]
     assert asked == [1]
+
+
+async def test_what_a_failover_of_the_store_loses_is_asked_for_again(tmp_path: Path) -> None:
+    """The server goes on above it, and has it still."""
+    log = Log()
+    for token in (1, 2, 3):
+        log.say(token, pdu(token))
+    async with feeding(tmp_path, log) as (feed, sink, store):
+        await until(lambda: sink.events.value == 3)
+        with closing(sqlite3.connect(tmp_path / "homeserver.db")) as database, database:
+            for table in ("event_json", "events"):
+                database.execute(f"DELETE FROM {table} WHERE event_id IN ('$e2', '$e3')")
+            database.execute(
+                "UPDATE federation_stream_position SET stream_id = 1 WHERE type = 'feed'"
+            )
+        log.say(4, pdu(4))
+        await until(lambda: sink.events.value == 4)
+        rows = await store.read_events(0, 9, 9)
+        assert [row.event_id for row in rows] == ["$e1", "$e2", "$e3", "$e4"]
+        assert store.set_back.is_set()
+        assert feed.stopped is None
 
 
 async def test_row_that_cannot_be_read_stops_the_feed_at_its_token(tmp_path: Path) -> None:

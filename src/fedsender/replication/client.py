@@ -56,7 +56,7 @@ from fedsender.store.embedded import FeedError
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.relay_load import Handles
 from fedsender.streams import FeedStatus, Json, RedactionRow
-from fedsender.waiting import Pauses
+from fedsender.waiting import BeginAnew, Pauses
 
 
 def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[RelayRow]:
@@ -127,6 +127,10 @@ class Unusable(Exception):
 
     No row after it is taken meanwhile.
     """
+
+
+FINAL = (BadRow, FeedError, HistoryLost, BeginAnew)
+"""The errors that end the feed, and not only a connection."""
 
 
 def _no_secret() -> None:
@@ -377,7 +381,7 @@ class LineFeed(Feed):
         async with trio.open_nursery() as nursery:
             try:
                 await self._follow(nursery)
-            except (Disconnected, BadLine, Unusable, BadRow, FeedError, HistoryLost) as error:
+            except (Disconnected, BadLine, Unusable, *FINAL) as error:
                 failure = error
             nursery.cancel_scope.cancel()
         self._wire = None
@@ -386,7 +390,7 @@ class LineFeed(Feed):
         self._order = _TokenOrder()
         if trio.current_time() - began > self.longest_pause_s:
             self._pauses.reset()
-        if isinstance(failure, BadRow | FeedError | HistoryLost):
+        if isinstance(failure, FINAL):
             raise failure
         self.last_error = str(failure)
         if isinstance(failure, Unusable):

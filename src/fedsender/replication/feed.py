@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
 import trio
 
 from fedsender.config import (
@@ -45,11 +46,14 @@ from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
 from fedsender.runtime import Runtime
 from fedsender.streams import FeedStatus, Watermark
+from fedsender.waiting import BeginAnew
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
 
 __all__ = ["Feed", "FeedStatus", "FeedStore", "InstanceTaken", "Sink", "open_feed"]
+
+log = structlog.get_logger()
 
 
 class FeedStore(SynapseStore, RelayStore, PushStore, Protocol):
@@ -223,7 +227,11 @@ async def _run(feed: Feed, events: Watermark) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end, nursery.cancel_scope, events.fallen)
             feed.stopped = None
-            await feed.run()
+            try:
+                await feed.run()
+            except BeginAnew as reason:
+                log.warning("feed begins anew", reason=str(reason))
+                nursery.cancel_scope.cancel()
 
 
 async def _end(scope: trio.CancelScope, when: trio.Event) -> None:

@@ -16,7 +16,7 @@ from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 from fedsender.store.records import PresenceState
 from fedsender.streams import FeedStatus, Watermark
-from fedsender.waiting import Pauses
+from fedsender.waiting import BeginAnew, Pauses
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
@@ -170,12 +170,12 @@ class Feed(ABC):
 
         The fault passes, or an operator mends it, informed by `status`; a feed that gave up would
         then wait for a restart. One task at a time. Raises FeedError for rows of the homeserver
-        that can never be stored.
+        that can never be stored, and BeginAnew.
         """
         pauses = Pauses(self._runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(StoreError)
-            & tenacity.retry_if_not_exception_type(FeedError),
+            & tenacity.retry_if_not_exception_type((FeedError, BeginAnew)),
             wait=lambda _state: pauses.next(),
             before_sleep=self._note_refusal,
             sleep=trio.sleep,

@@ -8,7 +8,7 @@ for the embedded store `embedded`, `appends` and `relay_load`.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
@@ -211,6 +211,8 @@ class HomeserverStore:
         self._epoch: str | None = None
         # Our events position is between these: two values while it is not known what was committed.
         self._left: frozenset[int] = frozenset()
+        # The newest token of the feed that we know to be stored; only of an embedded store.
+        self._fed = -1
         self._era = 0
         self.set_back = trio.Event()
         """Set once a write finds the database in an earlier state than we left it in."""
@@ -267,6 +269,7 @@ class HomeserverStore:
         """
         self._era += 1
         self._left = frozenset()
+        self._fed = -1
         self._marks.clear()
         # Ids of state groups may be given anew.
         self._groups = room_servers.StateGroups()
@@ -1180,14 +1183,27 @@ class HomeserverStore:
         """Store the rows of each (token, rows), ascending, and the newest token, as one.
 
         A token that was stored before is passed over. Raises FeedError for rows that cannot be
-        stored.
+        stored, and SetBack if tokens are gone that we knew to be stored.
         """
-        apply = partial(embedded.apply_tokens, batch=batch, now_ms=self._now_ms())
-        if _move_hosts(row for _, rows in batch for row in rows):
-            with self._hosts_moving():
-                await self._database.write(apply)
-        else:
+        now_ms = self._now_ms()
+
+        def apply(connection: Connection) -> None:
+            self._check_fed(connection)
+            embedded.apply_tokens(connection, batch, now_ms)
+
+        moving = _move_hosts(row for _, rows in batch for row in rows)
+        with self._noticing(), self._hosts_moving() if moving else nullcontext():
             await self._database.write(apply)
+        self._fed = max([self._fed, *(token for token, _ in batch)])
+
+    def _check_fed(self, connection: Connection) -> None:
+        """Raise SetBack rather than leave a gap between the feed's rows."""
+        stored = positions.feed_position(connection)
+        if stored < self._fed:
+            raise positions.SetBack(
+                f"the feed is stored up to {stored}, and was up to {self._fed}: the database is in"
+                " an earlier state (a replica that was behind took over, or it was restored)"
+            )
 
     @property
     def alone(self) -> bool:
@@ -1226,10 +1242,14 @@ class HomeserverStore:
         return found
 
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
-        """Store records in this order, in one transaction; see `appends`. Raises Elsewhere."""
+        """Store records in this order, in one transaction; see `appends`.
+
+        Raises Elsewhere, and SetBack if tokens are gone that we gave.
+        """
         instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
 
         def append(connection: Connection) -> list[Appended]:
+            self._check_fed(connection)
             appends.check_epoch(connection, epoch)
             make_rows = partial(embedded.Rows, now_ms)
             answers = appends.append_records(connection, records, now_ms, make_rows)
@@ -1242,10 +1262,12 @@ class HomeserverStore:
                 appends.store_notices(connection, instance, told, now_ms)
             return answers
 
-        if _move_hosts(row for record in records for row in record.rows):
-            with self._hosts_moving():
-                return await self._database.write(append)
-        return await self._database.write(append)
+        moving = _move_hosts(row for record in records for row in record.rows)
+        with self._noticing(), self._hosts_moving() if moving else nullcontext():
+            answers = await self._database.write(append)
+        tokens = (answer for answer in answers if isinstance(answer, int))
+        self._fed = max([self._fed, *tokens])
+        return answers
 
     @reading
     def room_servers(self, connection: Connection, room_id: str) -> RoomServers | None:
@@ -1286,10 +1308,10 @@ class HomeserverStore:
 
         return await self._database.write(store)
 
-    @reading
-    def feed_position(self, connection: Connection) -> int:
+    async def feed_position(self) -> int:
         """The token up to which the feed is stored; -1 before the first one."""
-        return positions.feed_position(connection)
+        self._fed = await self._database.read(positions.feed_position)
+        return self._fed
 
     @reading
     def feed_history(self, connection: Connection) -> History | None:
