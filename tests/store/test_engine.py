@@ -456,6 +456,35 @@ async def test_a_write_that_needs_a_lock_waits_for_it_and_the_others_go_on(
     assert {line["event"] for line in logs} == {"lock awaited"}
 
 
+async def test_many_that_wait_for_locks_take_turns_with_the_others(
+    postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try costs the timeout of a lock. Who needs none waits for one of them, not for all."""
+    monkeypatch.setattr("fedsender.store.connections.LOCK_MS", 50)
+    monkeypatch.setattr("fedsender.store.engine.LAST_PAUSE_S", 0.001)
+    tries: list[int] = []
+
+    def remove(connection: Connection, names: Sequence[str]) -> None:
+        tries.append(len(names))
+        remove_all(connection, names)
+
+    async with somebody_elses(postgres) as (database, url), trio.open_nursery() as nursery:
+        with trio.fail_after(60), psycopg.connect(url) as holder:
+            holder.execute("SELECT * FROM notes WHERE note = 'a' FOR UPDATE")
+            for _ in range(20):
+                nursery.start_soon(database.write_together, remove, "a")
+            await until(lambda: len(tries) == 2)
+            for note in "cdefghi":
+                before = len(tries)
+                await database.write(partial(add, note=note))
+                assert len(tries) - before <= 2
+            # And all of them are tried.
+            await until(lambda: len(tries) > 60)
+        with trio.fail_after(60):
+            await until(lambda: not nursery.child_tasks)
+        assert await database.read(notes) == ["b", *"cdefghi"]
+
+
 async def test_a_read_that_needs_a_lock_waits_for_it_and_the_others_go_on(
     postgres: Databases,
 ) -> None:

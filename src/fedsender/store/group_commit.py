@@ -81,6 +81,7 @@ class GroupCommit:
         self._arrived = trio.Event()
         # Jobs that met a lock, and when each is tried again (trio's clock, seconds).
         self._aside: dict[Job, float] = {}
+        self._turn_of_aside = False
 
     @property
     def locked(self) -> bool:
@@ -124,7 +125,6 @@ class GroupCommit:
             while True:
                 with trio.move_on_at(min(self._aside.values(), default=math.inf)):
                     await self._arrived.wait()
-                self._call_back()
                 pause = await self._run(self._take_batch(), tries)
                 tries = tries + 1 if pause else 0
                 await trio.sleep(pause)
@@ -147,6 +147,22 @@ class GroupCommit:
             self._queue.remove(job)
 
     def _take_batch(self) -> list[Job]:
+        """The jobs that run next.
+
+        Those that wait for locks have every other turn, one at a time: each may take as long as
+        one waits for a lock, and there may be thousands.
+        """
+        first = min(self._aside, key=self._aside.__getitem__, default=None)
+        if (
+            first is not None
+            and self._aside[first] <= trio.current_time()
+            and (self._turn_of_aside or not self._queue)
+        ):
+            self._turn_of_aside = False
+            del self._aside[first]
+            first.running, self._running = True, [first]
+            return self._running
+        self._turn_of_aside = True
         batch: list[Job] = []
         while self._queue and len(batch) < self._largest:
             if self._queue[0].alone and batch:
@@ -190,12 +206,17 @@ class GroupCommit:
             self._put_back(batch, alone=False)
             return pause
         self._put_back([job for job in batch if job not in met], alone=False)
-        # Of several that ran as one, some need no lock.
-        self._put_back(met, alone=True)
-        if len(met) == 1 and not met[0].withdrawn:
-            self._queue.popleft()
-            self._aside[met[0]] = trio.current_time() + pause
+        due = trio.current_time()
+        if len(met) == 1:
+            due += pause
             met[0].locked += 1
+        # Of several that ran as one, some need no lock: each is tried by itself.
+        for job in met:
+            job.running, job.entered, job.alone = False, False, True
+            if job.withdrawn:
+                job.done.set()
+            else:
+                self._aside[job] = due
         return 0
 
     def _met_a_lock(self, batch: list[Job], error: Exception) -> list[Job]:
@@ -203,13 +224,6 @@ class GroupCommit:
         if not self._sets_aside or kind_of(error) != "locked":
             return []
         return [job for job in batch if job.entered] or batch
-
-    def _call_back(self) -> None:
-        """Queue the jobs that have waited long enough for a lock."""
-        now = trio.current_time()
-        for job in [job for job, due in self._aside.items() if due <= now]:
-            del self._aside[job]
-            self._queue.append(job)
 
     def _finish(self, batch: list[Job]) -> None:
         for job in batch:
