@@ -76,6 +76,27 @@ async def test_once_the_whole_state_is_known_it_says_who_may_see_the_newest_even
     assert world.servers[BANNED].got == ["secret"]
 
 
+@pytest.mark.parametrize("events", [2, 5])
+async def test_once_the_whole_state_is_known_it_says_who_gets_our_own_events(
+    tmp_path: Path, autojump_clock: MockClock, events: int
+) -> None:
+    """Of a large gap as of a small one; they were owed by the list of servers from our join."""
+    world = SynapseWorld(tmp_path, **LARGE_GAPS)
+    async with world.open():
+        await world.found(BIG, 1, OURS, THEIRS)
+        await join_in_part(world)
+    async with world.run() as sender:
+        await outage(world, events=events)
+        await world.remove(tables.partial_state_rooms, room_id=BIG)
+        await world.remove(tables.partial_state_rooms_servers, room_id=BIG)
+        sender.registry.wake([BANNED], by_admin=True)
+        await trio.sleep(60)
+        assert await world.store.homeserver.lagging() == []
+    assert world.servers[BANNED].got == []
+    [line] = [line for line in world.ledger(BANNED) if line["outcome"] == "dropped"]
+    assert line["reason"] == "by what is known now the event is not for this server"
+
+
 @pytest.mark.parametrize("how", ["banned", "partial"])
 async def test_who_may_see_it_is_judged_when_the_transaction_is_frozen(
     tmp_path: Path, autojump_clock: MockClock, how: str

@@ -290,13 +290,11 @@ class CatchUp:
             if newer and newer[-1].stream_ordering > value:
                 return [Outgoing(pdu, "catch_up", supersedes) for pdu in newer]
         rows = [own] if own is not None and self._sendable(own) else []
-        for item in await self.router.route(rows):
-            if isinstance(item, Routed):
-                # What never came may reach further down than the gap.
-                from_mark, _ = item.supersedes or supersedes
-                first = min(from_mark, supersedes[0])
-                return [Outgoing(item.pdu, "catch_up", (first, value))]
-            self.stuck[item.event_id] = item
+        for item in await self._ours(rows):
+            # What never came may reach further down than the gap.
+            from_mark, _ = item.supersedes or supersedes
+            first = min(from_mark, supersedes[0])
+            return [Outgoing(item.pdu, "catch_up", (first, value))]
         return []
 
     async def _visible(self, event_ids: Sequence[str], after: int) -> list[Pdu]:
