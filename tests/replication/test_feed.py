@@ -156,6 +156,49 @@ async def test_what_a_failover_of_the_store_loses_is_asked_for_again(tmp_path: P
         assert feed.stopped is None
 
 
+@asynccontextmanager
+async def set_back(
+    directory: Path, log: Log
+) -> AsyncIterator[tuple[Feed, RecordingSink, HomeserverStore]]:
+    """The same with a feed that has got three events, and a store that has lost the last two."""
+    file = directory / "homeserver.db"
+    async with feeding(directory, log) as (feed, sink, store):
+        log.say(1, pdu(1))
+        await until(lambda: sink.events.value == 1)
+        with closing(sqlite3.connect(file)) as now, closing(sqlite3.connect(":memory:")) as copy:
+            now.backup(copy)
+            log.say(2, pdu(2))
+            log.say(3, pdu(3))
+            await until(lambda: sink.events.value == 3)
+            copy.backup(now)
+        yield feed, sink, store
+
+
+async def test_a_feed_whose_store_was_set_back_asks_again_for_what_is_lost(tmp_path: Path) -> None:
+    """It begins anew when the sender does, although the rows have come before."""
+    log = Log()
+    async with set_back(tmp_path, log) as (feed, sink, store):
+        sink.events.fall(1)
+        await until(lambda: sink.events.value == 3)
+        names = [row.event_id for row in await store.read_events(0, 9, 9)]
+        assert names == ["$e1", "$e2", "$e3"]
+        log.say(4, pdu(4))
+        await until(lambda: sink.events.value == 4)
+        assert feed.status().connected
+
+
+async def test_a_sender_that_begins_anew_first_does_not_let_the_feed_leave_a_gap(
+    tmp_path: Path,
+) -> None:
+    """It has forgotten what it knew of the store, and the feed does not know yet."""
+    log = Log()
+    async with set_back(tmp_path, log) as (_feed, sink, store):
+        store.begin_anew()
+        log.say(4, pdu(4))
+        await until(lambda: sink.events.value == 4)
+        assert len(await store.read_events(0, 9, 9)) == 4
+
+
 async def test_row_that_cannot_be_read_stops_the_feed_at_its_token(tmp_path: Path) -> None:
     """Nothing is skipped: what it said might have been an event that somebody is owed."""
     log = Log()

@@ -15,6 +15,7 @@ from fedsender.store import Store, StoreConfig, migrations, open_store
 from fedsender.store.embedded import FeedError, apply_tokens
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings
+from fedsender.store.positions import SetBack
 from fedsender.store.records import History
 from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
 
@@ -72,6 +73,21 @@ async def test_a_fed_event_is_read_back(store: Store) -> None:
     assert found.internal_metadata == {}
     assert not found.redacted
     assert await store.homeserver.feed_position() == 3
+
+
+async def test_the_events_position_passes_nothing_that_a_failover_has_lost(store: Store) -> None:
+    """Whoever reads the lost events afterwards finds nothing, and must not go on behind them."""
+    homeserver = store.homeserver
+    await feed(store, (1, [pdu(1)]))
+    await homeserver.events_position()
+
+    with pytest.raises(SetBack):
+        await homeserver.commit_fan_out(2, {})
+
+    assert homeserver.set_back.is_set()
+    assert (await homeserver.generation()).position < 2
+    await feed(store, (2, [pdu(2)]))
+    await homeserver.commit_fan_out(2, {})
 
 
 async def test_servers_are_there_above_the_token_of_their_coming_and_upto_their_going(

@@ -378,16 +378,19 @@ class LineFeed(Feed):
         """Run one connection to its end; note the reason as the last error."""
         failure: Exception | None = None
         began = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            try:
-                await self._follow(nursery)
-            except (Disconnected, BadLine, Unusable, *FINAL) as error:
-                failure = error
-            nursery.cancel_scope.cancel()
-        self._wire = None
-        self._level = False
-        self._batches.clear()
-        self._order = _TokenOrder()
+        try:
+            async with trio.open_nursery() as nursery:
+                try:
+                    await self._follow(nursery)
+                except (Disconnected, BadLine, Unusable, *FINAL) as error:
+                    failure = error
+                nursery.cancel_scope.cancel()
+        finally:
+            # Also if it is cut off: the feed may run again, from where the store was set back to.
+            self._wire = None
+            self._level = False
+            self._batches.clear()
+            self._order = _TokenOrder()
         if trio.current_time() - began > self.longest_pause_s:
             self._pauses.reset()
         if isinstance(failure, FINAL):

@@ -212,6 +212,7 @@ class HomeserverStore:
         # Our events position is between these: two values while it is not known what was committed.
         self._left: frozenset[int] = frozenset()
         # The newest token of the feed that we know to be stored; only of an embedded store.
+        # It falls only when the feed begins anew.
         self._fed = -1
         self._era = 0
         self.set_back = trio.Event()
@@ -269,7 +270,6 @@ class HomeserverStore:
         """
         self._era += 1
         self._left = frozenset()
-        self._fed = -1
         self._marks.clear()
         # Ids of state groups may be given anew.
         self._groups = room_servers.StateGroups()
@@ -703,13 +703,16 @@ class HomeserverStore:
 
         Stream orderings go upwards only; rooms that were purged are left out. Waits for no lock on
         a room: raises RoomsLocked, with nothing written, if another process holds one. Raises
-        SetBack and StoreError if the position is not where we left it.
+        SetBack and StoreError if the position is not where we left it, and SetBack if an embedded
+        store does not have all events up to it any more.
         """
         if not self._left:
             self._left = frozenset({(await self.generation()).position})
         instance, left = self._settings.instance, self._left
 
         def commit(connection: Connection) -> set[str]:
+            if self._embedded:
+                self._check_fed(connection, position)
             gone, locked = _record_owed(connection, owed, first or {})
             if locked:
                 raise RoomsLocked(locked)
@@ -1188,7 +1191,7 @@ class HomeserverStore:
         now_ms = self._now_ms()
 
         def apply(connection: Connection) -> None:
-            self._check_fed(connection)
+            self._check_fed(connection, self._fed)
             embedded.apply_tokens(connection, batch, now_ms)
 
         moving = _move_hosts(row for _, rows in batch for row in rows)
@@ -1196,12 +1199,15 @@ class HomeserverStore:
             await self._database.write(apply)
         self._fed = max([self._fed, *(token for token, _ in batch)])
 
-    def _check_fed(self, connection: Connection) -> None:
-        """Raise SetBack rather than leave a gap between the feed's rows."""
-        stored = positions.feed_position(connection)
-        if stored < self._fed:
+    def _check_fed(self, connection: Connection, least: int) -> None:
+        """Raise SetBack if the feed's rows up to `least` are not here any more.
+
+        To store more would leave a gap, and to move the events position would pass the lost ones.
+        """
+        stored = max(0, positions.feed_position(connection))
+        if stored < least:
             raise positions.SetBack(
-                f"the feed is stored up to {stored}, and was up to {self._fed}: the database is in"
+                f"the feed is stored up to {stored}, and was up to {least}: the database is in"
                 " an earlier state (a replica that was behind took over, or it was restored)"
             )
 
@@ -1225,6 +1231,7 @@ class HomeserverStore:
             except LockHeld:
                 return False
         await self.drop_unfinished_load()
+        await self.feed_position()
         self._epoch, instance = epoch, self._settings.instance
         await self._database.write(
             lambda connection: appends.begin_epoch(connection, instance, epoch)
@@ -1249,7 +1256,7 @@ class HomeserverStore:
         instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
 
         def append(connection: Connection) -> list[Appended]:
-            self._check_fed(connection)
+            self._check_fed(connection, self._fed)
             appends.check_epoch(connection, epoch)
             make_rows = partial(embedded.Rows, now_ms)
             answers = appends.append_records(connection, records, now_ms, make_rows)
@@ -1309,7 +1316,7 @@ class HomeserverStore:
         return await self._database.write(store)
 
     async def feed_position(self) -> int:
-        """The token up to which the feed is stored; -1 before the first one."""
+        """The token up to which the feed is stored, and from which it goes on; -1: none yet."""
         self._fed = await self._database.read(positions.feed_position)
         return self._fed
 
