@@ -32,6 +32,8 @@ from fedsender.federation.signing import signing_key_from_seed
 from fedsender.ledger import NOTES
 from fedsender.runtime import RealNetwork, real_runtime
 from fedsender.segments import segments
+from fedsender.sender.admission import Admission
+from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.systemd import Notifier
 from fedsender.testing.clock import inline, until
 from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
@@ -688,6 +690,34 @@ async def test_a_database_that_fails_while_the_lock_is_taken_again_does_not_end_
         await arrived(event_id, server)
         assert (await service.ask("/ready")).status_code == 200
         assert await service.stop() == 0
+
+
+async def test_a_database_that_was_set_back_is_noticed_when_the_lock_is_taken_again(
+    home: Path, postgres: Databases
+) -> None:
+    """A failover ends the lock's connection, and a daemon with nothing to write would not look."""
+    url, file = postgres.create_database(), home / "homeserver.db"
+    settings = StoreConfig(
+        homeserver=HomeserverSettings("embedded", "fedsender", ("fedsender",)),
+        homeserver_url=f"sqlite:///{file}",
+        sender_url=url,
+    )
+    admission = Admission(
+        max_in_flight=1, slow_share=0.5, handshakes_per_second=1.0, in_flight_bytes=1
+    )
+    async with open_store(settings, real_runtime()) as store:
+        homeserver = store.homeserver
+        await homeserver.apply_feed_batch([(2, [])])
+        await homeserver.events_position()
+        await homeserver.commit_fan_out(2, {})
+        async with daemon._hold_instance(store, config(), "boot", admission):
+            with closing(LockThief(postgres, url)) as thief, closing(sqlite3.connect(file)) as now:
+                await trio.to_thread.run_sync(thief.steal)
+                now.execute("UPDATE federation_stream_position SET stream_id = 1")
+                now.commit()
+                thief.give_back()
+                with trio.fail_after(PATIENCE_S):
+                    await homeserver.set_back.wait()
 
 
 async def test_a_daemon_whose_lock_another_one_has_taken_ends(
