@@ -3,6 +3,7 @@
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,29 @@ async def test_a_lock_on_one_server_s_row_holds_up_no_other_server(
                 await until(lambda: near.got == ["first", "second"])
                 assert sender.context.homeserver.unwritten(OLD) is not None
                 other.rollback()
+
+
+async def test_a_purge_of_a_server_with_locked_rows_holds_up_no_event(
+    purging: PostgresWorld,
+) -> None:
+    world = purging
+    near = world.servers[NEAR]
+    world.servers[OLD].down = True
+    message = {"destination": OLD, "stream_id": 1, "queued_ts": 0, "messages_json": "{}"}
+    with trio.fail_after(30):
+        async with world.run() as sender, trio.open_nursery() as nursery:
+            world.told(PURGED, 1, "first")
+            await until(lambda: sender.fan_out.position == 1)
+            world.put(tables.device_federation_outbox, **message)
+            with psycopg.connect(world.url) as other:
+                other.execute(b"SELECT 1 FROM device_federation_outbox FOR UPDATE")
+                purge = partial(sender.operations.purge, OLD, force=True)
+                nursery.start_soon(purge)
+                await until(lambda: OLD not in sender.active)
+                await trio.sleep(1)
+                world.told(OTHER, 3, "unrelated")
+                await until(lambda: near.got == ["unrelated"])
+                assert nursery.child_tasks
+            await until(lambda: not nursery.child_tasks)
+            assert OLD not in {name for name, *_ in world.rows()}
+            assert await world.store.homeserver.to_device(OLD, 0, None, 1) == []

@@ -279,6 +279,8 @@ class Operations:
         await self._registry.left(server)
         # A drain would write down what it left.
         self._registry.unsaved.pop(server, None)
+        # Before the fan-out has to wait: somebody may have locked these for minutes.
+        await self._context.homeserver.purge_keys(server)
         # What becomes owed is either purged with the rest, and the ledger says so, or offered to a
         # server that is level.
         async with self._fan_out.handing_over:

@@ -882,9 +882,17 @@ class HomeserverStore:
 
     @writing
     def _purge(self, connection: Connection, destination: str) -> None:
-        changes = (pokes, tables.device_lists_outbound_last_success)
-        for table in (destination_rooms, outbox, destinations, *changes):
+        _delete_keys(connection, destination)
+        for table in (destination_rooms, destinations):
             connection.execute(delete(table).where(table.c.destination == destination))
+
+    @writing
+    def purge_keys(self, connection: Connection, destination: str) -> None:
+        """Remove the destination's to-device messages and changes of device lists alone.
+
+        Other processes delete rows of these tables, too, and may have locked some for minutes.
+        """
+        _delete_keys(connection, destination)
 
     # --- answers and backoff ----------------------------------------------------------------------
 
@@ -1584,6 +1592,11 @@ def _owing_keys_page(
     query = select(names.c.destination).where(names.c.destination.is_not(None))
     found = list(connection.execute(query.limit(OWING_KEYS_PAGE)).scalars())
     return found, found[-1] if len(found) == OWING_KEYS_PAGE else None
+
+
+def _delete_keys(connection: Connection, destination: str) -> None:
+    for table in (outbox, pokes, tables.device_lists_outbound_last_success):
+        connection.execute(delete(table).where(table.c.destination == destination))
 
 
 # --- answers and backoff --------------------------------------------------------------------------
