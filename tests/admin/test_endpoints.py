@@ -306,6 +306,30 @@ async def test_trace_shows_what_catch_up_passed_over_as_superseded(
         assert fate["attempts"] == 0
 
 
+async def test_trace_does_not_take_what_is_to_be_sent_again_for_settled(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Of an event that was released, or set aside by the fan-out, no other table says a word."""
+    async with open_desk(world) as desk:
+        event = world.pdu(R1, "held up")
+        await world.join(R1, A)
+        await world.say(R1, "unsendable", event_id="$of-another-hash")
+        await world.apply(event)
+        await settle()
+        world.servers[A].down = True
+        operations = desk.context.sender.operations
+        await operations.drop([1])
+        assert not (await operations.release_room(R1)).more
+        await settle()
+        [fate] = (await desk.get(f"trace/{event.event_id}"))["destinations"]
+        assert (fate["destination"], fate["outcome"]) == (A, "pending")
+        world.servers[A].down = False
+        await desk.post("notify_remote_server_up", {"servers": [A]})
+        await settle()
+        [fate] = (await desk.get(f"trace/{event.event_id}"))["destinations"]
+        assert fate["outcome"] == "delivered"
+
+
 async def test_trace_finds_an_item_among_many_in_quarantine(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -196,7 +196,8 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
     items = await context.store.quarantine_of_events([event_id])
     quarantined = {item.destination: item for item in items}
-    servers = set(found.settled) | set(found.failed) | {name for name in quarantined if name}
+    again = set(await context.store.to_be_redelivered_to(event_id))
+    servers = again.union(found.settled, found.failed, (name for name in quarantined if name))
     if isinstance(routed, Routed):
         servers |= routed.servers
     everywhere = quarantined.get(None)
@@ -204,7 +205,7 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     fates = []
     for name in sorted(servers)[:MAX_SERVERS]:
         item = quarantined.get(name, everywhere)
-        owed = not fanned_out or _owes(lagging.get(name), event.stream_ordering)
+        owed = not fanned_out or name in again or _owes(lagging.get(name), event.stream_ordering)
         fates.append(_fate(context, name, found, item, owed=owed))
     return Trace(
         event_id=event_id,

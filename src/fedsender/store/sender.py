@@ -561,6 +561,13 @@ class SenderStore:
         """Destinations with redeliveries, by name."""
         return _destinations(connection, tables.redeliveries)
 
+    @reading
+    def to_be_redelivered_to(self, connection: Connection, event_id: str) -> list[str]:
+        """The destinations that are to get this event by a redelivery, by name."""
+        lane = tables.redeliveries.c
+        query = select(lane.destination).where(lane.event_id == event_id)
+        return list(connection.execute(query.order_by(lane.destination)).scalars())
+
     # --- whose records they are -------------------------------------------------------------------
 
     @property
