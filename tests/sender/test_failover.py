@@ -223,3 +223,32 @@ async def test_a_lost_answer_and_then_an_error_stop_nothing(
         assert (await store.generation()).position == 2
         await store.commit_fan_out(3, {})
         assert not store.set_back.is_set()
+
+
+async def test_an_event_that_a_failover_takes_before_its_commit_hides_no_other(
+    tmp_path: Path, server: Postgres
+) -> None:
+    """I1: the position is as we left it, and ids that we have heard of are given again."""
+    world = FailingOver(tmp_path, Databases(server).create_database())
+    await world.found()
+    near = world.servers[NEAR]
+    with server.connect(world.url.rpartition("/")[2]) as connection:
+        connection.execute("CREATE SEQUENCE events_stream_seq")
+        connection.execute("SELECT nextval('events_stream_seq')")
+    with trio.fail_after(60):
+        async with world.run():
+            world.told(ELSEWHERE, 3, "first")
+            await until(lambda: near.got == ["first"])
+            await trio.to_thread.run_sync(server.copy)
+            with psycopg.connect(world.url) as other:
+                other.execute("SELECT FROM federation_stream_position FOR UPDATE")
+                world.told(ELSEWHERE, 3, "lost")
+                await until(lambda: world.store.homeserver.furthest == world.token)
+                await trio.to_thread.run_sync(server.put_back)
+                other.close()
+            await trio.sleep(3)
+            world.token -= 1
+            with server.connect(world.url.rpartition("/")[2]) as connection:
+                connection.execute("SELECT nextval('events_stream_seq')")
+            world.told(ELSEWHERE, 3, "new")
+            await until(lambda: near.got == ["first", "new"])

@@ -33,13 +33,15 @@ from fedsender.sender.context import Context
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed, parse_row
 from fedsender.store.engine import StoreError
-from fedsender.store.homeserver import RoomsLocked
+from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
 from fedsender.streams import Watermark
 from fedsender.waiting import BeginAnew
 
 log = structlog.get_logger()
 
+HEAR_ANEW_S = 5.0
+"""Seconds between two tries to hear of positions that the database has."""
 NEWEST = 2**63
 """A number above every stream ordering."""
 
@@ -125,10 +127,24 @@ class FanOut:
             upto = await events.wait_past(self.position)
             if self._behind_since is None:
                 self._behind_since = trio.current_time()
-            async with self._turn:
-                await self._step_or_stand(upto)
+            try:
+                async with self._turn:
+                    await self._step_or_stand(upto)
+            except NotGiven as error:
+                await self._hear_anew(events, error)
             # Reading, routing and committing all wait, but only if there is something to do.
             await trio.lowlevel.checkpoint()
+
+    async def _hear_anew(self, events: Watermark, reason: NotGiven) -> None:
+        """Let go of the position that we heard of, and have the feed ask for the present ones.
+
+        A homeserver's process that remembers the lost ids says the same again, until new events
+        have got them.
+        """
+        log.error("announced events are not there: restart the homeserver", reason=str(reason))
+        written = await self._homeserver.event_writer_positions()
+        events.fall(max(self.position, min(written.values(), default=self.position)))
+        await trio.sleep(HEAR_ANEW_S)
 
     async def begin_anew(self, position: int) -> None:
         """Go back to this position: the database was set back. `run` does not run now."""
@@ -144,7 +160,9 @@ class FanOut:
         before, limit = self.position, 1 if self._one_by_one else self._chunk
         try:
             await self._step(upto, limit)
-        except BeginAnew:
+        except NotThere:
+            return  # What is there now is read next.
+        except (BeginAnew, NotGiven):
             raise
         except Exception as error:
             self._one_by_one, event = self._chunk, None
@@ -196,7 +214,8 @@ class FanOut:
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
         async with self.handing_over:
-            gone_rooms, aside = await self._commit(position, owed, first, routed)
+            newest = rows[-1].event_id if rows else None
+            gone_rooms, aside = await self._commit(position, owed, first, routed, newest)
             # From here on nothing may wait: whoever sees the new position also sees the PDUs.
             self.position = position
             received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
@@ -226,6 +245,7 @@ class FanOut:
         owed: dict[tuple[str, str], int],
         first: Mapping[str, int],
         routed: Sequence[Routed],
+        newest: str | None,
     ) -> tuple[set[str], set[tuple[str, str]]]:
         """Commit what is owed, and the position; what another process has locked is set aside.
 
@@ -234,7 +254,7 @@ class FanOut:
         aside: set[tuple[str, str]] = set()
         while True:
             try:
-                return await self._homeserver.commit_fan_out(position, owed, first), aside
+                return await self._homeserver.commit_fan_out(position, owed, first, newest), aside
             except RoomsLocked as error:
                 pairs = error.pairs
             await self._set_aside(pairs, routed)

@@ -263,7 +263,10 @@ def _heed_locks(homeserver: HomeserverStore, observed: Observations) -> None:
         observed.lock.refused_at = None
 
     async def commit_unless_locked(
-        position: int, owed: Mapping[tuple[str, str], int], first: Mapping[str, int] | None = None
+        position: int,
+        owed: Mapping[tuple[str, str], int],
+        first: Mapping[str, int] | None = None,
+        newest: str | None = None,
     ) -> set[str]:
         lock = observed.lock
         locked: set[tuple[str, str]] = set()
@@ -276,7 +279,7 @@ def _heed_locks(homeserver: HomeserverStore, observed: Observations) -> None:
             if lock.refused_at is None:
                 lock.refused_at = trio.current_time()
             raise RoomsLocked(locked)
-        gone = await commit(position, owed, first)
+        gone = await commit(position, owed, first, newest)
         if lock is not None:
             lock.refused_at = None
         return gone

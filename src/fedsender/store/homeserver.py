@@ -132,6 +132,8 @@ _OWED = (
     .limit(bindparam("most"))
 )
 
+_IS_THERE = select(exists().where(tables.events.c.event_id == bindparam("event_id")))
+
 # Run for each row, which is one round trip all the same. A list of rows in one statement would have
 # SQLite look at all rows of each destination.
 _DELETE_MESSAGES = delete(outbox).where(
@@ -139,6 +141,10 @@ _DELETE_MESSAGES = delete(outbox).where(
 )
 
 
+_NEWEST_ID = text(
+    "SELECT last_value FROM pg_sequences"
+    " WHERE schemaname = current_schema() AND sequencename = 'events_stream_seq'"
+)
 _IDLE_FOR_LONG = text("SET LOCAL idle_in_transaction_session_timeout = '1h'")
 
 
@@ -169,6 +175,20 @@ class RoomsLocked(Exception):
     def __init__(self, pairs: Collection[tuple[str, str]]) -> None:
         super().__init__(f"{len(pairs)} debts are in rooms that another process has locked")
         self.pairs = pairs
+
+
+class NotGiven(Exception):
+    """A position that we heard of is beyond all ids that the database has given.
+
+    It was in another state then, and gives these ids again, to other events.
+    """
+
+    def __init__(self, heard: int, given: int) -> None:
+        super().__init__(f"events were announced up to {heard}, and the database has given {given}")
+
+
+class NotThere(Exception):
+    """Events that were read are gone: with their room, or with the state of the database."""
 
 
 class HomeserverStore:
@@ -595,15 +615,27 @@ class HomeserverStore:
     ) -> tuple[list[EventRow], dict[str, Hosts]]:
         """`read_events`, and `servers_before` for the wanted ones among them, in one transaction.
 
+        Raises NotGiven if a Synapse's PostgreSQL has not given all ids up to `upto` yet.
+
         Args:
             wanted: called in a worker thread.
         """
 
         def look(connection: Connection) -> tuple[list[EventRow], dict[str, Hosts]]:
             rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
+            if len(rows) < limit and (not rows or rows[-1].stream_ordering < upto):
+                self._check_given(connection, upto)
             return rows, self._servers_before(connection, [row for row in rows if wanted(row)])
 
         return await self._read_with_groups(look)
+
+    def _check_given(self, connection: Connection, upto: int) -> None:
+        if self._embedded or connection.dialect.name != "postgresql":
+            return
+        # None: it is not there, has not been used, or is not for us to read.
+        given = connection.scalar(_NEWEST_ID)
+        if given is not None and given < upto:
+            raise NotGiven(upto, given)
 
     async def _read_with_groups(self, look: Callable[[Connection], T]) -> T:
         if self._embedded:
@@ -693,13 +725,16 @@ class HomeserverStore:
         position: int,
         owed: Mapping[tuple[str, str], int],
         first: Mapping[str, int] | None = None,
+        newest: str | None = None,
     ) -> set[str]:
         """Record each (destination, room)'s owed events and move the events position, as one (I1).
 
         Returns the rooms that are gone: nothing is owed there.
 
         `owed` has the newest event of each. `first` has, by destination, the oldest event that it
-        is owed now; a new destination's LSSO begins below that one.
+        is owed now; a new destination's LSSO begins below that one. `newest` is the id of the
+        newest event that was read up to the position. Raises NotThere if it is gone: while we
+        waited for the database it may have lost the last events, and will give their ids again.
 
         Stream orderings go upwards only; rooms that were purged are left out. Waits for no lock on
         a room: raises RoomsLocked, with nothing written, if another process holds one. Raises
@@ -713,6 +748,8 @@ class HomeserverStore:
         def commit(connection: Connection) -> set[str]:
             if self._embedded:
                 self._check_fed(connection, position)
+            if newest is not None and not connection.scalar(_IS_THERE, {"event_id": newest}):
+                raise NotThere
             gone, locked = _record_owed(connection, owed, first or {})
             if locked:
                 raise RoomsLocked(locked)
