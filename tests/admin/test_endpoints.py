@@ -330,6 +330,33 @@ async def test_trace_does_not_take_what_is_to_be_sent_again_for_settled(
         assert fate["outcome"] == "delivered"
 
 
+async def test_trace_does_not_take_what_lsso_has_passed_for_settled(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A room is done, and LSSO goes up to the newest event of the next: its older ones wait."""
+    world.settings["destinations"] = {"defaults": {"max_pdus": 1}}
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await world.join(R2, A)
+        world.servers[A].down = True
+        events = [world.pdu(R1, str(number)) for number in range(3)]
+        await world.apply(events[0])
+        await world.apply(events[1])
+        await world.say(R2, "other room")
+        await world.apply(events[2])
+        await settle()
+        await desk.post("pause", {"servers": [A]})
+        await settle(60)
+        world.servers[A].down, world.servers[A].latency = False, 20.0
+        await desk.post("resume", {"servers": [A]})
+        await desk.post("notify_remote_server_up", {"servers": [A]})
+        await settle(45)
+        assert world.servers[A].got == ["other room", "0"]
+        fates = [await desk.get(f"trace/{event.event_id}") for event in events]
+        outcomes = [fate["outcome"] for found in fates for fate in found["destinations"]]
+        assert outcomes == ["delivered", "pending", "pending"]
+
+
 async def test_trace_finds_an_item_among_many_in_quarantine(
     world: World, autojump_clock: MockClock
 ) -> None:

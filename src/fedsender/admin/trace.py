@@ -194,6 +194,9 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     found = Found(event_id, event.room_id, event.stream_ordering)
     complete = await _read_ledger(context, event, found)
     lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
+    at = event.stream_ordering
+    # Their LSSO may have passed it.
+    behind = await context.store.catch_ups_before(event.room_id, at)
     items = await context.store.quarantine_of_events([event_id])
     quarantined = {item.destination: item for item in items}
     again = set(await context.store.to_be_redelivered_to(event_id))
@@ -205,7 +208,7 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     fates = []
     for name in sorted(servers)[:MAX_SERVERS]:
         item = quarantined.get(name, everywhere)
-        owed = not fanned_out or name in again or _owes(lagging.get(name), event.stream_ordering)
+        owed = not fanned_out or name in again or _owes(lagging.get(name), at, name in behind)
         fates.append(_fate(context, name, found, item, owed=owed))
     return Trace(
         event_id=event_id,
@@ -237,11 +240,11 @@ def _why_nobody(routed: object, everywhere: Quarantined | None, servers: set[str
     return f"it cannot be sent: {getattr(routed, 'reason', routed)}"
 
 
-def _owes(lag: Lagging | None, stream_ordering: int) -> bool:
+def _owes(lag: Lagging | None, stream_ordering: int, behind: bool) -> bool:
     """Whether a destination may still be owed this event."""
     if lag is None or lag.rooms == 0:
         return False
-    return lag.lsso is None or lag.lsso < stream_ordering
+    return behind or lag.lsso is None or lag.lsso < stream_ordering
 
 
 def _fate(

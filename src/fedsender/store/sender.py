@@ -319,6 +319,18 @@ class SenderStore:
             row[0]: row[1] for row in connection.execute(query.order_by(catch_ups.c.destination))
         }
 
+    @reading
+    def catch_ups_before(self, connection: Connection, room_id: str, at: int) -> set[str]:
+        """The destinations with a catch-up that was not answered up to `at` in this room."""
+        rooms = catch_up_rooms.c
+        answered = exists().where(
+            rooms.destination == catch_ups.c.destination,
+            rooms.room_id == room_id,
+            rooms.sent_to >= at,
+        )
+        query = select(catch_ups.c.destination).where(catch_ups.c.floor < at, ~answered)
+        return set(connection.execute(query).scalars())
+
     # --- quarantine -------------------------------------------------------------------------------
 
     async def quarantine_item(
