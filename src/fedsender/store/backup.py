@@ -300,7 +300,7 @@ async def restore(
     """Put the databases of a backup in the place of those that are there.
 
     Nothing has changed if it raises before the first database was replaced; after that a start
-    refuses until a restore has run to its end.
+    refuses until a restore has run to its end, if one of them is a file.
 
     Raises:
         WrongDatabase: the directory has no whole backup of these databases.
