@@ -1005,23 +1005,26 @@ class HomeserverStore:
         Raises StoreError.
         """
         names = list(self._marks) if destination is None else [destination]
-        marks = {name: self._marks[name] for name in names if name in self._marks}
-        if not marks:
+        names = [name for name in names if name in self._marks]
+        if not names:
             return
         began, errors = trio.current_time(), list[StoreError]()
 
         async def write(*names: str) -> None:
-            effects = [Settlement(name, marks[name].lsso, marks[name].outbox) for name in names]
+            # As they are now: what was known before the database was set back is void.
+            marks = [(name, self._marks[name]) for name in names if name in self._marks]
             try:
-                await self.settle(effects)
+                await self.settle(
+                    [Settlement(name, each.lsso, each.outbox) for name, each in marks]
+                )
             except StoreError as error:
                 errors.append(error)
 
-        with trio.move_on_after(TOGETHER_S if len(marks) > 1 else math.inf) as together:
-            await write(*marks)
+        with trio.move_on_after(TOGETHER_S if len(names) > 1 else math.inf) as together:
+            await write(*names)
         if together.cancelled_caught:
             async with trio.open_nursery() as nursery:
-                for name in marks:
+                for name in names:
                     nursery.start_soon(write, name)
         if errors:
             raise errors[0]
