@@ -519,19 +519,29 @@ def test_db_upgrade_makes_the_tables_and_can_be_repeated(
     assert (tmp_path / "homeserver.sqlite3").exists()
 
 
+@pytest.mark.parametrize("kind", ["push", "relay"])
 def test_a_backup_is_made_and_restored_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    config, copy = str(write_config(tmp_path)), str(tmp_path / "backup")
+    """A relay has what came since; a homeserver that appends must do that again."""
+    feeds: dict[str, Any] = {
+        "push": {"kind": "push", "push": {"listen": f"unix:{tmp_path}/s", "token_file": "token"}},
+        "relay": {"kind": "relay", "relay": {"address": f"unix:{tmp_path}/r"}},
+    }
+    (tmp_path / "token").write_text(TOKEN)
+    config = str(write_config(tmp_path, feed=feeds[kind]))
+    copy = str(tmp_path / "backup")
     assert run_command(["db", "upgrade", "-c", config]) == 0
     assert run_command(["db", "backup", copy, "-c", config]) == 0
     assert capsys.readouterr().out.endswith(
         "backup: whole; it holds content of events and messages\n"
     )
     assert run_command(["db", "restore", copy, "-c", config]) == 0
-    assert "void: 0 answers since then" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "void: 0 answers since then" in said
+    assert ("the homeserver must append that again" in said) == (kind == "push")
     assert run_command(["db", "backup", copy, "-c", config]) == 1
-    assert "File exists" in capsys.readouterr().err
+    assert "backup is there already: name a new directory" in capsys.readouterr().err
     assert run_command(["db", "restore", str(tmp_path), "-c", config]) == 2
     assert "has no whole backup" in capsys.readouterr().err
 

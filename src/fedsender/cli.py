@@ -375,9 +375,12 @@ def db_restore(directory: BackupDirectory, config: ConfigFile) -> int:
     from fedsender.runtime import real_runtime
     from fedsender.store import backup
 
-    done = trio.run(backup.restore, *_what_is_ours(load(config)), directory, real_runtime())
+    loaded = load(config)
+    done = trio.run(backup.restore, *_what_is_ours(loaded), directory, real_runtime())
     say(f"restored: the databases of {utc_text(done.made_ms)}")
     say(f"void: {done.answers:,} answers since then; what they were for is sent again")
+    if loaded.homeserver.kind == "embedded" and loaded.feed.kind == "push":
+        say("not in it: what was appended since then; the homeserver must append that again")
     for path in done.kept:
         say(f"the one that was there is {path} now, until the next restore")
     return DONE

@@ -5,7 +5,8 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 from tests.admin.desk import open_desk
-from tests.sender.harness import World
+from tests.sender.harness import Answer, Request, World, answer
+from tests.sender.test_blank_answers import saying, to_device
 from trio.testing import MockClock
 
 from fedsender.admin import probes
@@ -85,6 +86,32 @@ async def test_a_paused_server_is_in_no_failing_class_and_its_state_began_with_t
         await trio.sleep(300)
         assert (await desk.get(f"why/{B}"))["since_ts"] is None
         assert (await desk.get("overview"))["failing_by_age"] == {}
+
+
+async def test_all_screens_say_why_events_wait_at_a_server_that_takes_keys_alone(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """What has PDUs is answered by an empty body; after other answers no failure is on record."""
+
+    def reply(request: Request) -> Answer:
+        return saying(b"") if request.event_ids else answer(200, {})
+
+    async with open_desk(world) as desk:
+        world.server(A, reply=reply)
+        await world.join(R1, A)
+        await trio.sleep(20)
+        await world.say(R1, "one")
+        await trio.sleep(3600)
+        await to_device(world, 1)
+        await trio.sleep(30)
+
+        [entry] = (await desk.get("destinations?behind=true"))["destinations"]
+        why = await desk.get(f"why/{A}")
+        response: httpx.Response = await desk.http.get("/metrics")
+        assert (entry["failures"], entry["state"], why["state"]) == (0, "waiting", "waiting")
+        assert samples(response.text, "fedsender_destinations")["waiting"] == 1
+        assert entry["reason"] == why["held"][0]
+        assert entry["reason"].startswith("It answered PDUs with a 200 that says nothing.")
 
 
 async def test_a_server_that_hangs_and_does_not_fail_has_an_age_of_its_own(

@@ -289,7 +289,7 @@ async def test_a_backup_that_fails_leaves_no_directory(files: World, tmp_path: P
     with pytest.raises(StoreError, match="there is no database at"):
         await backup.backup(files.databases, files.owner, tmp_path / "second", real_runtime())
     assert not (tmp_path / "second").exists()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(StoreError, match="is there already: name a new directory"):
         await backup.backup(files.databases, files.owner, tmp_path / "backup", real_runtime())
 
 

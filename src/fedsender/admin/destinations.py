@@ -4,7 +4,7 @@ import heapq
 import math
 import re
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal
@@ -13,10 +13,11 @@ import trio
 
 from fedsender.admin.bodies import MAX_SERVERS, Servers, bad_param, not_found
 from fedsender.admin.context import AdminContext
-from fedsender.admin.display import AGES
+from fedsender.admin.display import AGES, many
 from fedsender.matrix import matches
 from fedsender.sender.debts import Debt
 from fedsender.sender.failure import ServerState
+from fedsender.sender.isolation import Kind
 from fedsender.sender.sender import Status
 
 ROWS = 1_000
@@ -251,10 +252,35 @@ def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -
         next_attempt_ts=next_ms,
         next_attempt_in_s=None if next_ms is None else (next_ms - now_ms) / 1000,
         last_error=state.outcome,
-        reason=state.reason,
+        reason=state.reason or next(held(state), None),
         paused=state.paused,
         parked=state.parked,
     )
+
+
+def held(state: ServerState) -> Iterator[str]:
+    """What keeps some of its items back although others go, a sentence each."""
+    for kind in Kind:
+        search = state.search(kind)
+        if search is not None and search.apart and search.suspect is None:
+            other_kind = "EDUs" if kind is Kind.PDUS else "PDUs"
+            yield (
+                f"It answered {kind.value}s with a 200 that says nothing. That does not count: "
+                f"they are sent again, apart from {other_kind}."
+            )
+        if search is None or search.suspect is None:
+            continue
+        if search.full:
+            found = "it is at fault, and quarantine has no room for it"
+        elif search.at_fault:
+            found = f"so was each other {kind.value} that was tried: the server is at fault"
+        elif search.alone:
+            found = f"there is no other {kind.value} to find out whose fault that is"
+        else:
+            times, others = many(search.failures + 1, "time"), many(search.refusals, "time")
+            answers = many(search.answers + 1, "time")
+            found = f"{times} by now; other {kind.value}s were refused {others}, answered {answers}"
+        yield f"The {kind.value} {search.suspect} was refused and is held: {found}."
 
 
 def age_class(age_s: float) -> str:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from fedsender.admin.context import AdminContext
-from fedsender.admin.destinations import is_known, next_attempt_ms, state_in_words
+from fedsender.admin.destinations import held, is_known, next_attempt_ms, state_in_words
 from fedsender.admin.display import duration, many
 from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
-from fedsender.sender.isolation import Kind
 from fedsender.sender.sender import Status
 from fedsender.store.records import OwedRoom
 
@@ -190,7 +189,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         destination=server,
         state=words,
         since_ts=_since(context, status, now_ms),
-        summary=" ".join((sentence, *_held(state), *_given_up(state, now_ms))),
+        summary=" ".join((sentence, *held(state), *_given_up(state, now_ms))),
         depth=depth,
         oldest=oldest,
         oldest_rooms=pending.oldest_rooms,
@@ -201,7 +200,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         in_flight=in_flight,
         isolating=state.isolating,
         given_up=state.given_up,
-        held=tuple(_held(state)),
+        held=tuple(held(state)),
         paused=state.paused,
         paused_by=state.paused_by,
         paused_ts=state.paused_ms,
@@ -303,27 +302,6 @@ def _sentence(
     if words in ("level", "idle", "leaving") and waits == "nothing waits":
         return f"Up to date{_answered(state, now_ms)}."
     return f"It is {words}{_answered(state, now_ms)}; {waits}."
-
-
-def _held(state: ServerState) -> Iterator[str]:
-    """The state of each search for a poisonous item."""
-    for kind in Kind:
-        search = state.search(kind)
-        if search is not None and search.apart and search.suspect is None:
-            yield f"The last {kind.value}s were answered by nothing: they go apart, and wait."
-        if search is None or search.suspect is None:
-            continue
-        if search.full:
-            found = "it is at fault, and quarantine has no room for it"
-        elif search.at_fault:
-            found = f"so was each other {kind.value} that was tried: the server is at fault"
-        elif search.alone:
-            found = f"there is no other {kind.value} to find out whose fault that is"
-        else:
-            times, others = many(search.failures + 1, "time"), many(search.refusals, "time")
-            answers = many(search.answers + 1, "time")
-            found = f"{times} by now; other {kind.value}s were refused {others}, answered {answers}"
-        yield f"The {kind.value} {search.suspect} was refused and is held: {found}."
 
 
 def _given_up(state: ServerState, now_ms: int) -> Iterator[str]:

@@ -251,12 +251,12 @@ class _Recovery:
     async def void(self, reason: str, answers: int) -> None:
         """Give up the answers of all catch-ups: the database has moved without us.
 
-        `answers`: how many others in the ledger are void, for the log.
+        `answers`: how many other servers have answers in the ledger that are void, for the log.
         """
         log.warning(
             "database moved without us: what it owes is sent anew",
             reason=reason,
-            void_answers=answers,
+            servers_with_void_answers=answers,
         )
         floors = await self.store.sender.catch_up_floors()
         await _for_each([name for name in floors if self.in_our_shard(name)], self.catch_up_anew)

@@ -680,6 +680,6 @@ def _state(state: ServerState, destination: Destination | None) -> str:
         return "waiting"
     if not destination.owes:
         return "level"
-    if not destination.outbox.level:
-        return "catching_up"
-    return "waiting" if destination.phase in (Phase.WAITING, Phase.QUEUED) else "sending"
+    if destination.phase in (Phase.WAITING, Phase.QUEUED):
+        return "waiting"
+    return "sending" if destination.outbox.level else "catching_up"

@@ -115,8 +115,9 @@ async def backup(
     """Copy the databases into a new directory; returns the bytes of each. A daemon may run.
 
     Raises:
-        StoreError: a database is not there, cannot be read, or its copy is damaged.
-        OSError: the directory is there already, or cannot be written.
+        StoreError: the directory is there already; or a database is not there, cannot be read, or
+            its copy is damaged.
+        OSError: the directory cannot be written.
     """
     return await runtime.run_sync(
         lambda: _backup(databases, owner, directory, runtime.now_ms),
@@ -127,7 +128,10 @@ async def backup(
 def _backup(
     databases: Sequence[Ours], owner: Owner, directory: Path, now_ms: Callable[[], int]
 ) -> dict[str, int]:
-    directory.mkdir(mode=0o700)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        raise StoreError(f"{directory} is there already: name a new directory") from None
     try:
         made: dict[str, Any] = {}
         with ExitStack() as stack, _plain_errors():
