@@ -373,6 +373,7 @@ async def test_all_parts_of_a_blocked_room_are_released_by_one_command(
         assert await shell("quarantine", "release", "--room", R1) == 1
         assert "it still cannot be sent" in shell.out
         [bad, *_] = await shell.world.store.sender.quarantined_in_room(R1, 1)
+        assert f"`fedsender quarantine drop {bad.id}` gives it up" in shell.out
         assert await shell("quarantine", "drop", str(bad.id)) == 0
         assert await shell("quarantine", "release", "--room", R1, "--json") == 0
         answer = json.loads(shell.out)

@@ -342,6 +342,12 @@ def quarantine_release(
     """Send quarantined PDUs after all."""
     answer = _free(config, "release", ids, room)
     kept = [f"still in quarantine: {_listed(answer['kept'])}"] if answer["kept"] else []
+    if kept and room is not None:
+        number = answer["kept"][0]
+        kept = [
+            f"still in quarantine: {number}, and what waits behind it; "
+            f"`fedsender quarantine drop {number}` gives it up, then release the room again"
+        ]
     said = [f"released: {_listed(answer['released'])}", *_refused(answer), *kept]
     say_answer(answer, as_json, *said)
     return WRONG if kept else DONE
