@@ -5,7 +5,7 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 from tests.admin.desk import open_desk
-from tests.sender.harness import Answer, Request, World, answer
+from tests.sender.harness import Request, World, answer
 from tests.sender.test_blank_answers import saying, to_device
 from trio.testing import MockClock
 
@@ -14,6 +14,7 @@ from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import new_app
 from fedsender.admin.http1 import PROBES
 from fedsender.daemon import LAG_EVERY_S, watch_lag
+from fedsender.federation.answer import Answer
 from fedsender.telemetry import Metrics
 
 A, B = "a.example", "b.example"
