@@ -325,6 +325,21 @@ async def test_a_start_refuses_a_damaged_file_in_a_sentence(files: World) -> Non
         await files.state()
 
 
+@pytest.mark.parametrize("upto", [0, 4096], ids=["no database", "its header is whole"])
+async def test_a_start_says_the_same_of_a_file_that_it_cannot_even_open(
+    files: World, upto: int
+) -> None:
+    """The schema is read before the file is looked through."""
+    path = files.databases[1].path
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:upto] + b"\xff" * (len(whole) - upto))
+
+    with pytest.raises(StoreError, match=r"the homeserver database is damaged: .*db restore"):
+        await files.state()
+
+
 async def test_a_look_at_a_large_database_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,11 +243,8 @@ class Database:
             try:
                 found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
             except DBAPIError as error:
-                code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
-                if code == sqlite3.SQLITE_INTERRUPT:
+                if _sqlite_code(error) == sqlite3.SQLITE_INTERRUPT:
                     return None
-                if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                    return words(error)
                 raise
             return str(found).splitlines()[-1]
 
@@ -256,17 +253,26 @@ class Database:
             for connection in looking:
                 connection.interrupt()
 
+        found, refused = None, None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(give_up)
-            found = await self.read(look)
+            try:
+                found = await self.read(look)
+            except StoreError as error:
+                refused = error  # Not in a group of one.
             nursery.cancel_scope.cancel()
+        if refused is not None:
+            raise refused
         if found is None:
             log.info("database not checked whole", database=self.name, after_s=CHECK_S)
         elif found != "ok":
-            raise StoreError(
-                f"the {self.name} database is damaged: {self.url.database}: {found}."
-                " Restore a backup with `fedsender db restore`"
-            )
+            raise self._damaged(found)
+
+    def _damaged(self, found: str) -> StoreError:
+        return StoreError(
+            f"the {self.name} database is damaged: {self.url.database}: {found}."
+            " Restore a backup with `fedsender db restore`"
+        )
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -355,6 +361,8 @@ class Database:
             self._note_away(lane, error)
             return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
         if isinstance(error, DBAPIError):
+            if _sqlite_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise self._damaged(words(error)) from None
             ours = isinstance(error, DataError | IntegrityError)
             told = WrongDatabase if kind == "wrong" else WrongValues if ours else StoreError
             # Not from it: PostgreSQL quotes rows in what follows its first line (I10).
@@ -523,3 +531,8 @@ def _make_lane(
     kind: Literal["read", "write"], url: URL, size: int, options: DatabaseOptions
 ) -> _Lane:
     return _Lane(kind, make_engine(kind, url, size, options), trio.CapacityLimiter(size))
+
+
+def _sqlite_code(error: DBAPIError) -> int:
+    """SQLite's primary result code; 0: it is no error of SQLite."""
+    return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
