@@ -271,7 +271,7 @@ class Database:
     def _damaged(self, found: str) -> StoreError:
         return StoreError(
             f"the {self.name} database is damaged: {self.url.database}: {found}."
-            " Restore a backup with `fedsender db restore`"
+            " Restore a backup: of ours with `fedsender db restore`, of a Synapse's in its own way"
         )
 
     @contextmanager
