@@ -98,10 +98,20 @@ class Postgres:
         self.start()
 
     def put_back(self) -> None:
-        """Have it lose what was committed since `copy`, as a replica that was behind. Blocks."""
+        """Have it lose what was committed since `copy`, as a machine's snapshot does. Blocks."""
         self.kill()
         self._copy(self._copied, self._data)
         self.start()
+
+    def fail_over(self) -> None:
+        """Have a replica take over that lacks what was committed since `copy`. Blocks."""
+        self.kill()
+        self._copy(self._copied, self._data)
+        signal_file = self._data / "standby.signal"
+        subprocess.run(["touch", str(signal_file)], check=True, **self._run_as)
+        self.start()
+        with self.connect("postgres") as connection:
+            assert connection.execute("SELECT pg_promote()").fetchone() == (True,)
 
     def _copy(self, data: Path, to: Path) -> None:
         shutil.rmtree(to, ignore_errors=True)

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,7 @@ def test_tail_prints_attempts_as_they_are_written_until_it_is_told_to_end(tmp_pa
         written = threading.Event()
 
         def write() -> None:
-            for number in range(1000):
+            for number in count():
                 with (ledger / f"fed1.b00t.{number:06d}.open").open("w") as file:
                     file.write(LEDGER_LINE.replace("failing", "delivered") + LEDGER_LINE)
                 if written.wait(0.05):

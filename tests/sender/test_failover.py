@@ -154,6 +154,27 @@ async def test_what_a_failover_loses_is_owed_anew_and_its_ids_are_not_mistaken(
     assert errors <= {"database unavailable"}
 
 
+async def test_a_lost_message_takes_no_other_with_it(tmp_path: Path, server: Postgres) -> None:
+    """I4: only to-device rows are lost, and the events position is as we left it."""
+    world = FailingOver(tmp_path, Databases(server).create_database())
+    await world.found()
+    near = world.servers[NEAR]
+    with trio.fail_after(60):
+        async with world.run() as sender:
+            world.told(ELSEWHERE, 3, "first")
+            await until(lambda: near.got == ["first"])
+            await until(lambda: world.store.homeserver.unwritten(NEAR) is None)
+            await trio.to_thread.run_sync(server.copy)
+            near.reply = lambda _: answer(500)
+            world.message(NEAR, 6, "lost key")
+            await until(lambda: NEAR in frozen(world))
+            await trio.to_thread.run_sync(server.fail_over)
+            world.message(NEAR, 6, "new key")
+            near.reply = ok
+            sender.registry.wake([NEAR], by_admin=True)
+            await until(lambda: "new key" in edus(near))
+
+
 async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Postgres) -> None:
     """At our own target nothing was set back; beyond it, another sender has our name."""
     world = FailingOver(tmp_path, Databases(server).create_database())

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.positions import set_feed_position
 from fedsender.store.records import FrozenRecord, Redelivery
 from fedsender.telemetry import Count
 
@@ -60,13 +62,19 @@ def frozen(manifest: Mapping[str, Any]) -> FrozenRecord:
     return FrozenRecord(A, "t2", b"{}", manifest, 5, 1)
 
 
+async def fan_out_upto(store: Store, token: int) -> None:
+    """The feed is stored up to this token, and has nothing for anybody."""
+    await store.homeserver.events_position()
+    await store.homeserver._database.write(partial(set_feed_position, token=token))
+    await store.homeserver.commit_fan_out(token, {})
+
+
 async def test_extremities_ahead_of_the_fan_out_are_no_sign_of_a_move(tmp_path: Path) -> None:
     """I3: catch-up sends forward extremities, which may be newer than all that is fanned out. Who
     is killed while his fan-out lags repeats what was frozen, and knows what was answered."""
     ahead = SentPdu("$e", R, 900, "catch_up", (3, 10))
     async with a_store(tmp_path) as store:
-        await store.homeserver.events_position()
-        await store.homeserver.commit_fan_out(10, {})
+        await fan_out_upto(store, 10)
         await start(store, tmp_path, "b1")
         async with a_ledger(tmp_path, "b2") as ledger:
             ledger.record(answered(pdus=[ahead], lsso=10))
@@ -79,8 +87,7 @@ async def test_extremities_ahead_of_the_fan_out_are_no_sign_of_a_move(tmp_path: 
 async def test_a_sender_that_has_not_started_yet_sets_nobody_back(tmp_path: Path) -> None:
     """I1: a sender looks at its own position, and leaves it alone, while another one is added."""
     async with a_store(tmp_path, "fed1", "fed2", "fed3") as store:
-        await store.homeserver.events_position()
-        await store.homeserver.commit_fan_out(50, {})
+        await fan_out_upto(store, 50)
         await start(store, tmp_path, "b1")
         # fed2 lags; fed3 has no row before its first start.
         await store.homeserver._database.write(

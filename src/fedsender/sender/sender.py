@@ -328,8 +328,6 @@ class Sender:
         """
         context, homeserver = self.context, self.context.homeserver
         await self.registry.end_all()
-        there = (await homeserver.generation()).position
-        reason = f"the events position went back to {there} from {homeserver.furthest}"
         homeserver.begin_anew()
         context.router.clear()
         context.debts.forget()
@@ -339,7 +337,7 @@ class Sender:
             context.runtime,
             context.instance,
             self._policies.handles,
-            reason,
+            homeserver.set_back_because,
         )
         await self.edus.begin_anew(position)
         await self.fan_out.begin_anew(position)

@@ -235,8 +235,11 @@ class HomeserverStore:
         # It falls only when the feed begins anew.
         self._fed = -1
         self._era = 0
+        self._timeline: str | None = None
+        self._has_timeline: bool | None = None
         self.set_back = trio.Event()
         """Set once a write finds the database in an earlier state than we left it in."""
+        self.set_back_because = ""
 
     @property
     def trouble(self) -> str | None:
@@ -278,10 +281,15 @@ class HomeserverStore:
 
     async def check_left(self) -> None:
         """Raise SetBack if the database is in an earlier state than we left it in."""
-        instance, left = self._settings.instance, self._left
-        check = partial(positions.check_left, instance=instance, left=left)
         with self._noticing():
-            await self._database.read(check)
+            await self._database.read(self._check_as_left)
+
+    def _check_as_left(self, connection: Connection) -> None:
+        positions.check_left(connection, self._settings.instance, self._left)
+        if self._has_timeline is None:
+            self._has_timeline = positions.has_timeline(connection)
+        if self._has_timeline:
+            self._timeline = positions.timeline(connection, self._timeline)
 
     def begin_anew(self) -> None:
         """Forget all that is known of the database: it was set back.
@@ -290,6 +298,7 @@ class HomeserverStore:
         """
         self._era += 1
         self._left = frozenset()
+        self._timeline = None
         self._marks.clear()
         # Ids of state groups may be given anew.
         self._groups = room_servers.StateGroups()
@@ -300,7 +309,8 @@ class HomeserverStore:
     def _noticing(self) -> Iterator[None]:
         try:
             yield
-        except positions.SetBack:
+        except positions.SetBack as error:
+            self.set_back_because = str(error)
             self.set_back.set()
             raise
 
@@ -322,6 +332,8 @@ class HomeserverStore:
         """
         position = await self._events_position()
         self._left = self._left or frozenset({position})
+        # Before anything is read of which an answer will be written.
+        await self.check_left()
         return position
 
     @writing
@@ -958,7 +970,7 @@ class HomeserverStore:
     def _settle(
         self, connection: Connection, groups: Sequence[tuple[int, Sequence[Settlement]]]
     ) -> None:
-        positions.check_left(connection, self._settings.instance, self._left)
+        self._check_as_left(connection)
         if any(era != self._era for era, _ in groups):
             raise positions.SetBack("the homeserver's database was set back since this answer")
         _settle(connection, [settlement for _, group in groups for settlement in group])

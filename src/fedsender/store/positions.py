@@ -11,11 +11,26 @@ Only we move our events position, so whoever writes finds it as we left it. Lowe
 earlier state of the database: a replica took over that lacked our last commits, or a backup was
 restored under us. Then all that we know of what came since is void, and nothing of it may be
 written (`SetBack`). Higher, another process sends under our name.
+
+A failover may also lose other rows alone, and their ids are given to new ones: a to-device message
+that we have read, say. So we note a PostgreSQL's timeline, too. It is another one after each
+failover.
 """
 
 from collections.abc import Collection
 
-from sqlalchemy import Connection, ScalarSelect, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy import (
+    Connection,
+    ScalarSelect,
+    and_,
+    bindparam,
+    delete,
+    func,
+    or_,
+    select,
+    text,
+    update,
+)
 
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
@@ -31,6 +46,15 @@ NEVER_ACKED = -1
 # Made once: to make a statement costs as much as to run it.
 _POSITION = select(positions.c.stream_id).where(
     positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")
+)
+# A replica has none, and the functions raise an error there.
+_TIMELINE = text(
+    "SELECT CASE WHEN NOT pg_is_in_recovery()"
+    " THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END"
+)
+_MAY_ASK = text(
+    "SELECT has_function_privilege(to_regprocedure('pg_current_wal_lsn()'), 'execute')"
+    " AND has_function_privilege(to_regprocedure('pg_walfile_name(pg_lsn)'), 'execute')"
 )
 _AS_LEFT = and_(
     positions.c.type == "events",
@@ -49,6 +73,25 @@ _ADVANCE = (
 
 class SetBack(StoreError, BeginAnew):
     """The database is in an earlier state than the one that we left."""
+
+
+def has_timeline(connection: Connection) -> bool:
+    """Whether this database has a timeline that we may ask for."""
+    return connection.dialect.name == "postgresql" and bool(connection.scalar(_MAY_ASK))
+
+
+def timeline(connection: Connection, known: str | None) -> str | None:
+    """The PostgreSQL's timeline, in hexadecimal; on a replica, which has none, `known`.
+
+    `known`: the one that we found before; None: none. Raises SetBack if it is another one.
+    """
+    found: str | None = connection.scalar(_TIMELINE)
+    if None not in (found, known) and found != known:
+        raise SetBack(
+            f"the homeserver's database is on timeline {found}, and was on {known}: a replica took"
+            " over, and may lack what was committed last"
+        )
+    return found or known
 
 
 def no_position(instance: str) -> StoreError:
