@@ -269,6 +269,47 @@ async def test_a_lock_on_one_server_s_row_holds_up_no_other_server(
                 other.rollback()
 
 
+async def test_answers_that_wait_for_a_locked_table_hold_no_places(
+    purging: PostgresWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of to-device messages cannot be deleted, for more servers than there are places."""
+    world = purging
+    world.settings = {"sending": {"max_in_flight": 8}}
+    old, near = world.servers[OLD], world.servers[NEAR]
+    names = [OLD, *(f"s{number}.example" for number in range(12))]
+    servers = [world.server(name) for name in names[1:]]
+    for name in ("first.example", *names):
+        message = {"destination": name, "stream_id": 1, "queued_ts": 0, "messages_json": "{}"}
+        world.put(tables.device_federation_outbox, **message)
+    # Marks are late as soon as there are any, so all but the first answer are written at once.
+    monkeypatch.setattr("fedsender.store.homeserver.MARKS_LATE_S", -1)
+    first = world.server("first.example")
+    with trio.fail_after(30), psycopg.connect(world.url) as other:
+        other.execute(b"LOCK TABLE device_federation_outbox IN SHARE MODE")
+        async with world.run() as sender:
+            admission = sender.context.admission
+            await until(lambda: len(first.answered) == 1)
+            await until(lambda: all(len(each.answered) == 1 for each in (old, *servers)))
+            await until(lambda: admission.in_flight == 0)
+            frozen = [sender.active[name].frozen for name in names]
+            waiting = [each for each in frozen if each is not None]
+            assert len(waiting) >= len(names) - 1
+            assert not any(each.body or each.drafted for each in waiting)
+            assert admission.bodies == 0
+
+            world.told(PURGED, 1, "next")
+            world.told(OTHER, 3, "unrelated")
+            await until(lambda: near.got == ["unrelated"])
+            # One transaction is in flight until its effects are on record.
+            assert len(old.requests) == 1
+            other.rollback()
+            await until(lambda: old.got == ["next"])
+            await until(lambda: not any(sender.active[name].frozen for name in names))
+    with psycopg.connect(world.url) as connection:
+        query = "SELECT count(*) FROM device_federation_outbox"
+        assert connection.execute(query).fetchone() == (0,)
+
+
 async def test_a_purge_of_a_server_with_locked_rows_holds_up_no_event(
     purging: PostgresWorld,
 ) -> None:

@@ -831,6 +831,9 @@ class Destination:
         self._timer.answered()
         if was_failing and before.failures and not self.state.searches:
             self._reporter.well_again()
+        # Our databases may have us wait for long from here on, and others need the place meanwhile.
+        transaction.drop_content()
+        self._permit.let_go()
         searched = self.state.pdu_search, self.state.edu_search
         changed = searched != (before.pdu_search, before.edu_search)
         if was_failing or changed or self._another_hour(before.last_success_ms, now_ms):

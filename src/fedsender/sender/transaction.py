@@ -253,6 +253,10 @@ class Transaction:
     def put_away(self) -> None:
         """Drop the body, which is on record, and the draft, until the next attempt."""
         self.edu_marks = self._marks
+        self.drop_content()
+
+    def drop_content(self) -> None:
+        """Drop the body and the draft: settling an answer needs neither."""
         self.body, self.drafted = b"", None
 
     @property
