@@ -174,11 +174,11 @@ class LedgerChecks:
             if line["status"] is None:
                 view.cut_off = line["transaction_id"], trio.current_time()
         if outcome == "delivered":
-            self._delivered(view, line)
+            self._delivered(view, at, line)
         elif outcome != "unknown":
             self._failed(view, at, line)
 
-    def _delivered(self, view: ServerView, line: dict[str, Any]) -> None:
+    def _delivered(self, view: ServerView, at: float, line: dict[str, Any]) -> None:
         view.failed_at = None
         view.failures.clear()
         view.stubborn = 0
@@ -196,7 +196,7 @@ class LedgerChecks:
                 self._observed.counts["PDUs of small gaps"] += 1
             if lane == "live":
                 self._check_order(view, token)
-        self._check_share(view, line)
+        self._check_share(view, at, line)
         self._observed.counts["refused PDUs"] += len(line["refused"])
 
     def _check_order(self, view: ServerView, token: int) -> None:
@@ -206,13 +206,13 @@ class LedgerChecks:
             )
         view.newest_live = max(token, view.newest_live)
 
-    def _check_share(self, view: ServerView, line: dict[str, Any]) -> None:
+    def _check_share(self, view: ServerView, at: float, line: dict[str, Any]) -> None:
         """More than half of a transaction are redeliveries only if no other room's event waits."""
         again = [pdu["room_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
         if len(again) <= MOST_PDUS // 2 or line["attempt"] > 1:
             return
         observed, disk = self._observed, self._observed.disk
-        began_at = (line["ms"] - line["took_ms"] - EPOCH_MS) / 1000
+        began_at = at - line["took_ms"] / 1000
         by_id = observed.homeserver.by_id
         rooms = {*again, *(by_id[name].room_id for name in disk.redeliveries(view.name))}
         for happening in view.owed_between(view.mark, observed.position):
