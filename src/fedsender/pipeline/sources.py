@@ -18,7 +18,13 @@ from fedsender.pipeline.database import Away, Reading, Slow, Source
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
-from fedsender.store.event_rows import auth_memberships, event_row, json_object, membership_in
+from fedsender.store.event_rows import (
+    auth_memberships,
+    event_row,
+    json_object,
+    membership_in,
+    partial_state,
+)
 from fedsender.store.records import EventRow
 from fedsender.store.room_servers import (
     exceptions,
@@ -91,8 +97,8 @@ def _event_batches(
             table.c.outlier,
             table.c.rejection_reason,
             tables.rejections.c.event_id.label("rejection"),
-            # Not judged here: they say what of an event may be sent now.
-            sa.false().label("partial"),
+            (partial_state(table) if synapse else sa.false()).label("partial"),
+            # Not judged here: it says what of an event may be sent now.
             sa.false().label("erased"),
             event_json.c.internal_metadata,
             tables.rooms.c.room_version,

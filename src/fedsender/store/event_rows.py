@@ -127,7 +127,7 @@ def _event_query(schema: Schema) -> Select[Any]:
     if schema.state_groups:
         groups = tables.event_to_state_groups
         stored = stored.outerjoin(groups, groups.c.event_id == events.c.event_id)
-        partial = _partial(events)
+        partial = partial_state(events)
         erased = exists().where(tables.erased_users.c.user_id == events.c.sender)
         state_group = case((~partial, groups.c.state_group))
     return select(
@@ -152,7 +152,7 @@ def _event_query(schema: Schema) -> Select[Any]:
     ).select_from(stored)
 
 
-def _partial(events: FromClause) -> ColumnElement[bool]:
+def partial_state(events: FromClause) -> ColumnElement[bool]:
     """Whether only a part of the state before the event is known.
 
     Events from before our join, of an earlier stay in the room, keep their whole state.
