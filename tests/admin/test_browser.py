@@ -163,7 +163,7 @@ async def test_a_page_of_another_origin_does_nothing_with_the_cookie(
         with on_another_port(Elsewhere) as elsewhere:
             await chromium.walk(house.url, steps, elsewhere=elsewhere, complaint="CORS policy")
         assert "fedsender_" in cookies[0], "the test shows nothing: the cookie did not go there"
-        assert house.world.sender.registry.state_of(B).paused is None
+        assert house.world.sender.registry.own_state(B).paused is None
 
 
 async def test_behind_a_proxy_with_a_path_of_its_own_that_rewrites_host(
@@ -311,7 +311,7 @@ async def test_a_server_is_explained_and_acted_upon(tmp_path: Path, chromium: Ch
     async with open_house(tmp_path) as house:
         world = house.world
         event_id = await with_a_dead_server(world)
-        state_of = world.sender.registry.state_of
+        own_state = world.sender.registry.own_state
 
         def steps(page: Page) -> None:
             log_in(page)
@@ -326,7 +326,7 @@ async def test_a_server_is_explained_and_acted_upon(tmp_path: Path, chromium: Ch
             dialog = page.get_by_role("dialog")
             dialog.get_by_role("button", name="Cancel").click()
             expect(dialog).to_be_hidden()
-            assert state_of(B).paused is None
+            assert own_state(B).paused is None
             page.get_by_role("button", name="Pause…").click()
             dialog.get_by_label("For").select_option("2 hours")
             dialog.get_by_label("Reason").fill("it moves house")
@@ -334,7 +334,7 @@ async def test_a_server_is_explained_and_acted_upon(tmp_path: Path, chromium: Ch
             dialog.get_by_role("button", name="Pause", exact=True).click()
             said(page, f"pause: {B}")
             expect(facts).to_contain_text("by ada: it moves house")
-            state = state_of(B)
+            state = own_state(B)
             assert state.paused_until_ms is not None
             assert state.paused_ms is not None
             assert state.paused_until_ms - state.paused_ms == 2 * 3_600_000
@@ -584,7 +584,7 @@ async def test_the_keyboard_is_enough(tmp_path: Path, chromium: Chromium) -> Non
             expect(page.get_by_role("button", name="Pause…")).to_be_focused()
 
         await chromium.walk(house.url, steps)
-        state = house.world.sender.registry.state_of(B)
+        state = house.world.sender.registry.own_state(B)
         assert state.paused is not None
         assert state.paused_until_ms is None
 
@@ -705,7 +705,7 @@ async def test_what_others_choose_is_shown_as_text_and_breaks_no_line(
         await world.join(R1, A, LONG)
         event = world.pdu(R1, "one", type=f"{HOSTILE}{'y' * 200}")
         await world.apply(event)
-        await until(lambda: world.sender.registry.state_of(LONG).failures)
+        await until(lambda: world.sender.registry.own_state(LONG).failures)
         await world.store.sender.quarantine_item(
             destination=LONG,
             kind=HOSTILE,
