@@ -302,20 +302,20 @@ async def test_handing_back_says_what_is_unanswered_and_synapse_sends_it_again(
             assert await room.bob.read_until(room.id, expected[-1]) == expected
 
 
-async def test_a_schema_outside_the_tested_range_is_refused(world: World, tmp_path: Path) -> None:
+async def test_a_schema_that_is_too_new_for_us_is_refused(world: World, tmp_path: Path) -> None:
     """By `run` and by `hand-back`, each with one clear sentence; our lock is not even taken."""
     world.daemon.write_files()
-    ((version,),) = await world.rows("SELECT version FROM schema_version")
+    ((known,),) = await world.rows("SELECT compat_version FROM schema_compat_version")
     with trio.fail_after(TEST_S), open_host(tmp_path / "host", host_values(world)) as host:
-        await world.change("UPDATE schema_version SET version = 9999")
+        await world.change("UPDATE schema_compat_version SET compat_version = 9999")
         try:
             run = await host.run('fedsender run -c "$CONFIG"')
             handed = await hand_back(host)
         finally:
-            await world.change("UPDATE schema_version SET version = %s", version)
+            await world.change("UPDATE schema_compat_version SET compat_version = %s", known)
         for refused in (run, handed):
             assert refused.returncode == 1
-            assert "Synapse's schema is version 9999" in refused.stderr.splitlines()[-1]
+            assert "for programs that know version 9999" in refused.stderr.splitlines()[-1]
             assert "upgrade fedsender" in refused.stderr.splitlines()[-1]
 
 
