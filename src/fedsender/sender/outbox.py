@@ -12,7 +12,6 @@ in the database, and hold LSSO below them: catch-up passes the room over. Its ol
 and catch-up sends a redelivery that lies among those that it owes. Those of other rooms do not
 wait: redeliveries take half of every other transaction, and what the others leave.
 
-
 Only its owner, the destination's task, calls the coroutines here, one at a time. Two sequences must
 stay free of `await`. The first is in `_end_catch_up`: from the check that no PDU was offered since
 the query that found none owed, to the switch to level. Else a PDU is lost between the database and

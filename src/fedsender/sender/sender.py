@@ -195,20 +195,24 @@ class Sender:
             name = lag.destination
             debt = found[name] = Debt(lag.rooms, lag.oldest, owes_keys=lag.owes_keys, lsso=lag.lsso)
             known = self.context.debts.of(name)
-            if known is not None and known.oldest is not None and known.lsso == lag.lsso:
+            # Without a time its look-up was cut off.
+            if known is not None and known.oldest_ms is not None and known.lsso == lag.lsso:
                 debt.oldest, debt.oldest_ms = known.oldest, known.oldest_ms
             elif debt.oldest is not None:
                 unknown[name] = debt
         self.context.debts.count_anew(found)
         self.quarantine_items = await self.context.store.quarantine_size()
         self.context.metrics.quarantine_items.set(self.quarantine_items)
+        floors = await self.context.store.catch_up_floors() if unknown else {}
         for chunk in in_chunks(unknown, DEBTS_AT_ONCE):
-            await self._look_up({name: unknown[name] for name in chunk})
+            await self._look_up({name: unknown[name] for name in chunk}, floors)
 
-    async def _look_up(self, debts: Mapping[str, Debt]) -> None:
-        """Find the oldest event of each of these debts whose `oldest` is the newest of its room."""
+    async def _look_up(self, debts: Mapping[str, Debt], floors: Mapping[str, int]) -> None:
+        """Find the oldest event of each of these debts whose `oldest` is the newest of its room.
+
+        `floors`: of the catch-ups under way, by server.
+        """
         asked: dict[str, OwedSince] = {}
-        floors = await self.context.store.catch_up_floors()
         for name, debt in debts.items():
             if debt.oldest is None or self.context.debts.of(name) is not debt:
                 continue  # It has been settled meanwhile.
@@ -230,7 +234,7 @@ class Sender:
             owed = await self.context.homeserver.owed_rooms(server, lsso or 0, 1)
             known.oldest, known.oldest_ms = owed[0][1] if owed else None, None
             known.lsso = lsso
-            await self._look_up({server: known})
+            await self._look_up({server: known}, await self.context.store.catch_up_floors())
         return known
 
     def debt(self, server: str) -> Debt | None:

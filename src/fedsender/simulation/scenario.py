@@ -350,7 +350,7 @@ class Scenario:
             self._look_once()
 
     def _set_clock(self) -> None:
-        """Somebody sets the daemon's wall clock; it must not care."""
+        """Set the daemon's wall clock ahead or back: no wait may become longer."""
         step_s = self._rng.choice((20 * MINUTE, HOUR, YEAR)) * self._rng.choice((-1, 1))
         self._world.wire.clock_set(round(step_s * 1000))
 
