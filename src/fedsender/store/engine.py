@@ -229,7 +229,7 @@ class Database:
     async def check_whole(self) -> None:
         """Look for damage in an SQLite file, for `CHECK_S` at most; PostgreSQL looks itself.
 
-        Raises StoreError for one that is damaged: what a daemon made of it would be damaged too.
+        Raises WrongDatabase for one that is damaged: what a daemon made of it would be damaged too.
         """
         if self.dialect != "sqlite":
             await trio.lowlevel.checkpoint()
@@ -268,8 +268,8 @@ class Database:
         elif found != "ok":
             raise self._damaged(found)
 
-    def _damaged(self, found: str) -> StoreError:
-        return StoreError(
+    def _damaged(self, found: str) -> WrongDatabase:
+        return WrongDatabase(
             f"the {self.name} database is damaged: {self.url.database}: {found}."
             " Restore a backup: of ours with `fedsender db restore`, of a Synapse's in its own way"
         )
