@@ -55,7 +55,10 @@ def test_an_object_is_one_line_that_says_the_same(capsys: pytest.CaptureFixture[
         (["pause", "--pattern", "*"], {"servers": [HOSTILE]}),
         (["wake", "--all"], {"woken": [], "left_alone": {HOSTILE: "nothing is owed to it"}}),
         (["purge", "a.example"], {"purged": HOSTILE}),
-        (["quarantine", "release", "1"], {"released": [], "kept": [HOSTILE], "refused": []}),
+        (
+            ["quarantine", "release", "1"],
+            {"released": [], "kept": [HOSTILE], "refused": [], "more": False},
+        ),
         (
             ["redeliver", "a.example", "$a"],
             {

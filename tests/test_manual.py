@@ -25,7 +25,7 @@ def test_the_pages_have_all_commands_options_and_settings(tmp_path: Path) -> Non
     pages = written(tmp_path)
     assert sorted(pages) == ["fedsender.1", "fedsender.yaml.5"]
     commands = pages["fedsender.1"]
-    assert '.SS "fedsender quarantine release [OPTIONS] {ID...}..."\nSend quarantined' in commands
+    assert '.SS "fedsender quarantine release [OPTIONS] [[ID]...]..."\nSend quarantined' in commands
     assert '.B "\\-\\-for TIME"\nUntil so long from now: 2h, 30m.' in commands
     assert "Exit codes: 0: done" in commands
     settings = pages["fedsender.yaml.5"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 from tests.sender.harness import World
-from tests.sender.test_recovery import A, B, a_store, start
+from tests.sender.test_recovery import A, B, a_store, fan_out_upto, start
 from trio.testing import MockClock
 
 from fedsender.config import from_values
@@ -43,10 +43,9 @@ async def move_on(store: Store, position: int, *, acked: int | None = None) -> N
 
 async def test_a_start_says_from_where_on_the_stream_is_ours(tmp_path: Path) -> None:
     async with a_store(tmp_path) as store:
-        await store.homeserver.events_position()
-        await store.homeserver.commit_fan_out(10, {})
+        await fan_out_upto(store, 10)
         await start(store, tmp_path, "b1")
-        await store.homeserver.commit_fan_out(20, {})
+        await fan_out_upto(store, 20)
         await start(store, tmp_path, "b2")
     assert notes(tmp_path / "ledger") == [("owned", "*", 10, None), ("owned", "*", 20, None)]
 
@@ -58,12 +57,11 @@ async def test_where_another_sender_went_on_unasked_the_stream_was_handed_over(
     """Nobody handed it back, so the position that has moved says so. A server that was in catch-up
     was owed what is above its floor, whatever its low-water mark had passed."""
     async with a_store(tmp_path) as store:
-        await store.homeserver.events_position()
-        await store.homeserver.commit_fan_out(20, {})
+        await fan_out_upto(store, 20)
         await start(store, tmp_path, "b1")
         for server, floor in ((A, 7), (B, 8)):
             await store.sender.begin_catch_up(server, floor, newest_only=False)
-        await store.homeserver.commit_fan_out(30, {})
+        await fan_out_upto(store, 30)
         await hand_over(store, "fed1")
         await move_on(store, 60, acked=acked)
         await start(store, tmp_path, "b2", lambda server: server == A)

@@ -56,6 +56,9 @@ class SaidDisk(Disk):
     def quarantined(self, server: str | None, event_id: str) -> bool:
         return server is None and event_id in self.unsent
 
+    def redeliveries(self, server: str) -> list[str]:
+        return []
+
 
 class Gap:
     """A sender that has all of a room but its newest events, and then a snapshot."""
