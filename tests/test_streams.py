@@ -209,46 +209,65 @@ async def test_waiting_for_a_position_already_passed_is_a_checkpoint() -> None:
 # --- writers that are not configured --------------------------------------------------------------
 
 
+def started(stored: dict[str, int], now: float = 0.0) -> HeardPositions:
+    heard = HeardPositions()
+    assert heard.start(stored, now) == []
+    return heard
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 5))))
 def test_heard_positions_never_pass_a_writer_that_is_waited_for(
     said: list[tuple[str, int, int]],
 ) -> None:
-    heard = HeardPositions({"a": 3, "b": 5})
-    positions, now, linear = {"a": 3, "b": 5}, 0.0, heard.linear
+    positions, now = {"a": 3, "b": 5}, 0.0
+    heard = started(positions)
+    linear = heard.value
     for writer, position, seconds in said:
         now += seconds
         positions[writer] = max(position, positions.get(writer, position))
-        heard.advance(writer, position, now)
-        token = heard.linear
+        heard.hear({writer: position}, now)
+        token = heard.value
         assert linear <= token <= max(positions.values())
         if now < HeardPositions.PATIENCE_S:
             assert token == max(linear, min(positions.values()))
         linear = token
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 50))))
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 50))),
+    st.integers(0, 20),
+)
 def test_every_id_is_read_by_the_position_or_told_to_be_late(
-    said: list[tuple[str, int, int]],
+    said: list[tuple[str, int, int]], restart_at: int
 ) -> None:
-    heard = HeardPositions({"a": 3, "b": 5, "c": 5})
+    """Also if it begins again at its position, and knows the writers only that it had passed."""
     positions, now = {"a": 3, "b": 5, "c": 5}, 0.0
-    for writer, position, seconds in said:
+    heard = started(positions)
+    for number, (writer, position, seconds) in enumerate(said):
         now += seconds
         # A reader may have passed all up to here, and has seen what was completed by then.
-        passed = heard.linear
-        late = heard.advance(writer, position, now)
-        told = set(range(late[0] + 1, late[1] + 1)) if late else set()
+        passed = heard.value
+        if number == restart_at:
+            before, heard = heard, HeardPositions()
+            heard.advance(passed)
+            heard.writers = {name: at for name, at in before.writers.items() if at < passed}
+            stored = {**positions, writer: max(position, positions[writer])}
+            late = heard.start(stored, now)
+        else:
+            late = heard.hear({writer: position}, now)
+        assert all(name == writer for name, _, _ in late)
+        told = {number for _, after, upto in late for number in range(after + 1, upto + 1)}
         completed = range(positions[writer] + 1, position + 1)
         assert told == {number for number in completed if number <= passed}
         positions[writer] = max(position, positions[writer])
 
 
 def test_a_writer_that_stays_behind_is_not_waited_for_for_ever() -> None:
-    heard = HeardPositions({"gone": 3, "busy": 3}, now=100)
+    heard = started({"gone": 3, "busy": 3}, now=100)
 
     def advance(writer: str, position: int, now: float) -> int:
-        heard.advance(writer, position, now)
-        return heard.linear
+        heard.hear({writer: position}, now)
+        return heard.value
 
     assert advance("busy", 9, now=101) == 3
     assert advance("busy", 10, now=130) == 3
@@ -257,9 +276,9 @@ def test_a_writer_that_stays_behind_is_not_waited_for_for_ever() -> None:
 
 
 def test_nobody_is_late_while_nobody_can_be_heard() -> None:
-    heard = HeardPositions({"slow": 3, "busy": 9}, now=0)
+    heard = started({"slow": 3, "busy": 9}, now=0)
 
     heard.wait_anew(now=100)
-    heard.advance("busy", 11, now=101)
+    heard.hear({"busy": 11}, now=101)
 
-    assert heard.linear == 3
+    assert heard.value == 3

@@ -179,55 +179,67 @@ class StreamPositions:
             self._held_since = now
 
 
-class HeardPositions:
-    """A reader's positions of a stream without configured writers: each one that is heard counts.
+class HeardPositions(Watermark):
+    """A position in a stream without configured writers: each one that is heard counts.
 
-    A writer that stays behind the others for `HeardPositions.PATIENCE_S` is not waited for: it is
-    gone, or has no facts, or a transaction of it hangs. What it completes later, below the linear
-    token, `advance` reports, so that a reader can go back for it.
+    It is the lowest of the writers' positions. But a writer that stays behind the others for
+    `HeardPositions.PATIENCE_S` is not waited for: it is gone, or has no facts, or a transaction of
+    it hangs. What it completes later, below the position, `hear` reports, so that a reader can go
+    back for it.
 
-    Args:
-        stored: positions by writer as the homeserver last stored them.
-        now: the time in seconds, on the clock that `advance` is given.
+    Attributes:
+        writers: the position of each writer. A reader that keeps those which were passed, and sets
+            them again after a restart, is told what was completed meanwhile.
     """
 
     PATIENCE_S = 30.0
     MAX_WRITERS = 1000
 
-    def __init__(self, stored: Mapping[str, int] | None = None, now: float = 0.0) -> None:
-        self._positions = dict(stored or {})
-        head = max(self._positions.values(), default=0)
-        self._behind_since = {name: now for name, at in self._positions.items() if at < head}
-        self.linear = min(self._positions.values(), default=0)
-        """The position up to which all has been announced; it never falls."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: dict[str, int] = {}
+        self._behind_since: dict[str, float] = {}
+
+    def start(self, stored: Mapping[str, int], now: float) -> list[tuple[str, int, int]]:
+        """Begin at the positions that the homeserver last stored; returns as `hear` does.
+
+        A writer that was not known stands at its own. Of one that was, the lower position counts:
+        it has completed more since, or its database was set back.
+        """
+        for writer, position in stored.items():
+            self.writers[writer] = min(position, self.writers.get(writer, position))
+        return self.hear(stored, now)
 
     def wait_anew(self, now: float) -> None:
         """Wait for every writer anew: until `now` nobody could be heard."""
         self._behind_since = dict.fromkeys(self._behind_since, now)
 
-    def advance(self, writer: str, position: int, now: float) -> tuple[int, int] | None:
-        """Note that `writer` announced `position` at `now`.
+    def hear(self, positions: Mapping[str, int], now: float) -> list[tuple[str, int, int]]:
+        """Note that these writers announced these positions at `now`, in seconds on one clock.
 
-        Returns (after, upto) if the linear token had passed this writer: ids of its own with
-        after < id <= upto may have been completed since. None: it has written nothing late.
+        Returns (writer, after, upto) for each that our position had passed: ids of its own with
+        after < id <= upto may have been completed since.
         """
-        before = self._positions.get(writer, position - 1)
-        late = (before, min(position, self.linear)) if before < self.linear else None
-        if writer in self._positions or len(self._positions) < self.MAX_WRITERS:
-            self._positions[writer] = max(position, before)
-        head = max(self._positions.values(), default=0)
-        for name, at in self._positions.items():
+        late = []
+        for writer, position in positions.items():
+            before = self.writers.get(writer, position - 1)
+            if before < min(position, self.value):
+                late.append((writer, before, min(position, self.value)))
+            if writer in self.writers or len(self.writers) < self.MAX_WRITERS:
+                self.writers[writer] = max(position, before)
+        head = max(self.writers.values(), default=0)
+        for name, at in self.writers.items():
             if at >= head:
                 self._behind_since.pop(name, None)
             else:
                 self._behind_since.setdefault(name, now)
         waited_for = [
             at
-            for name, at in self._positions.items()
+            for name, at in self.writers.items()
             if now - self._behind_since.get(name, now) < self.PATIENCE_S
         ]
-        self.linear = max(self.linear, min(waited_for, default=head))
-        return late if late is not None and late[0] < late[1] else None
+        self.advance(min(waited_for, default=head))
+        return late
 
 
 # --- rows of `events`, for a sender without the homeserver's database -----------------------------

@@ -17,7 +17,7 @@ from fedsender.config import TcpAddress
 from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import NameNotFound, Records, RecordType, Runtime, real_runtime
 from fedsender.store.records import PresenceState
-from fedsender.streams import Fact, Watermark
+from fedsender.streams import Fact, HeardPositions, Watermark
 
 SERVER = "hs.example"
 ANYWHERE = Endpoint(TcpAddress("192.0.2.1", 9092))
@@ -93,8 +93,8 @@ class RecordingEduSink:
     """Notes what it is told: typing as (room, users, token), "reset"; presence; gaps; pings."""
 
     def __init__(self) -> None:
-        self.device_lists = Watermark()
-        self.receipts = Watermark()
+        self.device_lists = HeardPositions()
+        self.receipts = HeardPositions()
         self.typed: list[tuple[str, list[str], int] | str] = []
         self.states: list[PresenceState] = []
         self.gaps: list[tuple[int, int]] = []

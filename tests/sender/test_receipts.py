@@ -1,5 +1,6 @@
 """Receipts: how they are packed, who hears of them when, and that none is lost."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from tests.sender.harness import HS, answer, ok
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld, killed
 from trio.testing import MockClock
 
+from fedsender.replication.edu_streams import EduStreams
 from fedsender.sender.edus.receipts import ReceiptQueue, fill_page, key_of
 from fedsender.sender.failure import ServerState
+from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Draft
 from fedsender.store import tables
 from fedsender.store.records import Receipt
+from fedsender.streams import HeardPositions, Json
 
 A, B = "a.example", "b.example"
 R1, R2 = "!1:hs.example", "!2:hs.example"
@@ -284,6 +288,54 @@ async def test_a_receipt_of_a_writer_that_was_passed_is_sent_once_it_is_written(
         assert len(world.edus(A)) == 1
         sender.edus.written_late("receipts", "slow", world.stream_id, world.stream_id + 4)
         await trio.sleep(1)
+
+    assert [list(content[R1]["m.read"]) for content in world.edus(A)] == [[ALICE], [BOB]]
+
+
+@pytest.mark.parametrize("up_again", [False, True])
+async def test_a_receipt_of_a_writer_that_was_passed_before_a_restart_is_sent(
+    world: SynapseWorld, autojump_clock: MockClock, up_again: bool
+) -> None:
+    """It is written while we are down, or are up again; what was sent is not sent again."""
+    first = world.stream_id
+
+    async def feed(sender: Sender) -> EduStreams:
+        async def no_call(*_: object) -> Sequence[tuple[int, Json]]:
+            raise AssertionError
+
+        streams = EduStreams(sender.edus, no_call, no_call)  # type: ignore[arg-type]
+        streams.start("receipts", await world.store.homeserver.stream_positions("receipts"))
+        return streams
+
+    async def stand(writer: str, position: int) -> None:
+        row = {"stream_name": "receipts", "instance_name": writer}
+        await world.remove(tables.stream_positions, **row)
+        await world.write(tables.stream_positions, {**row, "stream_id": position})
+
+    async def write_late() -> None:
+        await world.read(R1, BOB, stream_id=first + 1, writer="slow", tell=False)
+        await stand("slow", first + 1)
+
+    async with world.run() as sender:
+        await world.members(R1, ALICE, BOB, f"@x:{A}")
+        for writer in ("master", "slow"):
+            await stand(writer, first)
+        streams = await feed(sender)
+        await world.read(R1, ALICE, stream_id=first + 2, tell=False)
+        await stand("master", first + 2)
+        for _ in range(2):
+            streams.rows("receipts", "master", first + 2, [[]])
+            await trio.sleep(HeardPositions.PATIENCE_S + 1)
+        assert world.edus(A)
+    async with world.open():
+        if not up_again:
+            await write_late()
+    async with world.run() as sender:
+        streams = await feed(sender)
+        if up_again:
+            await write_late()
+            streams.rows("receipts", "slow", first + 1, [[]])
+        await trio.sleep(60)
 
     assert [list(content[R1]["m.read"]) for content in world.edus(A)] == [[ALICE], [BOB]]
 

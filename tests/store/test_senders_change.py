@@ -76,8 +76,8 @@ async def test_all_records_of_a_server_change_hands_at_once(two: tuple[Store, St
     first, second = two
     for server in (ONE, TWO):
         await write_records(first, server)
-    await first.receipts.save("fed1", 40, {TWO: 12}, ())
-    await second.receipts.save("fed2", 90, {}, ())
+    await first.receipts.save("fed1", OwedReceipts(40, {TWO: 12}), OwedReceipts())
+    await second.receipts.save("fed2", OwedReceipts(90), OwedReceipts())
     await first.sender.quarantine_item(destination=None, kind="pdu", event_id="$n", reason="x")
     owners = {ONE: "fed1", TWO: "fed2"}
 
@@ -200,13 +200,14 @@ async def test_by_another_list_all_go_on_with_receipts_from_where_the_last_one_w
     """Also who is new and starts later; and who has gone leaves no position to come back to."""
     first, second = two
     await first.sender.follow_list(["fed1", "fed2"])
-    await first.receipts.save("fed1", 40, {}, ())
-    await second.receipts.save("fed2", 90, {}, ())
+    of_fed1 = OwedReceipts(40, passed={"slow": 8, "slower": 5})
+    await first.receipts.save("fed1", of_fed1, OwedReceipts())
+    await second.receipts.save("fed2", OwedReceipts(90, passed={"slow": 12}), OwedReceipts())
     await second.sender.follow_list(["fed2", "fed3"])
 
-    positions = [(await first.receipts.load(f"fed{n}")).position for n in (1, 2, 3)]
-    assert positions == [None, 40, 40]
-    await second.receipts.save("fed2", 95, {}, ())
+    found = [await first.receipts.load(f"fed{n}") for n in (1, 2, 3)]
+    assert found == [OwedReceipts(), of_fed1, of_fed1]
+    await second.receipts.save("fed2", OwedReceipts(95), OwedReceipts())
     await second.sender.follow_list(["fed2", "fed3"])
     assert (await second.receipts.load("fed2")).position == 95
 
@@ -252,7 +253,7 @@ async def test_a_new_sender_goes_on_with_receipts_where_the_old_one_was(
             for name in ("fed1", "fed2")
         ]
         await write_records(first, TWO)
-        await first.receipts.save("fed1", 40, {}, ())
+        await first.receipts.save("fed1", OwedReceipts(40), OwedReceipts())
         await second.sender.take_over_records({TWO}.__contains__, ["fed1", "fed2"])
         assert (await second.receipts.load("fed2")).position == 40
 

@@ -138,13 +138,14 @@ def upgrade() -> None:
     op.create_table(
         "receipt_positions",
         sa.Column("instance_name", sa.Text(), nullable=False),
+        sa.Column("writer", sa.Text(), nullable=False, comment="it was passed; '': all others"),
         sa.Column(
             "stream_id",
             sa.BigInteger(),
             nullable=False,
             comment="up to here each receipt is answered, or covered by receipt_debts",
         ),
-        sa.PrimaryKeyConstraint("instance_name"),
+        sa.PrimaryKeyConstraint("instance_name", "writer"),
     )
     op.create_table(
         "redeliveries",

@@ -12,7 +12,7 @@ them. So they are acknowledged when they are with the sink, and not while a gap 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -65,7 +65,6 @@ class EduStreams:
         self._sink = sink
         self._fetch = fetch
         self._acknowledge = acknowledge
-        self._heard = {stream: HeardPositions() for stream in STORED_AS}
         # Of the others, which have one writer at a time: who it is, and where it stands.
         self._tokens: dict[str, tuple[str | None, int]] = {}
         self._connected: set[str] = set()
@@ -76,26 +75,24 @@ class EduStreams:
 
     def start(self, stream: str, stored: Mapping[str, int]) -> None:
         """Set the positions of the writers of one of `STORED_AS`, from the database."""
-        self._heard[stream] = HeardPositions(stored, trio.current_time())
-        self._watermark(stream)
+        self._tell_late(stream, self._heard(stream).start(stored, trio.current_time()))
 
     def begin(self) -> None:
         """Begin a new connection: no position is known until its writer has announced it."""
         self._connected.clear()
-        for heard in self._heard.values():
-            heard.wait_anew(trio.current_time())
+        for stream in STORED_AS:
+            self._heard(stream).wait_anew(trio.current_time())
 
     def _hear(self, stream: str, writer: str, token: int) -> None:
         """Note the position of a writer of one of `STORED_AS`."""
-        late = self._heard[stream].advance(writer, token, trio.current_time())
-        self._watermark(stream)
-        if late is not None:
-            self._sink.written_late(stream, writer, *late)
+        self._tell_late(stream, self._heard(stream).hear({writer: token}, trio.current_time()))
 
-    def _watermark(self, stream: str) -> None:
-        linear = self._heard[stream].linear
-        mark = self._sink.device_lists if stream == "device_lists" else self._sink.receipts
-        mark.advance(linear)
+    def _heard(self, stream: str) -> HeardPositions:
+        return self._sink.device_lists if stream == "device_lists" else self._sink.receipts
+
+    def _tell_late(self, stream: str, late: Iterable[tuple[str, int, int]]) -> None:
+        for gap in late:
+            self._sink.written_late(stream, *gap)
 
     def position(self, said: Position) -> None:
         """Take a writer's announced position."""

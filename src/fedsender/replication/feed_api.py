@@ -15,7 +15,7 @@ from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 from fedsender.store.records import PresenceState
-from fedsender.streams import FeedStatus, Watermark
+from fedsender.streams import FeedStatus, HeardPositions, Watermark
 from fedsender.waiting import BeginAnew, Pauses
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class EduSink(Protocol):
     """
 
     @property
-    def device_lists(self) -> Watermark: ...
+    def device_lists(self) -> HeardPositions: ...
     @property
-    def receipts(self) -> Watermark: ...
+    def receipts(self) -> HeardPositions: ...
 
     def written_late(self, stream: str, writer: str, after: int, upto: int) -> None:
         """Note that `writer` may have completed ids that the position had already passed.

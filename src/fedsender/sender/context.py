@@ -20,7 +20,7 @@ from fedsender.sender.transaction import TransactionIds
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import ReceiptRecords, SenderStore
-from fedsender.streams import Watermark
+from fedsender.streams import HeardPositions
 from fedsender.telemetry import Metrics
 from fedsender.waiting import Alarms, Signal
 
@@ -88,7 +88,7 @@ class Context:
     edus: EduStore
     receipts: ReceiptRecords
     instance: str
-    device_lists: Watermark
+    device_lists: HeardPositions
     presence: Presence
     router: Router
     client: FederationClient

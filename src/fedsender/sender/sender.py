@@ -35,7 +35,7 @@ from fedsender.store import Store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging, OwedSince
 from fedsender.store.statements import in_chunks
-from fedsender.streams import Watermark
+from fedsender.streams import HeardPositions, Watermark
 from fedsender.telemetry import Metrics
 from fedsender.waiting import BeginAnew, attempted, open_alarms, supervise
 
@@ -419,7 +419,7 @@ async def open_sender(
             edus=store.edus,
             receipts=store.receipts,
             instance=instance,
-            device_lists=Watermark(),
+            device_lists=HeardPositions(),
             presence=config.homeserver.presence,
             router=Router(
                 store.homeserver,

@@ -27,7 +27,7 @@ from fedsender.simulation.relay_station import RelayStation, Steps, flip_bit
 from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
-from fedsender.streams import PduRow, Watermark
+from fedsender.streams import HeardPositions, PduRow, Watermark
 from fedsender.testing.clock import virtual_runtime
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class DeafEdus:
     """Takes no EDUs."""
 
     def __init__(self) -> None:
-        self.device_lists = Watermark()
-        self.receipts = Watermark()
+        self.device_lists = HeardPositions()
+        self.receipts = HeardPositions()
 
     def written_late(self, stream: str, writer: str, after: int, upto: int) -> None: ...
     def typing(self, room_id: str, users: Sequence[str], token: int) -> None: ...

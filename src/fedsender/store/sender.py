@@ -95,15 +95,20 @@ class OwedReceipts:
     """The receipts that are still owed.
 
     Attributes:
-        position: each receipt up to this stream id is answered, or covered by `debts`. None: no
-            sender has begun to count.
+        position: each receipt up to this stream id is answered, or covered by `debts` or `passed`.
+            None: no sender has begun to count.
         debts: by server the stream id above which it is owed receipts.
+        passed: the processes of a Synapse that `position` has passed, although they may complete
+            receipts below it, with the stream id above which each may do so.
     """
 
-    position: int | None
-    debts: Mapping[str, int]
+    position: int | None = None
+    debts: Mapping[str, int] = field(default_factory=dict)
+    passed: Mapping[str, int] = field(default_factory=dict)
 
 
+ALL_OTHERS: Final = ""
+"""For this writer the position of those that were not passed is on record."""
 _SAID: Final = ("paused", "paused_by", "paused_ms", "paused_until_ms", "parked")
 """Columns of a server's state that are an operator's."""
 
@@ -672,8 +677,8 @@ class SenderStore:
         for table in tables.PER_DESTINATION:
             _move(connection, table, servers, instance, reachable)
         if servers:
-            position = _lowest_receipt_position(connection, (name for name in taken if name))
-            _lower_receipt_positions(connection, [instance], position)
+            lowest = _lowest_receipt_positions(connection, (name for name in taken if name))
+            _lower_receipt_positions(connection, [instance], lowest)
         return TakenOver(
             {name: len(taken[name]) for name in sorted(taken, key=lambda each: each or "")},
             {name: len(left[name]) for name in sorted(left)},
@@ -803,30 +808,32 @@ class ReceiptRecords:
             )
         )
         owed = {row.destination: row.stream_id for row in rows}
-        query = select(positions.c.stream_id).where(positions.c.instance_name == instance)
-        return OwedReceipts(connection.execute(query).scalar(), owed)
+        query = select(positions.c.writer, positions.c.stream_id)
+        query = query.where(positions.c.instance_name == instance)
+        passed = {row.writer: row.stream_id for row in connection.execute(query)}
+        return OwedReceipts(passed.pop(ALL_OTHERS, None), owed, passed)
 
     @writing
     def save(
-        self,
-        connection: Connection,
-        instance: str,
-        position: int,
-        debts: Mapping[str, int],
-        paid: Collection[str],
+        self, connection: Connection, instance: str, owed: OwedReceipts, before: OwedReceipts
     ) -> None:
-        """Store the position and new or changed debts, and delete paid ones, in one transaction."""
-        for chunk in in_chunks(sorted(paid)):
-            table = tables.receipt_debts
-            connection.execute(delete(table).where(table.c.destination.in_(chunk)))
-        owed = [
+        """Store this state, whose position is known, in place of the one saved before."""
+        debts, positions = tables.receipt_debts, tables.receipt_positions
+        for chunk in in_chunks(sorted(before.debts.keys() - owed.debts.keys())):
+            connection.execute(delete(debts).where(debts.c.destination.in_(chunk)))
+        changed = [
             {"destination": name, "stream_id": after, "instance_name": instance}
-            for name, after in sorted(debts.items())
+            for name, after in sorted(owed.debts.items())
+            if before.debts.get(name) != after
         ]
-        if owed:
-            replace_rows(connection, tables.receipt_debts, ("destination",), owed)
-        row = {"instance_name": instance, "stream_id": position}
-        replace_rows(connection, tables.receipt_positions, ("instance_name",), [row])
+        if changed:
+            replace_rows(connection, debts, ("destination",), changed)
+        connection.execute(delete(positions).where(positions.c.instance_name == instance))
+        rows = [
+            {"instance_name": instance, "writer": writer, "stream_id": after}
+            for writer, after in {ALL_OTHERS: owed.position, **owed.passed}.items()
+        ]
+        insert_rows(connection, positions, rows)
 
 
 def _record(table: Table) -> Select[Any]:
@@ -884,26 +891,30 @@ def _move(
         )
 
 
-def _lowest_receipt_position(connection: Connection, senders: Iterable[str]) -> int | None:
+def _lowest_receipt_positions(
+    connection: Connection, senders: Iterable[str]
+) -> list[tuple[str, int]]:
+    """The lowest position of any of these senders for each writer."""
     table = tables.receipt_positions
     held = table.c.instance_name.in_(sorted(senders))
-    return connection.execute(select(func.min(table.c.stream_id)).where(held)).scalar()
+    query = select(table.c.writer, func.min(table.c.stream_id)).where(held)
+    return [(row[0], row[1]) for row in connection.execute(query.group_by(table.c.writer))]
 
 
 def _lower_receipt_positions(
-    connection: Connection, senders: Sequence[str], position: int | None
+    connection: Connection, senders: Sequence[str], lowest: Sequence[tuple[str, int]]
 ) -> None:
-    if position is None:
-        return
     table = tables.receipt_positions
-    # A sender without a position would begin at the newest receipt.
-    rows = [{"instance_name": sender, "stream_id": position} for sender in senders]
-    insert_rows(connection, table, rows)
-    connection.execute(
-        update(table)
-        .where(table.c.instance_name.in_(list(senders)), table.c.stream_id > position)
-        .values(stream_id=position)
-    )
+    for writer, position in lowest:
+        # A sender without a position would begin at the newest receipt.
+        rows = [
+            {"instance_name": sender, "writer": writer, "stream_id": position} for sender in senders
+        ]
+        insert_rows(connection, table, rows)
+        held = table.c.instance_name.in_(list(senders)) & (table.c.writer == writer)
+        connection.execute(
+            update(table).where(held, table.c.stream_id > position).values(stream_id=position)
+        )
 
 
 def _last_list(connection: Connection) -> list[str]:
@@ -915,12 +926,12 @@ def _last_list(connection: Connection) -> list[str]:
 def _read_on_together(
     connection: Connection, before: Sequence[str], senders: Sequence[str]
 ) -> None:
-    """Set each sender's receipt position to the lowest one of the old list.
+    """Set each sender's receipt positions to the lowest ones of the old list.
 
     A sender that starts late gets one too: until then the others pass receipts for its servers.
     """
     table = tables.receipt_positions
-    lowest = _lowest_receipt_position(connection, before)
+    lowest = _lowest_receipt_positions(connection, before)
     connection.execute(delete(table).where(table.c.instance_name.not_in(list(senders))))
     _lower_receipt_positions(connection, senders, lowest)
 

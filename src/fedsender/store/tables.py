@@ -418,6 +418,7 @@ receipt_positions = Table(
     "receipt_positions",
     sender,
     Column("instance_name", Text, primary_key=True),
+    Column("writer", Text, primary_key=True, comment="it was passed; '': all others"),
     Column(
         "stream_id",
         BigInteger,

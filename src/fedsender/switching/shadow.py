@@ -26,7 +26,7 @@ from fedsender.store import store_config, tables
 from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState
-from fedsender.streams import Watermark
+from fedsender.streams import HeardPositions, Watermark
 from fedsender.switching.comparison import Comparison, Expected, Report, Stand
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
@@ -50,8 +50,8 @@ class _Hints:
     def __init__(self, report: Report) -> None:
         self.events = Watermark()
         self.edus = self
-        self.device_lists = Watermark()
-        self.receipts = Watermark()
+        self.device_lists = HeardPositions()
+        self.receipts = HeardPositions()
         self._heard = report.heard
 
     def typing(self, room_id: str, users: Sequence[str], token: int) -> None:

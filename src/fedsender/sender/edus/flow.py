@@ -24,7 +24,8 @@ from fedsender.sender.edus.typing import Typing, TypingRooms
 from fedsender.sender.registry import Registry
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
-from fedsender.streams import Watermark
+from fedsender.store.sender import OwedReceipts
+from fedsender.streams import HeardPositions
 from fedsender.waiting import Signal, supervise
 
 RECEIPT_PAGE = 500
@@ -50,7 +51,7 @@ class EduFlow:
 
     def __init__(self, context: Context, registry: Registry) -> None:
         self.device_lists = context.device_lists
-        self.receipts = Watermark()
+        self.receipts = HeardPositions()
         self._debts = context.receipt_debts
         self._context = context
         self._policies = registry.policies
@@ -63,7 +64,7 @@ class EduFlow:
         self._late: dict[tuple[str, str], tuple[int, int]] = {}
         self._late_news = Signal()
         self._plain = 0
-        self._saved: tuple[int, dict[str, int]] = (-1, {})
+        self._saved = OwedReceipts()
         self._unsaved = context.receipts_unsaved
         self._later: OrderedDict[str, dict[Key, Receipt | PresenceState]] = OrderedDict()
         self._trickling = 0
@@ -88,7 +89,9 @@ class EduFlow:
         self._seen = newest if owed.position is None else min(owed.position, newest)
         self._began_at = self._seen
         self._debts.update(owed.debts)
-        self._saved = (-1 if owed.position is None else owed.position, dict(owed.debts))
+        self.receipts.advance(self._seen)
+        self.receipts.writers.update(owed.passed)
+        self._saved = owed
         await self.save()
 
     async def begin_anew(self, position: int) -> None:
@@ -458,18 +461,13 @@ class EduFlow:
         return bool(self._later) or any(above is not None for above in owed)
 
     async def save(self) -> None:
-        """Write the position and the debts of receipts down, if they have changed."""
-        position, debts = self._owed()
-        if (position, debts) == self._saved:
-            return
-        saved_debts = self._saved[1]
-        changed = {name: at for name, at in debts.items() if saved_debts.get(name) != at}
-        paid = saved_debts.keys() - debts.keys()
-        await self._context.receipts.save(self._context.instance, position, changed, paid)
-        self._saved = (position, debts)
+        """Write the receipts that are owed down, if they have changed."""
+        owed = self._owed()
+        if owed != self._saved:
+            await self._context.receipts.save(self._context.instance, owed, self._saved)
+            self._saved = owed
 
-    def _owed(self) -> tuple[int, dict[str, int]]:
-        """The stream id up to which every receipt is answered or in a debt; and the debts."""
+    def _owed(self) -> OwedReceipts:
         position, debts = min([self._seen, *self._late_receipts]), dict(self._debts)
         for waiting in self._later.values():
             ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))
@@ -480,7 +478,8 @@ class EduFlow:
                 debts[name] = queue.debt
             elif queue.oldest is not None:
                 position = min(position, queue.oldest - 1)
-        return position, debts
+        passed = {name: at for name, at in self.receipts.writers.items() if at < position}
+        return OwedReceipts(position, debts, passed)
 
 
 def _key_of(item: Receipt | PresenceState) -> Key:
