@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from fedsender.store import homeserver, tables
 from fedsender.store.homeserver import Settlement
+from fedsender.store.records import Redelivery
 from fedsender.switching.handback import hand_back
 
 ROOM, AWAY, NEAR = "!call:hs.example", "away.example", "near.example"
@@ -195,3 +196,43 @@ async def test_a_hand_back_leaves_synapse_its_notes(
     async with world.open():
         assert await world.rows(tables.sticky_backlog) == [(AWAY, ROOM, 1), (NEAR, ROOM, 7)]
         assert await world.store.sender.redeliveries(NEAR, 9) == []
+
+
+async def test_a_hand_back_reads_all_that_one_server_is_owed(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """However much is before them: what is to be sent again counts, and sticky events are noted."""
+    many = 1001
+    database = {"kind": "synapse", "database": "postgresql://not/asked"}
+    world = SynapseWorld(tmp_path, homeserver=database, **LARGE_GAPS)
+    async with world.open():
+        await begin(world)
+    async with world.run() as sender:
+        await sender.operations.hold(AWAY, paused="outage", parked=None)
+        await sender.operations.hold(NEAR, paused="outage", parked=None)
+        again = await sticky(world, "again", 7, lasts_ms=HOUR_MS)
+        await trio.sleep(5)
+        at = world.token
+        before = [Redelivery(NEAR, f"${n}", "!before:hs.example", n) for n in range(many)]
+        await world.store.sender.add_redeliveries(
+            [*before, Redelivery(NEAR, again, ROOM, at), Redelivery(NEAR, "$z", "!z:hs.example", 1)]
+        )
+        await world.store.sender.begin_catch_up(AWAY, 0, False)
+        await world.store.homeserver.settle([Settlement(AWAY, at)])
+        rooms = [f"!{n}:hs.example" for n in range(many)]
+        await world.write(tables.rooms, *({"room_id": room} for room in rooms))
+        owed = [
+            {"destination": AWAY, "room_id": room, "stream_ordering": at + number}
+            for number, room in enumerate([*rooms, ROOM], start=1)
+        ]
+        await world.remove(tables.destination_rooms, destination=AWAY)
+        await world.write(tables.destination_rooms, *owed)
+    config, settings = world.config(), world.store_settings()
+    found = await hand_back(config, settings, world.runtime)
+    assert [loss.partition(" to be sent")[0] for loss in found.losses] == [
+        f"{NEAR}, room !before:hs.example: {many}",
+        f"{NEAR}, room !z:hs.example: 1",
+    ]
+    assert (await hand_back(config, settings, world.runtime, accept_loss=True)).done
+    async with world.open():
+        assert await world.rows(tables.sticky_backlog) == [(AWAY, ROOM, 7), (NEAR, ROOM, 7)]

@@ -205,6 +205,8 @@ async def test_redeliveries_keep_the_order_inside_a_room(store: SenderStore) -> 
 
     assert [item.event_id for item in await store.redeliveries(ONE, 9)] == ["$2", "$9", "$3"]
     assert [item.event_id for item in await store.redeliveries(ONE, 1)] == ["$2"]
+    assert await store.redelivery_list(2) == [pairs[2], pairs[0]]
+    assert await store.redelivery_list(2, (ONE, "$3")) == [pairs[1], pairs[3]]
     assert await store.destinations_with_redeliveries() == [ONE, TWO]
     await store.redelivered(ONE, ["$2", "$9", "$3", "$404"])
     assert await store.destinations_with_redeliveries() == [TWO]

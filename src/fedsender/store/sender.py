@@ -27,6 +27,7 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    tuple_,
     update,
 )
 
@@ -508,6 +509,20 @@ class SenderStore:
             _leave_quarantine(connection, released)
 
         await self._database.write(add)
+
+    @reading
+    def redelivery_list(
+        self, connection: Connection, limit: int, after: tuple[str, str] = ("", "")
+    ) -> list[Redelivery]:
+        """The first redeliveries of any destination above this (destination, event id), by both."""
+        lane = tables.redeliveries.c
+        query = (
+            select(lane.destination, lane.event_id, lane.room_id, lane.stream_ordering)
+            .where(tuple_(lane.destination, lane.event_id) > tuple_(*after))
+            .order_by(lane.destination, lane.event_id)
+            .limit(limit)
+        )
+        return [Redelivery(*row) for row in connection.execute(query)]
 
     @reading_together(having=tables.redeliveries.c.destination, nothing=list)
     def redeliveries(

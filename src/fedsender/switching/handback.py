@@ -14,7 +14,7 @@ tables are our own, too (behind a relay), all that they owe is counted.
 import os
 import stat
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +94,8 @@ async def hand_back(
     try:
         async with _records(config, settings, runtime) as (store, ledger):
             frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
-            sticky = await _sticky(store, config)
-            again = await _redeliveries(store, config, sticky)
+            sticky, again = await _redeliveries(store, config)
+            sticky |= await _passed_sticky(store, config)
             here = await _only_here(store, config)
             losses = [*await _quarantined(store, config), *again, *here]
             repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
@@ -149,25 +149,49 @@ async def _quarantined(store: Store, config: Config) -> list[str]:
     ]
 
 
-async def _sticky(store: Store, config: Config) -> dict[Redelivery, int]:
-    """The sticky events that Synapse's sender has to be told of, with their stream ids there.
+async def _redeliveries(store: Store, config: Config) -> tuple[dict[Redelivery, int], list[str]]:
+    """The events that wait to be sent again.
 
-    They are to be sent again; or LSSO has passed them, in rooms that are owed a newer event.
+    Sticky ones, of which Synapse's sender can be told, with their stream ids there; and one
+    sentence for each server and room with others.
     """
-    owed: list[Redelivery] = []
-    for name in await store.sender.destinations_with_redeliveries():
-        if config.handles(name):
-            owed += await store.sender.redeliveries(name, PAGE)
+    sticky: dict[Redelivery, int] = {}
+    others: Counter[tuple[str, str]] = Counter()
+    after = "", ""
+    while page := await store.sender.redelivery_list(PAGE, after):
+        after = page[-1].destination, page[-1].event_id
+        ours = [each for each in page if config.handles(each.destination)]
+        found = await _known_as_sticky(store, ours)
+        sticky |= found
+        others.update((each.destination, each.room_id) for each in ours if each not in found)
+    return sticky, [
+        f"{server}, room {room}: {count} to be sent again; {_next(config)} does not know of them"
+        for (server, room), count in sorted(others.items())
+    ]
+
+
+async def _passed_sticky(store: Store, config: Config) -> dict[Redelivery, int]:
+    """The sticky events that LSSO has passed in rooms that are owed a newer event, with their
+    stream ids at Synapse's sender."""
+    sticky: dict[Redelivery, int] = {}
     for name in await store.sender.catch_up_floors():
         record, lsso = await store.sender.catch_up(name), await store.homeserver.lsso(name)
         if record is None or lsso is None or not config.handles(name):
             continue
-        for room_id, value in await store.homeserver.owed_rooms(name, lsso, PAGE):
-            after = max(record.floor, record.rooms.get(room_id, record.floor))
-            found = await store.homeserver.sticky_events(
-                room_id, after, min(lsso + 1, value), config.server_name
-            )
-            owed += [Redelivery(name, event_id, room_id, at) for at, event_id in found]
+        upto = lsso
+        while rooms := await store.homeserver.owed_rooms(name, upto, PAGE):
+            upto = rooms[-1][1]
+            for room_id, value in rooms:
+                after = max(record.floor, record.rooms.get(room_id, record.floor))
+                found = await store.homeserver.sticky_events(
+                    room_id, after, min(lsso + 1, value), config.server_name
+                )
+                owed = [Redelivery(name, event_id, room_id, at) for at, event_id in found]
+                sticky |= await _known_as_sticky(store, owed)
+    return sticky
+
+
+async def _known_as_sticky(store: Store, owed: Sequence[Redelivery]) -> dict[Redelivery, int]:
     known = await store.homeserver.sticky_among({each.event_id for each in owed})
     return {each: known[each.event_id] for each in owed if each.event_id in known}
 
@@ -181,22 +205,6 @@ async def _leave_sticky(store: Store, sticky: Mapping[Redelivery, int]) -> None:
     await store.homeserver.leave_sticky(first)
     for each in sticky:
         await store.sender.redelivered(each.destination, [each.event_id])
-
-
-async def _redeliveries(store: Store, config: Config, sticky: Collection[Redelivery]) -> list[str]:
-    """One sentence for each server and room with events that wait to be sent again.
-
-    `sticky`: those that Synapse's sender is told of.
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    for name in await store.sender.destinations_with_redeliveries():
-        if config.handles(name):
-            found = await store.sender.redeliveries(name, PAGE)
-            counts.update((name, each.room_id) for each in found if each not in sticky)
-    return [
-        f"{server}, room {room}: {count} to be sent again; {_next(config)} does not know of them"
-        for (server, room), count in sorted(counts.items())
-    ]
 
 
 async def _only_here(store: Store, config: Config) -> list[str]:
