@@ -382,7 +382,7 @@ def db_restore(directory: BackupDirectory, config: ConfigFile) -> int:
     if loaded.homeserver.kind == "embedded" and loaded.feed.kind == "push":
         say("not in it: what was appended since then; the homeserver must append that again")
     for path in done.kept:
-        say(f"the one that was there is {path} now, until the next restore")
+        say(f"the one that was there is {path} now")
     return DONE
 
 

@@ -13,13 +13,21 @@ from typing import NoReturn
 
 import pytest
 import trio
-from sqlalchemy import make_url, text
+from sqlalchemy import Connection, make_url, text
 from tests.servers import Databases
 from tests.store import backup_writer
 from tests.store.conftest import NewUrl
 
 from fedsender.runtime import real_runtime
-from fedsender.store import StoreError, WrongDatabase, backup, connections, engine, open_store
+from fedsender.store import (
+    StoreError,
+    WrongDatabase,
+    backup,
+    connections,
+    engine,
+    migrations,
+    open_store,
+)
 from fedsender.store.backup import Ours, Owner
 from fedsender.store.engine import open_database
 from fedsender.store.lock import LockHeld
@@ -84,6 +92,13 @@ class World:
                 except LockHeld:
                     await trio.sleep(0.1)
 
+    def move_replaced(self) -> None:
+        """As an operator does before another restore."""
+        for each in self.databases:
+            if each.kind == "sqlite":
+                for path in each.path.parent.glob(f"{each.path.name}.replaced*"):
+                    path.rename(path.with_name(f"moved {path.name}"))
+
 
 @pytest.fixture
 def world(new_url: NewUrl, tmp_path: Path) -> World:
@@ -103,6 +118,7 @@ async def test_a_restore_after_a_kill_has_both_databases_of_one_moment(
             reached(at_least + rng.randrange(20, 200))
             with pytest.raises(LockHeld, match="stop it first; nothing was restored"):
                 await backup.restore(world.databases, world.owner, copy, real_runtime())
+        world.move_replaced()
         left_behind = [Path(f"{each.path}-wal") for each in world.databases]
         if world.databases[0].kind == "sqlite":
             assert all(path.exists() for path in left_behind)
@@ -121,6 +137,7 @@ async def test_a_second_restore_of_one_backup_brings_the_same(world: World, tmp_
     await world.restore(copy)
     first = await world.state()
     await world.write(9)
+    world.move_replaced()
     await world.restore(copy)
 
     assert await world.state() == first
@@ -154,6 +171,36 @@ async def test_a_synapse_s_tables_are_never_replaced(postgres: Databases, tmp_pa
 
     with pytest.raises(WrongDatabase, match="Synapse"):
         await world.restore(tmp_path / "backup")
+
+
+async def test_with_two_postgresqls_a_restore_that_is_cut_off_lets_nothing_start(
+    postgres: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them is of the backup then, and the other of today."""
+    world = World(postgres.create_schema(), postgres.create_schema(), tmp_path / "ledger")
+    await world.write(5)
+    await backup.backup(world.databases, world.owner, tmp_path / "backup", real_runtime())
+    await world.write(9)
+    calls = []
+
+    def cut(connection: Connection) -> None:
+        calls.append(connection)
+        if len(calls) == 2:
+            raise OSError("cut off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "refuse_a_synapses", cut)
+        with pytest.raises(OSError, match="cut off"):
+            await world.restore(tmp_path / "backup")
+
+    again = r"was cut off: run `fedsender db restore` again"
+    with pytest.raises(StoreError, match=again):
+        await world.state()
+    with pytest.raises(StoreError, match=again):
+        await backup.backup(world.databases, world.owner, tmp_path / "half", real_runtime())
+    await world.restore(tmp_path / "backup")
+    homeserver, sender, _ = await world.state()
+    assert homeserver == sender == 5
 
 
 @pytest.fixture
@@ -216,6 +263,8 @@ def test_a_restore_that_is_cut_off_lets_nothing_start_until_it_is_run_again(
     """At each moment: what is there then may be a file of today and a file of the backup."""
     trio.run(files.write, 9)
     before = trio.run(files.state)
+    (tmp_path / "sender.sqlite3").chmod(0o640)
+    leave_in_log(files.databases, "UPDATE generation SET mark = 'today'")
     child = os.fork()
     if not child:
         _restore_up_to(files, tmp_path / "backup", step)
@@ -226,11 +275,37 @@ def test_a_restore_that_is_cut_off_lets_nothing_start_until_it_is_run_again(
             trio.run(files.state)
     else:
         assert trio.run(files.state)[2].startswith("restored from ") == (step >= STEPS)
-    trio.run(files.restore, tmp_path / "backup")
+    if step < STEPS:
+        trio.run(files.restore, tmp_path / "backup")
     homeserver, sender, mark = trio.run(files.state)
 
     assert homeserver == sender < before[1]
     assert mark.startswith("restored from ")
+    assert stat.S_IMODE((tmp_path / "sender.sqlite3").stat().st_mode) == 0o640
+    # The only copy of what was there before, with what its log had.
+    with closing(sqlite3.connect(tmp_path / "sender.sqlite3.replaced")) as connection:
+        assert connection.execute("SELECT mark FROM generation").fetchall() == [("today",)]
+
+
+def leave_in_log(databases: list[Ours], statement: str) -> None:
+    """Run this in the sender's database in a process that is killed after it."""
+    (path,) = (each.path for each in databases if each.line == "sender")
+    code = (
+        "import os, sqlite3, sys; connection = sqlite3.connect(sys.argv[1]);"
+        "connection.execute(sys.argv[2]); connection.commit(); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, path, statement], check=False)
+    assert Path(f"{path}-wal").exists()
+
+
+def test_what_an_earlier_restore_has_replaced_is_kept(files: World, tmp_path: Path) -> None:
+    """It may be the only copy: whoever has restored the wrong backup still has it."""
+    trio.run(files.write, 9)
+    trio.run(files.restore, tmp_path / "backup")
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.sqlite3*")}
+    with pytest.raises(StoreError, match=r"sender.sqlite3.replaced is there.*: move it away first"):
+        trio.run(files.restore, tmp_path / "backup")
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.sqlite3*")} == before
 
 
 def _restore_up_to(files: World, directory: Path, step: int) -> NoReturn:

@@ -8,7 +8,8 @@ snapshots, beside a daemon that writes on.
 A restore never leaves an old write-ahead log beside a new file: SQLite would play it over what was
 restored. The copies are first put beside the databases as FILE.restoring. As long as one of these
 is there nothing opens the database (`connections.prepare_file`), so a restore that was cut off must
-be run again. On PostgreSQL all tables of a database are replaced in one transaction.
+be run again. On PostgreSQL all tables of a database are replaced in one transaction; between two of
+these the sender's has a version that nothing runs on (`migrations.RESTORING`).
 
 The restored records of the sender are marked. So the next start takes what it finds for a move of
 the databases (`sender.recovery`): what was answered since the backup is void, and sent again.
@@ -56,7 +57,8 @@ MANIFEST: Final = "backup.json"
 PAUSE_S: Final = 30.0
 """The longest wait for a moment in which nobody else writes."""
 RETRY_S: Final = 0.05
-_SQLITE_FILES: Final = ("", "-wal", "-journal", "-shm")
+_SQLITE_FILES: Final = ("-wal", "-journal", "-shm", "")
+"""The ends of the names; a database is moved last, when all that belongs to it has been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +306,13 @@ async def restore(
     """Put the databases of a backup in the place of those that are there.
 
     Nothing has changed if it raises before the first database was replaced; after that a start
-    refuses until a restore has run to its end, if one of them is a file.
+    refuses until a restore has run to its end.
 
     Raises:
         WrongDatabase: the directory has no whole backup of these databases.
         LockHeld: a daemon runs, or somebody migrates the tables.
-        StoreError: a database cannot be asked or written.
+        StoreError: a database cannot be asked or written, or what an earlier restore has replaced
+            is still there.
         OSError: a file cannot be written.
     """
     manifest = _manifest(directory, databases, owner)
@@ -385,17 +388,22 @@ def _restore(
     # The sender's first: a restore that is cut off between two must not pass for none.
     ordered = sorted(databases, key=lambda each: each.line != "sender")
     files = [each for each in ordered if each.kind == "sqlite"]
+    filled = [each for each in ordered if each.kind == "postgresql"]
     begun = any(restoring(each.path).exists() for each in files)
+    if not begun:
+        _refuse_replaced([each.path for each in files])
     kept: list[Path] = []
     try:
         for each in files:
             (name,) = manifest["databases"][each.line]["files"]
             _lay_beside(directory / name, each, made_ms)
-        for each in ordered:
-            if each.kind == "postgresql":
-                with _plain_errors():
-                    _refill(each, directory, manifest["databases"][each.line], made_ms)
+        with _plain_errors():
+            for each in filled:
+                copied = manifest["databases"][each.line]
+                _refill(each, directory, copied, made_ms, usable=each is filled[-1])
                 begun = True
+            for each in filled[:-1]:
+                _make_usable(each, manifest["databases"][each.line]["version"])
     except BaseException:
         if not begun:
             for each in files:
@@ -409,37 +417,60 @@ def _restore(
 def _lay_beside(copy: Path, each: Ours, made_ms: int) -> None:
     """Make FILE.restoring, with the mode and the owner that FILE has."""
     path, new = each.path, restoring(each.path)
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    # A restore that was cut off may have moved it already.
+    was = path if path.exists() else _aside(path)[""]
+    mode = was.stat().st_mode & 0o777 if was.exists() else 0o600
     new.unlink(missing_ok=True)
     os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     shutil.copyfile(copy, new)
     if each.line == "sender":
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
             connection.execute("UPDATE generation SET mark = ?", (restored_mark(made_ms),))
-    owned_like(new, path if path.exists() else path.parent)
+    owned_like(new, was if was.exists() else path.parent)
     new.chmod(mode)
     flush(new)
     flush(new.parent)
 
 
+def _aside(path: Path) -> dict[str, Path]:
+    """By ending, the places of what a restore replaces."""
+    return {end: path.with_name(f"{path.name}.replaced{end}") for end in _SQLITE_FILES}
+
+
+def _refuse_replaced(paths: Sequence[Path]) -> None:
+    """Raise StoreError if anything is there that an earlier restore has replaced."""
+    for each in (aside for path in paths for aside in _aside(path).values()):
+        if each.exists():
+            raise StoreError(
+                f"{each} is there, which an earlier restore has replaced: move it away first;"
+                " nothing was restored"
+            )
+
+
 def _put_in_place(path: Path) -> list[Path]:
     """Move FILE and all that belongs to it aside, then FILE.restoring into its place."""
-    aside = {end: path.with_name(f"{path.name}.replaced{end}") for end in _SQLITE_FILES}
-    if path.exists():
-        for each in aside.values():
-            each.unlink(missing_ok=True)
-    for end in _SQLITE_FILES:
+    aside = _aside(path)
+    # A restore that was cut off may have done so. Then what is here is of the backup.
+    done = aside[""].exists()
+    for end, place in aside.items():
         there = path.with_name(f"{path.name}{end}")
-        if there.exists():
-            os.replace(there, aside[end])
+        if done:
+            there.unlink(missing_ok=True)
+        elif there.exists():
+            os.replace(there, place)
     flush(path.parent)
     os.replace(restoring(path), path)
     flush(path.parent)
     return [aside[""]] if aside[""].exists() else []
 
 
-def _refill(each: Ours, directory: Path, copied: Mapping[str, Any], made_ms: int) -> None:
-    """Replace our tables in a PostgreSQL by those of the backup, in one transaction."""
+def _refill(
+    each: Ours, directory: Path, copied: Mapping[str, Any], made_ms: int, *, usable: bool
+) -> None:
+    """Replace our tables in a PostgreSQL by those of the backup, in one transaction.
+
+    `usable`: not only once `_make_usable` has run.
+    """
     with ExitStack() as stack:
         connection = _connect(stack, each, "write")
         migrations.refuse_a_synapses(connection)
@@ -457,6 +488,15 @@ def _refill(each: Ours, directory: Path, copied: Mapping[str, Any], made_ms: int
         if each.line == "sender":
             mark = {"mark": restored_mark(made_ms)}
             connection.execute(update(tables.generation).values(mark))
+        if not usable:
+            migrations.note_version(connection, each.line, migrations.RESTORING)
+        connection.commit()
+
+
+def _make_usable(each: Ours, version: str) -> None:
+    with ExitStack() as stack:
+        connection = _connect(stack, each, "write")
+        migrations.note_version(connection, each.line, version)
         connection.commit()
 
 

@@ -33,6 +33,8 @@ log = structlog.get_logger()
 Line = Literal["homeserver", "sender"]
 
 METADATA = {"homeserver": tables.homeserver, "sender": tables.sender}
+RESTORING = "restoring"
+"""The version while other databases are still to be restored: see `store.backup`."""
 # A migration takes seconds; who waits for longer waits for a daemon that runs.
 WAIT_SECONDS = 20.0
 # What Alembic migrates is a global of its own.
@@ -73,11 +75,25 @@ def version_table(line: Line) -> str:
 
 
 def versions(connection: Connection, line: Line) -> set[str]:
-    """The version of the line's tables, by Alembic's note; none: there are no tables."""
+    """The version of the line's tables, by Alembic's note; none: there are no tables.
+
+    Raises WrongDatabase in the middle of a restore.
+    """
     table = version_table(line)
     if not inspect(connection).has_table(table):
         return set()
-    return set(connection.execute(text(f"SELECT version_num FROM {table}")).scalars())
+    found = set(connection.execute(text(f"SELECT version_num FROM {table}")).scalars())
+    if RESTORING in found:
+        raise WrongDatabase(
+            f"a restore of the {line} database was cut off: run `fedsender db restore` again"
+        )
+    return found
+
+
+def note_version(connection: Connection, line: Line, version: str) -> None:
+    """Set what Alembic has noted as the version of the line's tables."""
+    table = version_table(line)
+    connection.execute(text(f"UPDATE {table} SET version_num = :noted"), {"noted": version})
 
 
 def refuse_a_synapses(connection: Connection) -> None:
