@@ -205,7 +205,7 @@ class Registry:
 
     def failing(self) -> list[str]:
         """The servers that `label` calls failing, each once."""
-        return [name for name, label in self._not_idle() if label == "failing"]
+        return [name for name, _, label in self._labelled() if label == "failing"]
 
     def names(self) -> set[str]:
         """The servers that are active, behind or have a record."""
@@ -218,30 +218,31 @@ class Registry:
             return "level"
         return _state(self.own_state(server), destination)
 
-    def _not_idle(self) -> Iterator[tuple[str, str]]:
-        """Each server that has a task or waits for its time, and its label; all others are level.
+    def _labelled(self) -> Iterator[tuple[str, ServerState, str]]:
+        """Each server that is active, behind or has a record, its state, and its label.
 
         Without sets of all names: there may be 50,000.
         """
-        active, states = self.active, self._states
+        active, behind, states = self.active, self._behind, self._states
         for name, each in active.items():
-            yield name, _state(each.state, each)
-        for name in self._behind:
+            yield name, each.state, _state(each.state, each)
+        for name in behind:
             if name not in active:
-                yield name, _state(states.get(name) or ServerState(name), None)
+                state = states.get(name) or ServerState(name)
+                yield name, state, _state(state, None)
+        for name, state in states.items():
+            if name not in active and name not in behind:
+                yield name, state, "level"
 
     def counts(self) -> Counter[str]:
         """The number of servers in each of `telemetry.STATES`, from memory alone."""
-        active, behind = self.active, self._behind
-        found = Counter(label for _, label in self._not_idle())
-        found["level"] += sum(name not in active and name not in behind for name in self._states)
-        return found
+        return Counter(label for _, _, label in self._labelled())
 
     def lately(self) -> Lately:
         """How the servers fare that have answered within the last day, from memory alone."""
         now_ms = self._context.clock.now_ms()
         answered, failing, newest_ms, began_ms = 0, 0, 0, []
-        for state in self._all_states():
+        for _, state, _ in self._labelled():
             newest_ms = max(newest_ms, state.last_success_ms or 0)
             if state.paused or state.parked:
                 continue
@@ -251,13 +252,6 @@ class Registry:
             else:
                 answered += well_lately(state, now_ms)
         return Lately(answered, failing, sum(at >= newest_ms for at in began_ms))
-
-    def _all_states(self) -> Iterator[ServerState]:
-        for destination in self.active.values():
-            yield destination.state
-        for name, state in self._states.items():
-            if name not in self.active:
-                yield state
 
     # --- Who becomes active -----------------------------------------------------------------------
 
