@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.sender.harness import Request, World, answer, ok
+from tests.sender.harness import RemoteServer, Request, World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
+from fedsender.sender.sender import Sender
+from fedsender.streams import PduRow
 
 R1, R2, A = "!1:hs.example", "!2:hs.example", "a.example"
 
@@ -20,6 +22,26 @@ def world(tmp_path: Path) -> World:
 async def block(world: World, room: str) -> None:
     """An event that cannot be sent to anybody: its id is not its hash."""
     await world.say(room, "unsendable", event_id="$of-another-hash")
+
+
+async def free(sender: Sender) -> None:
+    """Give up what blocks R1, and release what waits behind it."""
+    [bad] = await sender.context.store.quarantined_in_room(R1, 1)
+    await sender.operations.drop([bad.id])
+    while (await sender.operations.release_room(R1)).more:
+        pass
+
+
+async def begin_again(world: World, *events: PduRow) -> RemoteServer:
+    """A has got these events, is to get them again, and has become slow."""
+    for event in events:
+        await world.apply(event)
+    await trio.sleep(250)
+    server = world.servers[A]
+    server.latency = 1.0
+    pairs = [(A, event.event_id) for event in events]
+    assert await world.sender.operations.redeliver(pairs) == []
+    return server
 
 
 async def chatter(world: World, room: str, every_s: float) -> None:
@@ -88,10 +110,7 @@ async def test_what_is_released_comes_before_what_is_new(
         await trio.sleep(10)
         server = world.servers[A]
         server.latency = 1.0
-        [bad] = (await world.store.sender.quarantined_in_room(R1, 1))[:1]
-        await sender.operations.drop([bad.id])
-        while (await sender.operations.release_room(R1)).more:
-            pass
+        await free(sender)
         for number in range(301, 311):
             await world.say(R1, str(number))
             await world.say(R2, f"other {number}")
@@ -113,18 +132,11 @@ async def test_redeliveries_leave_half_of_each_transaction_to_other_rooms(
     tmp_path: Path, autojump_clock: MockClock, max_pdus: int
 ) -> None:
     world = World(tmp_path, destinations={"defaults": {"max_pdus": max_pdus}})
-    async with world.run() as sender:
+    async with world.run():
         await world.join(R1, A)
         await world.join(R2, A)
-        events = [world.pdu(R1, str(number)) for number in range(200)]
-        for event in events:
-            await world.apply(event)
-        await trio.sleep(250)
-        server = world.servers[A]
-        server.latency = 1.0
+        server = await begin_again(world, *(world.pdu(R1, str(number)) for number in range(200)))
         begun = len(server.requests)
-        pairs = [(A, event.event_id) for event in events]
-        assert await sender.operations.redeliver(pairs) == []
         await trio.sleep(0.5)
         for number in range(60):
             await world.say(R2, f"live {number}")
@@ -146,19 +158,12 @@ async def test_a_room_waits_behind_its_own_redeliveries_alone(
     world: World, autojump_clock: MockClock
 ) -> None:
     """R2 is owed one event again, R1 very many; whoever writes in R2 waits for the one."""
-    async with world.run() as sender:
+    async with world.run():
         await world.join(R1, A)
         await world.join(R2, A)
         events = [world.pdu(R1, str(number)) for number in range(500)]
-        old = world.pdu(R2, "old")
-        for event in (*events, old):
-            await world.apply(event)
-        await trio.sleep(30)
-        server = world.servers[A]
+        server = await begin_again(world, *events, world.pdu(R2, "old"))
         before = len(server.got)
-        server.latency = 1.0
-        pairs = [(A, event.event_id) for event in (*events, old)]
-        assert await sender.operations.redeliver(pairs) == []
         await world.say(R2, "new")
         await trio.sleep(5)
         got = server.got[before:]
@@ -204,18 +209,12 @@ async def test_pages_of_rooms_behind_one_that_waits_are_sent(
     world: World, autojump_clock: MockClock
 ) -> None:
     """LSSO stands below the room that waits; catch-up looks at more than one page above it."""
-    async with world.run() as sender:
+    async with world.run():
         await world.join(R1, A)
         rooms = [f"!{number:03}:hs.example" for number in range(10, 130)]
         for room in rooms:
             await world.join(room, A)
-        events = [world.pdu(R1, str(number)) for number in range(400)]
-        for event in events:
-            await world.apply(event)
-        await trio.sleep(30)
-        server = world.servers[A]
-        server.latency = 1.0
-        assert await sender.operations.redeliver([(A, each.event_id) for each in events]) == []
+        server = await begin_again(world, *(world.pdu(R1, str(number)) for number in range(400)))
         await world.say(R1, "400")
         for room in rooms:
             await world.say(room, f"new in {room}")
@@ -245,9 +244,7 @@ async def test_what_was_owed_before_goes_before_what_is_released(
         for number in range(6, 40):
             await world.say(R1, str(number))
         await trio.sleep(2)
-        [bad] = await world.store.sender.quarantined_in_room(R1, 1)
-        await sender.operations.drop([bad.id])
-        assert not (await sender.operations.release_room(R1)).more
+        await free(sender)
         for number in range(40, 40 + newer):
             await world.say(R1, str(number))
         await trio.sleep(60)
@@ -281,9 +278,7 @@ async def test_what_is_released_below_lsso_is_sent_although_its_room_has_newer_e
         assert sender.active[A].frozen is not None
         await world.say(R2, "behind it")
         await trio.sleep(6)
-        [bad] = await world.store.sender.quarantined_in_room(R1, 1)
-        await sender.operations.drop([bad.id])
-        assert not (await sender.operations.release_room(R1)).more
+        await free(sender)
         await world.say(R1, "6")
         for number in range(60):
             await world.say(R2, f"other {number}")

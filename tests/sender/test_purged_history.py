@@ -20,11 +20,13 @@ OURS, THEIRS = f"@a:{HS}", f"@y:{NEAR}"
 LARGE_GAPS = {"destinations": {"defaults": {"catch_up_gap_events": 2}}}
 
 
-async def begin(world: SynapseWorld) -> None:
+async def begin(directory: Path, **settings: Any) -> SynapseWorld:
+    world = SynapseWorld(directory, **settings)
     async with world.open():
         await world.found(ROOM, 1, OURS, THEIRS, f"@x:{AWAY}")
         world.server(NEAR)
         world.server(AWAY).down = True
+    return world
 
 
 async def purge(world: SynapseWorld, *, deleted: bool) -> None:
@@ -42,6 +44,13 @@ async def purge(world: SynapseWorld, *, deleted: bool) -> None:
     await world.database.write(do)
 
 
+async def say_and_purge(world: SynapseWorld, events: int, *, deleted: bool) -> None:
+    for number in range(events):
+        await world.message(ROOM, 1, f"ours {number}")
+    await trio.sleep(3000)
+    await purge(world, deleted=deleted)
+
+
 async def come_back(world: SynapseWorld) -> None:
     world.servers[AWAY].down = False
     world.sender.registry.wake([AWAY], by_admin=True)
@@ -57,13 +66,9 @@ def given_up(world: SynapseWorld) -> list[dict[str, Any]]:
 async def test_a_newer_event_that_the_server_may_see_stands_in(
     tmp_path: Path, autojump_clock: MockClock, events: int, deleted: bool
 ) -> None:
-    world = SynapseWorld(tmp_path, **LARGE_GAPS)
-    await begin(world)
+    world = await begin(tmp_path, **LARGE_GAPS)
     async with world.run():
-        for number in range(events):
-            await world.message(ROOM, 1, f"ours {number}")
-        await trio.sleep(3000)
-        await purge(world, deleted=deleted)
+        await say_and_purge(world, events, deleted=deleted)
         await world.message(ROOM, 1, "newest", sender=THEIRS, newest=True)
         await come_back(world)
         assert await world.store.homeserver.lagging() == []
@@ -78,13 +83,9 @@ async def test_a_newer_event_that_the_server_may_see_stands_in(
 async def test_if_nothing_stands_in_it_is_said_and_counted(
     tmp_path: Path, autojump_clock: MockClock, events: int, deleted: bool
 ) -> None:
-    world = SynapseWorld(tmp_path, **LARGE_GAPS)
-    await begin(world)
+    world = await begin(tmp_path, **LARGE_GAPS)
     async with world.run():
-        for number in range(events):
-            await world.message(ROOM, 1, f"ours {number}")
-        await trio.sleep(3000)
-        await purge(world, deleted=deleted)
+        await say_and_purge(world, events, deleted=deleted)
         await come_back(world)
         assert await world.store.homeserver.lagging() == []
         assert world.metrics.given_up.value == 1
@@ -99,8 +100,7 @@ async def test_if_nothing_stands_in_it_is_said_and_counted(
 async def test_what_is_left_of_a_gap_is_sent_and_the_rest_is_superseded(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    world = SynapseWorld(tmp_path)
-    await begin(world)
+    world = await begin(tmp_path)
     async with world.run():
         await world.message(ROOM, 1, "old")
         await trio.sleep(1)
@@ -115,8 +115,7 @@ async def test_what_is_left_of_a_gap_is_sent_and_the_rest_is_superseded(
 async def test_an_event_that_was_to_be_sent_again_is_not_passed_in_silence(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    world = SynapseWorld(tmp_path)
-    await begin(world)
+    world = await begin(tmp_path)
     world.servers[AWAY].down = False
     async with world.run() as sender:
         event_id = await world.message(ROOM, 1, "once")
