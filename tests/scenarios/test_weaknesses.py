@@ -106,7 +106,8 @@ async def test_a_server_is_not_woken_for_ever_for_a_room_that_we_left(
         await trio.sleep(8000)
         assert [lag.rooms for lag in await world.store.homeserver.lagging()] == [1]
     if events == "gone":
-        with sqlite3.connect(tmp_path / "homeserver.sqlite3") as database:
+        path = tmp_path / "homeserver.sqlite3"
+        with closing(sqlite3.connect(path)) as database, database:
             database.execute("DELETE FROM events WHERE stream_ordering > 2")
     async with world.run() as sender:
         server.down = False
