@@ -9,6 +9,7 @@ from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
 from fedsender.sender.sender import Sender
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import PduRow
 
 R1, R2, A = "!1:hs.example", "!2:hs.example", "a.example"
@@ -224,6 +225,41 @@ async def test_pages_of_rooms_behind_one_that_waits_are_sent(
         await trio.sleep(60)
         assert "400" in server.got
         assert len([body for body in server.got if body.startswith("new in")]) == len(rooms)
+
+
+async def test_what_was_answered_behind_a_room_that_waits_is_not_read_again_and_again(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LSSO stands still meanwhile; each transaction reads a page or two all the same."""
+    monkeypatch.setattr("fedsender.sender.catch_up.PAGE", 5)
+    pages: list[int] = []
+    owed_rooms = HomeserverStore.owed_rooms
+
+    async def counted(
+        store: HomeserverStore, destination: str, after: int, limit: int
+    ) -> list[tuple[str, int]]:
+        pages.append(after)
+        return await owed_rooms(store, destination, after, limit)
+
+    async with world.run() as sender:
+        await world.join(R1, A)
+        rooms = [f"!{number:03}:hs.example" for number in range(10, 110)]
+        for room in rooms:
+            await world.join(room, A)
+        server = await begin_again(world, *(world.pdu(R1, str(number)) for number in range(1000)))
+        await world.say(R1, "new in R1")
+        for room in rooms:
+            await world.say(room, f"new in {room}")
+        before = len(server.answered)
+        monkeypatch.setattr(HomeserverStore, "owed_rooms", counted)
+        await trio.sleep(60)
+        news = [body for body in server.got if body.startswith("new in")]
+        assert sorted(news) == sorted(f"new in {room}" for room in ["R1", *rooms])
+        transactions = len(server.answered) - before
+        assert transactions > 20
+        # One more to see that nothing is owed, before each attempt.
+        assert len(pages) < 4 * transactions
+        assert sender.active.get(A) is None or sender.active[A].outbox.level
 
 
 @pytest.mark.parametrize("newer", [0, 3])

@@ -30,6 +30,7 @@ cannot be loaded is quarantined or passed, never waited for (W23).
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from fedsender.config.policy import GAP_EVENTS
@@ -66,6 +67,10 @@ class CatchUp:
             quarantines them and takes them out.
         on_record: whether the table has F and the answered positions. Until then LSSO may only pass
             the whole backlog at once.
+        waiting: the rooms that were passed over, and the newest event owed in each, in the order in
+            which they were found.
+        looked_upto: nothing is owed up to this value in rooms that do not wait. Without it each
+            draft would read again all that was answered since LSSO stands still.
     """
 
     destination: str
@@ -79,38 +84,75 @@ class CatchUp:
     answered: dict[str, int] = field(default_factory=dict)
     stuck: dict[str, Bad] = field(default_factory=dict)
     on_record: bool = True
+    waiting: dict[str, int] = field(default_factory=dict)
+    looked_upto: int = 0
+
+    @property
+    def waiting_rooms(self) -> tuple[str, ...]:
+        """The rooms that have waited longest, one page."""
+        return tuple(islice(self.waiting, PAGE))
 
     async def fill(
         self, draft: Draft, lsso: int, waiting: Waiting
     ) -> Literal["nothing", "some", "all"]:
         """Put the events owed above `lsso` into the draft; return how much of the backlog it has.
 
-        The draft may have rooms done but no PDUs. Then that progress is to be written down, and the
-        next call goes on behind it.
+        First come the rooms that have waited longest, then those not looked at yet. The draft may
+        have rooms done but no PDUs. Then that progress is to be written down, and the next call
+        goes on behind it.
         """
-        passed_over: int | None = None
-        found: Literal["nothing", "all"] = "nothing"
-        # Behind a room that is passed over, LSSO does not pass the pages that are done.
-        while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1):
-            wait = await waiting([room_id for room_id, _ in owed])
-            for room_id, value in owed[:PAGE]:
-                if wait.get(room_id, value) < value:
-                    passed_over = value if passed_over is None else passed_over
-                elif not await self._fill_room(draft, room_id, value):
-                    draft.lsso = (value if passed_over is None else passed_over) - 1
-                    return "some"
-            if len(owed) > PAGE and passed_over is None:
-                draft.lsso = owed[PAGE][1] - 1
-                return "some"
-            found, lsso = "all", owed[:PAGE][-1][1]
-            if len(owed) <= PAGE:
-                break
-        if passed_over is not None:
-            draft.lsso = passed_over - 1
-            return "some"
-        if found == "all":
-            draft.lsso = lsso
-        return found
+        upto = max(lsso, self.looked_upto)
+        have_waited = [(room_id, self.waiting[room_id]) for room_id in self.waiting_rooms]
+        left = await self._fill_page(draft, have_waited, waiting)
+        more = True
+        while left is None and more:
+            owed = await self.homeserver.owed_rooms(self.destination, upto, PAGE + 1)
+            page, more = owed[:PAGE], len(owed) > PAGE
+            left = await self._fill_page(draft, page, waiting, looked=True)
+            if left is None and page:
+                upto = page[-1][1]
+                # A page that only waits, or was answered, is no reason to send nothing.
+                left = owed[PAGE][1] if more and draft.rooms_done else None
+        done = draft.rooms_done
+        values = [
+            value
+            for room_id, value in self.waiting.items()
+            if max(done.get(room_id, 0), self.answered_in(room_id)) < value
+        ]
+        values += [] if left is None else [left]
+        draft.lsso = min(values) - 1 if values else upto if upto > lsso else None
+        return "some" if values else "all" if upto > lsso else "nothing"
+
+    async def _fill_page(
+        self,
+        draft: Draft,
+        rooms: Sequence[tuple[str, int]],
+        waiting: Waiting,
+        *,
+        looked: bool = False,
+    ) -> int | None:
+        """Put these rooms into the draft; return the value of the first that is not done by it;
+        None: all are, or wait.
+
+        `looked`: all rooms up to the first of these were looked at.
+        """
+        done = draft.rooms_done
+        owed = [room_id for room_id, value in rooms if self.answered_in(room_id) < value]
+        wait = await waiting(owed) if owed else {}
+        for room_id, value in rooms:
+            if self.answered_in(room_id) >= value:
+                self.waiting.pop(room_id, None)
+            elif wait.get(room_id, value) < value:
+                self.waiting[room_id] = value
+            elif done.get(room_id, 0) < value and (
+                # It has newer ones since it has waited.
+                room_id in done or not await self._fill_room(draft, room_id, value)
+            ):
+                return value
+            # What is only in the draft may not be sent, and will be looked at again.
+            if looked and not done:
+                self.looked_upto = value
+        return None
 
     def answered_in(self, room_id: str) -> int:
         """The stream ordering up to which nothing of this room is owed."""

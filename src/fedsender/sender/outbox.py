@@ -29,7 +29,7 @@ import trio
 from fedsender.config import EduKinds, Policy
 from fedsender.ledger import Line, SentPdu, TransactionRecord
 from fedsender.matrix import BadEvent, Pdu, canonical_json
-from fedsender.sender.catch_up import PAGE, CatchUp
+from fedsender.sender.catch_up import CatchUp
 from fedsender.sender.context import Context
 from fedsender.sender.edus import device_lists, presence
 from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
@@ -94,8 +94,6 @@ class Outbox:
         self.owes_to_device = self.owes_device_lists = not level
         self.owes_redeliveries = not level
         self._spilled_in_health = False
-        # Rooms that wait behind their redeliveries: these go first.
-        self._waiting_rooms: tuple[str, ...] = ()
         self._redeliveries_first = False
         # Offers and spills, counted: what a question to the database may not know of yet.
         self._news = 0
@@ -246,8 +244,7 @@ class Outbox:
             rooms = {pdu.room_id for pdu in self.queue.pdus}
             if rooms and await self._behind_redeliveries(draft, rooms):
                 self.spill(healthy=True)
-            found = await self._redeliveries(draft, policy, self._waiting_rooms)
-            again = self._add_half(draft, found)
+            again = self._add_half(draft, await self._redeliveries(draft, policy))
         page: tuple[list[Receipt], int] | None = None
         if edus and self.receipts.debt is not None:
             page = await self._owed_receipts(policy)
@@ -282,14 +279,14 @@ class Outbox:
         if search.turn is Turn.SUSPECT:
             draft.only = search.suspect
             if self.owes_redeliveries:
-                _add_all(draft, await self._redeliveries(draft, policy, (search.room_id,)))
+                _add_all(draft, await self._redeliveries(draft, policy, search.room_id))
             if draft.empty:
                 await catch_up.fill_suspect(draft, self.lsso, search.room_id)
         elif search.turn is Turn.WITNESS:
             self._news_seen = self._news
             draft.without = {str(search.suspect), *search.witnesses, *search.refused}
             if self.owes_redeliveries:
-                _add_all(draft, await self._redeliveries(draft, policy, ()))
+                _add_all(draft, await self._redeliveries(draft, policy))
             if draft.empty:
                 waiting = partial(self._behind_redeliveries, draft, held=search.suspect)
                 room_id, place = search.room_id, search.place
@@ -410,10 +407,11 @@ class Outbox:
 
     # --- Redeliveries -----------------------------------------------------------------------------
 
-    async def _redeliveries(
-        self, draft: Draft, policy: Policy, first: tuple[str, ...]
-    ) -> Sequence[Outgoing]:
-        """The redeliveries that go next, `first` those of these rooms."""
+    async def _redeliveries(self, draft: Draft, policy: Policy, *first: str) -> Sequence[Outgoing]:
+        """The redeliveries that go next, `first` those of these rooms, then those that other PDUs
+        wait for."""
+        if self._catch_up is not None:
+            first += self._catch_up.waiting_rooms
         self.owes_redeliveries = False
         limit = draft.max_pdus + len(draft.without)
         waiting = await self._context.store.redeliveries(self.destination, limit, first=first)
@@ -503,8 +501,7 @@ class Outbox:
         catch_up = await self._at_catch_up(policy)
         news = self._news
         assert self.lsso is not None
-        waiting = partial(self._note_waiting, draft)
-        self._waiting_rooms = ()
+        waiting = partial(self._behind_redeliveries, draft)
         found = await catch_up.fill(draft, self.lsso, waiting)
         if found == "some" and not catch_up.on_record:
             await self._put_on_record(catch_up)
@@ -514,14 +511,6 @@ class Outbox:
         await self._quarantine_stuck(catch_up)
         if found == "nothing":
             await self._end_catch_up(news)
-
-    async def _note_waiting(self, draft: Draft, rooms: Collection[str]) -> Mapping[str, int]:
-        waiting = await self._behind_redeliveries(draft, rooms)
-        if waiting:
-            # In the order in which they wait.
-            new = (room_id for room_id in rooms if room_id in waiting)
-            self._waiting_rooms = tuple(dict.fromkeys((*self._waiting_rooms, *new)))[:PAGE]
-        return waiting
 
     async def _at_catch_up(self, policy: Policy) -> CatchUp:
         catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
