@@ -12,13 +12,15 @@ import pytest
 import trio
 from sqlalchemy import Table
 from structlog.testing import capture_logs
-from tests.sender.harness import HS, World
+from tests.sender.harness import HS, RemoteServer, World
 from tests.sender.synapse_world import Killed, killed
 from tests.servers import Databases
 from tests.store import synapse_schema
 from tests.store.ready_made import lay
 
 from fedsender.runtime import real_runtime
+from fedsender.sender.context import Phase
+from fedsender.sender.isolation import Kind
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 
@@ -118,6 +120,10 @@ async def purging(tmp_path: Path, postgres: Databases) -> PostgresWorld:
     world = PostgresWorld(tmp_path, postgres.create_schema())
     await world.found()
     return world
+
+
+def has(server: RemoteServer, text: str) -> bool:
+    return text in server.got
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -305,6 +311,46 @@ async def test_answers_that_wait_for_a_locked_table_hold_no_places(
             other.rollback()
             await until(lambda: old.got == ["next"])
             await until(lambda: not any(sender.active[name].frozen for name in names))
+    with psycopg.connect(world.url) as connection:
+        query = "SELECT count(*) FROM device_federation_outbox"
+        assert connection.execute(query).fetchone() == (0,)
+
+
+@pytest.mark.parametrize("table", ["device_federation_outbox", "device_lists_outbound_pokes"])
+async def test_a_locked_table_of_keys_holds_up_no_pdus(purging: PostgresWorld, table: str) -> None:
+    """More servers than there are places have keys in it, and one of them has PDUs, too."""
+    world = purging
+    world.settings = {"sending": {"max_in_flight": 8}}
+    old, near = world.servers[OLD], world.servers[NEAR]
+    names = [OLD, *(f"s{number}.example" for number in range(12))]
+    servers = [old, *(world.server(name) for name in names[1:])]
+    with trio.fail_after(60):
+        async with world.run() as sender:
+            for name in names:
+                message = {"destination": name, "stream_id": 1, "queued_ts": 0}
+                world.put(tables.device_federation_outbox, **message, messages_json="{}")
+            with psycopg.connect(world.url) as other:
+                other.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE".encode())
+                for name in names:
+                    destination = sender.registry.reach_for_edu(name)
+                    assert destination is not None
+                    destination.owe_keys()
+                await until(
+                    lambda: all(sender.active[name].outbox.locked(Kind.EDUS) for name in names)
+                )
+                for text in "012":
+                    world.told(OTHER, 3, text)
+                    world.told(PURGED, 1, text)
+                    await until(partial(has, near, text))
+                    await until(partial(has, old, text))
+                await until(lambda: sender.context.admission.in_flight == 0)
+                phase = sender.active[names[1]].phase
+                other.rollback()
+            await until(lambda: not any(sender.active[name].outbox.has_edus for name in names))
+            await sender.context.homeserver.write_marks()
+    assert phase is Phase.LOCKED
+    assert old.got == near.got == ["0", "1", "2"]
+    assert [sum(len(each.edus) for each in server.answered) for server in servers] == [1] * 13
     with psycopg.connect(world.url) as connection:
         query = "SELECT count(*) FROM device_federation_outbox"
         assert connection.execute(query).fetchone() == (0,)

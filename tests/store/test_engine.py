@@ -20,8 +20,10 @@ from fedsender.runtime import real_runtime
 from fedsender.store.engine import (
     Database,
     DatabaseOptions,
+    Locked,
     StoreClosed,
     StoreError,
+    not_waiting_for_locks,
     open_database,
 )
 
@@ -520,6 +522,39 @@ async def test_a_read_that_needs_a_lock_waits_for_it_and_the_others_go_on(
 
     assert 2 in found
     assert ["a", "b"] in found
+
+
+async def test_who_does_not_wait_for_locks_is_told_and_the_next_ones_at_once(
+    postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read in all is tried on and on, and an operator sees that it waits."""
+    monkeypatch.setattr("fedsender.store.connections.LOCK_MS", 50)
+    monkeypatch.setattr("fedsender.store.engine.LAST_PAUSE_S", 0.1)
+    tries: list[int] = []
+
+    def count(connection: Connection, items: Sequence[str]) -> dict[str, int]:
+        tries.append(len(items))
+        return dict.fromkeys(items, len(notes(connection)))
+
+    async with somebody_elses(postgres) as (database, url):
+        with trio.fail_after(60), psycopg.connect(url) as holder:
+            holder.execute("LOCK TABLE notes IN ACCESS EXCLUSIVE MODE")
+            with not_waiting_for_locks():
+                with pytest.raises(Locked):
+                    await database.read(notes)
+                with pytest.raises(Locked):
+                    await database.read_together(count, "x")
+                before = len(tries)
+                for _ in range(100):
+                    with pytest.raises(Locked):
+                        await database.read_together(count, "y")
+                assert len(tries) - before <= 1
+            await until(lambda: database.locked)
+        with trio.fail_after(60):
+            await until(lambda: not database.locked)
+        with not_waiting_for_locks():
+            assert await database.read_together(count, "z") == 2
+            assert await database.read(notes) == ["a", "b"]
 
 
 async def test_a_lock_that_is_awaited_for_long_is_told_to_the_operator(

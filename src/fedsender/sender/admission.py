@@ -3,7 +3,8 @@
 An attempt with a place may have a connection: there are never fewer connections than places. A
 place is taken when a connection is opened or a live one is used, and kept until the answer is in
 the ledger, or the attempt has failed and that is on record. Writing down what an answer settles
-needs no place. Nor does waiting for the right to open a connection.
+needs no place. Nor does waiting for the right to open a connection. Whoever finds what it was to
+send locked by another process gives its place back.
 
 There are three lanes, each with its own places: for servers with a failed last attempt, for servers
 that take long to answer, and for the rest. So a quick server, or one that is back, never waits for

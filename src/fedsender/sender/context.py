@@ -140,6 +140,7 @@ class Phase(Enum):
     CONNECTING = "connecting"
     SENDING = "sending"
     WAITING = "waiting"
+    LOCKED = "waiting for a lock in the homeserver's database"
     QUEUED = "waiting for a free place"
     CATCHING_UP = "catching up"
     LEAVING = "leaving"

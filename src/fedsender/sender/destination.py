@@ -577,7 +577,8 @@ class Destination:
             if not_before > now + LEAVE_AFTER_S and due < math.inf:
                 return False
             idle_until = now + self._context.sending.idle_destination
-            self._in_phase(Phase.IDLE if due == math.inf else Phase.WAITING, now)
+            waits = Phase.LOCKED if any(map(self.outbox.locked, Kind)) else Phase.WAITING
+            self._in_phase(Phase.IDLE if due == math.inf else waits, now)
             if not_before > now + PUT_AWAY_AFTER_S:
                 self._put_away()
             # Through a long wait of a search, what is not concerned by it may still come.
@@ -591,23 +592,23 @@ class Destination:
         if self.frozen is not None:
             return self._timer.not_before
         if self.state.pdu_search is None and self.state.edu_search is None:
-            owes = self.outbox.owes_pdus or self.outbox.has_edus
-            return self._timer.not_before if owes else math.inf
+            due = min(self.outbox.due(Kind.PDUS), self.outbox.due(Kind.EDUS))
+            return max(self._timer.not_before, due)
         return min(self._due_with(kind) for kind in Kind)
 
     def _due_with(self, kind: Kind) -> float:
         """The time when an item of this kind may be sent, on trio's clock; infinity: none."""
         search, pdus = self.state.search(kind), kind is Kind.PDUS
-        has = self.outbox.owes_pdus if pdus else self.outbox.has_edus
-        if search is None:
-            return self._timer.not_before if has else math.inf
-        if not has and search.suspect is None:
-            return math.inf
+        due = max(self._timer.not_before, self.outbox.due(kind))
+        if search is None or (due == math.inf and search.suspect is None):
+            return due
+        if due == math.inf:
+            due = self._timer.not_before
         if search.alone and (self.outbox.has_new_pdus if pdus else self._new_edus):
-            return self._timer.not_before
+            return due
         wait_s = search.wait_s(self._context.clock.now_ms())
         # Without a wait it was due before this very moment, which is over when it is looked at.
-        return max(self._timer.not_before, trio.current_time() + wait_s if wait_s else -math.inf)
+        return max(due, trio.current_time() + wait_s if wait_s else -math.inf)
 
     # --- An attempt -------------------------------------------------------------------------------
 
@@ -636,14 +637,14 @@ class Destination:
             return
         if self.frozen is not None and not self.frozen.body:
             await self._take_out(self.frozen)
-        transaction = await self._next_transaction()
+        transaction = await self._next_transaction(peer)
         if transaction is not None:
             permit.carries(len(transaction.body))
             await self._send(peer, transaction)
         else:
             peer.release()
 
-    async def _next_transaction(self) -> Transaction | None:
+    async def _next_transaction(self, peer: Peer) -> Transaction | None:
         """The frozen transaction, or one made now. None: there is none to send at this moment."""
         gate = self._context.admission.gate
         if self.frozen is None and not self._held:
@@ -654,6 +655,9 @@ class Destination:
                 # If it was denied meanwhile, the draft passes events as not for this server.
                 self.outbox.give_back(draft)
             elif draft.empty and not draft.asks:
+                # Others need these, and our databases may have us wait for long.
+                peer.release()
+                self._permit.let_go()
                 self.outbox.note_given_up(draft.given_up)
                 await self.outbox.note_progress(draft)
                 await self._count_given_up()
@@ -769,7 +773,7 @@ class Destination:
                 await self.outbox.fill(draft, self.policy)
                 return draft
             await self._fill_alone(draft, kind, search)
-            if not draft.empty:
+            if not draft.empty or self.outbox.locked(kind):
                 return draft
             early = search.wait_s(self._context.clock.now_ms()) > 0
             search = search.none_there(self._context.runtime.random, early=early)

@@ -20,8 +20,10 @@ the queue. The second is in the destination: from `leave_out_unseen` to the free
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, Final, Literal, TypeVar
 
 import structlog
 import trio
@@ -34,15 +36,24 @@ from fedsender.sender.context import Context
 from fedsender.sender.edus import device_lists, presence
 from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
 from fedsender.sender.edus.typing import TYPING
-from fedsender.sender.isolation import Search, Turn
+from fedsender.sender.isolation import Kind, Search, Turn
 from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction, settle
+from fedsender.store.engine import Locked, not_waiting_for_locks
 from fedsender.store.homeserver import Settlement
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.telemetry import Metrics
+from fedsender.waiting import pause_s
 
 log = structlog.get_logger()
+T = TypeVar("T")
+
+Lane = Literal["PDUs", "to-device", "device lists", "receipts"]
+"""What is read from the homeserver's database, each from tables of its own."""
+LOCK_FIRST_S: Final = 1.0
+LOCK_LONGEST_S: Final = 30.0
+"""The pauses until a lane that another process has locked is read again."""
 
 EPHEMERAL_KEYS = 1000
 PRESENCE_USERS = 1000
@@ -100,6 +111,8 @@ class Outbox:
         self._news_seen = 0
         self._ahead: frozenset[str] = frozenset()
         self._catch_up: CatchUp | None = None
+        # Lanes that were locked when they were read last: when to try again, and tries in a row.
+        self._locks: dict[Lane, tuple[float, int]] = {}
 
     # --- What is put into it: synchronous ---------------------------------------------------------
 
@@ -191,6 +204,34 @@ class Outbox:
             or self.presence.waiting
         )
 
+    def due(self, kind: Kind) -> float:
+        """The time from which a transaction may have an item of this kind, on Trio's clock, -inf
+        for any time; inf: there is none."""
+        if not self._locks:
+            has_any = self.owes_pdus if kind is Kind.PDUS else self.has_edus
+            return -math.inf if has_any else math.inf
+        if kind is Kind.EDUS and self.edus_waiting:
+            return -math.inf
+        return min(map(self._readable_at, self._owed(kind)), default=math.inf)
+
+    def locked(self, kind: Kind) -> bool:
+        """Whether items of this kind may be there that another process's lock keeps from us."""
+        return bool(self._locks) and any(lane in self._locks for lane in self._owed(kind))
+
+    def _owed(self, kind: Kind) -> list[Lane]:
+        """The lanes that may have items of this kind."""
+        lanes: tuple[tuple[Lane, Kind, bool], ...] = (
+            ("PDUs", Kind.PDUS, self.owes_pdus),
+            ("to-device", Kind.EDUS, self.owes_to_device),
+            ("device lists", Kind.EDUS, self.owes_device_lists),
+            ("receipts", Kind.EDUS, self.receipts.debt is not None),
+        )
+        return [lane for lane, of_kind, owed in lanes if owed and of_kind is kind]
+
+    def _readable_at(self, lane: Lane) -> float:
+        at, _ = self._locks.get(lane, (-math.inf, 0))
+        return at
+
     @property
     def has_new_pdus(self) -> bool:
         """Whether PDUs were offered since another one than the suspect was last looked for."""
@@ -232,29 +273,24 @@ class Outbox:
     # --- Filling a transaction --------------------------------------------------------------------
 
     async def fill(self, draft: Draft, policy: Policy) -> None:
-        """Put the next items into the draft, keys first; ephemeral EDUs take the room left."""
-        pdus, edus = draft.max_pdus > 0, draft.max_edus > 0
-        if edus and self.owes_to_device:
-            await self._fill_to_device(draft, policy)
-        if edus and self.owes_device_lists:
-            await self._fill_device_lists(draft, policy)
-        again: Sequence[Outgoing] = ()
-        upto = self.queue.pdus[-1].stream_ordering if self.queue.pdus else 0
-        if pdus and self.owes_redeliveries:
-            rooms = {pdu.room_id for pdu in self.queue.pdus}
-            if rooms and await self._behind_redeliveries(draft, rooms):
-                self.spill(healthy=True)
-            again = self._add_half(draft, await self._redeliveries(draft, policy))
+        """Put the next items into the draft, keys first; ephemeral EDUs take the room left.
+
+        What another process has locked is left for another transaction: the caller holds what
+        others wait for, and the other lanes need not wait either.
+        """
         page: tuple[list[Receipt], int] | None = None
-        if edus and self.receipts.debt is not None:
-            page = await self._owed_receipts(policy)
-        if pdus and not self.level:
-            await self._fill_owed(draft, policy)
-        if self.level:
-            # What was released while we asked is older than what was offered then.
-            self.queue.fill(draft, upto if self.owes_redeliveries else None)
-        if not draft.full:
-            _add_all(draft, again)
+        if draft.max_edus > 0:
+            if self.owes_to_device:
+                look: Callable[..., Awaitable[Any]] = partial(self._fill_to_device, draft, policy)
+                await self._unless_locked("to-device", look, self.owe_keys)
+            if self.owes_device_lists:
+                look = partial(self._fill_device_lists, draft, policy)
+                await self._unless_locked("device lists", look, self.owe_keys)
+            if self.receipts.debt is not None:
+                page = await self._unless_locked("receipts", partial(self._owed_receipts, policy))
+        if draft.max_pdus > 0:
+            look = partial(self._fill_pdus, draft, policy)
+            await self._unless_locked("PDUs", look, draft.drop_catch_up)
         if page is not None:
             draft.receipts_upto = fill_page(draft, *page)
         if self.edus_waiting:
@@ -265,11 +301,52 @@ class Outbox:
             told = partial(presence.edu_of, now_ms=self._context.runtime.now_ms())
             self.presence.fill(draft, told, at_once=presence.STATES_PER_EDU)
 
+    async def _unless_locked(
+        self, lane: Lane, look: Callable[[], Awaitable[T]], undo: Callable[[], None] = lambda: None
+    ) -> T | None:
+        """The result of `look`; None, after `undo`, if another process has locked what it reads.
+
+        Then nobody looks for some seconds.
+        """
+        if trio.current_time() < self._readable_at(lane):
+            return None
+        try:
+            with not_waiting_for_locks():
+                found = await look()
+        except Locked:
+            _, tries = self._locks.get(lane, (0.0, 0))
+            pause = pause_s(tries, LOCK_FIRST_S, LOCK_LONGEST_S)
+            self._locks[lane] = trio.current_time() + pause, tries + 1
+            undo()
+            return None
+        self._locks.pop(lane, None)
+        return found
+
+    async def _fill_pdus(self, draft: Draft, policy: Policy) -> None:
+        again: Sequence[Outgoing] = ()
+        upto = self.queue.pdus[-1].stream_ordering if self.queue.pdus else 0
+        if self.owes_redeliveries:
+            rooms = {pdu.room_id for pdu in self.queue.pdus}
+            if rooms and await self._behind_redeliveries(draft, rooms):
+                self.spill(healthy=True)
+            again = self._add_half(draft, await self._redeliveries(draft, policy))
+        if not self.level:
+            await self._fill_owed(draft, policy)
+        if self.level:
+            # What was released while we asked is older than what was offered then.
+            self.queue.fill(draft, upto if self.owes_redeliveries else None)
+        if not draft.full:
+            _add_all(draft, again)
+
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
         """Put in the PDU of this search's turn, if there is one; the search has a suspect.
 
         The whole backlog is in the database, and from now on it is read there.
         """
+        look = partial(self._fill_alone, draft, policy, search)
+        await self._unless_locked("PDUs", look, draft.drop_catch_up)
+
+    async def _fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
         if self.level:
             self.spill(healthy=True)
         catch_up = await self._at_catch_up(policy)
@@ -305,8 +382,9 @@ class Outbox:
         """
         if not draft.others:
             return
-        may_see = await self._context.homeserver.rooms_with(self.destination, draft.others)
-        if not draft.others <= may_see:
+        look = partial(self._context.homeserver.rooms_with, self.destination, draft.others)
+        may_see = await self._unless_locked("PDUs", look)
+        if may_see is None or not draft.others <= may_see:
             draft.drop_catch_up()
 
     def note_given_up(self, given_up: Iterable[tuple[SentPdu, str]]) -> None:
@@ -520,6 +598,9 @@ class Outbox:
     async def caught_up(self) -> bool:
         """Become level if a catch-up under way finds nothing more owed; return whether it did."""
         news = self._news
+        if not self.level and self._catch_up is None:
+            # Whoever begins one needs its mark written, which may wait for a lock, and has a place.
+            await self._context.homeserver.write_marks(self.destination)
         if self._catch_up is None or self.lsso is None:
             return False
         if await self._context.homeserver.owed_rooms(self.destination, self.lsso, 1):

@@ -674,6 +674,6 @@ def _state(state: ServerState, destination: Destination | None) -> str:
         return "waiting"
     if not destination.owes:
         return "level"
-    if destination.phase in (Phase.WAITING, Phase.QUEUED):
+    if destination.phase in (Phase.WAITING, Phase.QUEUED, Phase.LOCKED):
         return "waiting"
     return "sending" if destination.outbox.level else "catching_up"

@@ -56,6 +56,7 @@ from fedsender.store.group_commit import (
     LONG_LOCKED,
     GroupCommit,
     Job,
+    Locked,
     StoreClosed,
     run_reads,
     run_writes,
@@ -67,10 +68,12 @@ __all__ = [
     "Database",
     "DatabaseOptions",
     "Faults",
+    "Locked",
     "StoreClosed",
     "StoreError",
     "WrongDatabase",
     "WrongValues",
+    "not_waiting_for_locks",
     "open_database",
     "reading",
     "reading_together",
@@ -98,6 +101,18 @@ MAX_SLOW = 3
 
 WRITTEN: ContextVar[list[str] | None] = ContextVar("WRITTEN", default=None)
 """Where a task and its children note which databases they have changed: None: nowhere."""
+_PATIENT: ContextVar[bool] = ContextVar("_PATIENT", default=True)
+
+
+@contextmanager
+def not_waiting_for_locks() -> Iterator[None]:
+    """Have reads in the body raise `Locked` once they have waited for another process's lock for
+    `LOCK_MS`: for who holds what others wait for. A database of ours nobody locks for long."""
+    token = _PATIENT.set(False)
+    try:
+        yield
+    finally:
+        _PATIENT.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +198,8 @@ class Database:
         """The result of `fn`, run in a read transaction of its own (one consistent snapshot).
 
         Waits while the database is away. Raises StoreError for faults that waiting does not cure,
-        and StoreClosed once nothing is read or written any more.
+        StoreClosed once nothing is read or written any more, and Locked as
+        `not_waiting_for_locks` says.
         """
         await self._writes.check_open()
         lane = self._readers
@@ -198,6 +214,8 @@ class Database:
                 try:
                     value = await self._timed(look, lane)
                 except DBAPIError as error:
+                    if kind_of(error) == "locked" and not _PATIENT.get():
+                        raise Locked(self.name) from None
                     pause = self._pause_after(lane, error, tries)
                     if kind_of(error) == "locked" and tries >= LONG_LOCKED:
                         self._locked_reads.add(look)
@@ -311,7 +329,7 @@ class Database:
         call. Equal items share an answer, which must not be changed. Errors are as with `read`.
         """
         await self._writes.check_open()
-        value: T = await self._reads.put(Job(fn, [item]))
+        value: T = await self._reads.put(Job(fn, [item], patient=_PATIENT.get()))
         return value
 
     async def _timed(self, transaction: Callable[[], T], lane: _Lane) -> T:

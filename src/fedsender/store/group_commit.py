@@ -20,6 +20,13 @@ class StoreClosed(StoreError):
     """The database is closed. A waiting write was not begun, or its end is not known."""
 
 
+class Locked(StoreError):
+    """Another process has locked what a read needs, and its caller does not wait for locks."""
+
+    def __init__(self, database: str) -> None:
+        super().__init__(f"another process has locked a part of the {database} database")
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One caller's read or write. `running` while its transaction may be under way.
@@ -27,12 +34,14 @@ class Job:
     Attributes:
         ran: its transaction is committed.
         items: arguments of `run` after the connection, joined with those of other jobs; (): none.
+        patient: it waits for another process's lock; else its caller is told `Locked`.
         entered: `run` was called and has not returned.
         locked: tries that met another process's lock, in a row.
     """
 
     run: Callable[..., Any]
     items: Sequence[Any] = ()
+    patient: bool = True
     value: Any = None
     done: trio.Event = field(default_factory=trio.Event)
     running: bool = False
@@ -49,7 +58,9 @@ class GroupCommit:
 
     A batch is run in one transaction. If one of its jobs raises, each of them is run by itself, so
     that only the bad one raises. A job that meets another process's lock is set aside and tried
-    again without end, while the others go on.
+    again without end, while the others go on. A caller that does not wait for locks is told
+    `Locked`, and leaves its job behind: until that gets through, all who ask the same are told so
+    at once, without another try, which would keep the others waiting each time.
     """
 
     def __init__(
@@ -82,6 +93,8 @@ class GroupCommit:
         # Jobs that met a lock, and when each is tried again (trio's clock, seconds).
         self._aside: dict[Job, float] = {}
         self._turn_of_aside = False
+        # By function, the job that was left behind.
+        self._left: dict[Callable[..., Any], Job] = {}
 
     @property
     def locked(self) -> bool:
@@ -168,6 +181,9 @@ class GroupCommit:
             if self._queue[0].alone and batch:
                 break
             job = self._queue.popleft()
+            if not job.patient and job.run in self._left:
+                self._tell_locked(job)
+                continue
             job.running = True
             batch.append(job)
             if job.alone:
@@ -215,9 +231,18 @@ class GroupCommit:
             job.running, job.entered, job.alone = False, False, True
             if job.withdrawn:
                 job.done.set()
-            else:
+            elif job.patient:
                 self._aside[job] = due
+            else:
+                self._tell_locked(job)
+                if job.run not in self._left:
+                    left = self._left[job.run] = Job(job.run, job.items, alone=True, locked=1)
+                    self._aside[left] = trio.current_time() + pause
         return 0
+
+    def _tell_locked(self, job: Job) -> None:
+        job.error = Locked(self._name)
+        job.done.set()
 
     def _met_a_lock(self, batch: list[Job], error: Exception) -> list[Job]:
         """The jobs to be set aside: those that ran when this error was raised."""
@@ -229,6 +254,8 @@ class GroupCommit:
         for job in batch:
             job.running = False
             job.ran = job.error is None
+            if self._left.get(job.run) is job:
+                del self._left[job.run]
             job.done.set()
         self._running = []
 
