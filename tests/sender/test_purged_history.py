@@ -129,3 +129,32 @@ async def test_an_event_that_was_to_be_sent_again_is_not_passed_in_silence(
     assert world.servers[AWAY].got == ["once"]
     (line,) = given_up(world)
     assert [(each["event_id"], each["lane"]) for each in line["pdus"]] == [(event_id, "redelivery")]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_a_blocked_room_is_freed_though_some_of_its_events_were_purged(
+    tmp_path: Path, autojump_clock: MockClock, deleted: bool
+) -> None:
+    world = await begin(tmp_path)
+    world.servers[AWAY].down = False
+    async with world.run() as sender:
+        purged = ["$of-another-hash"]
+        await world.message(ROOM, 1, "unsendable", event_id=purged[0])
+        purged.append(await world.message(ROOM, 1, "waits"))
+        await trio.sleep(5)
+        await purge(world, deleted=deleted)
+        await world.message(ROOM, 1, "left")
+        await trio.sleep(5)
+        items = await world.store.sender.quarantined_in_room(ROOM, 9)
+        *gone, left = [item.id for item in items]
+        freed = await sender.operations.release_room(ROOM)
+        assert (freed.released, freed.dropped) == ((left,), tuple(gone))
+        assert (freed.kept, freed.more) == ((), False)
+        assert [event_id for _, event_id, _ in freed.refused] == purged
+        assert sender.fan_out.blocked == {}
+        await world.message(ROOM, 1, "new")
+        await trio.sleep(5)
+    assert world.servers[AWAY].got == ["left", "new"]
+    lines = [line for line in world.ledger("*") if line["outcome"] == "dropped"]
+    assert [line["pdus"][0]["event_id"] for line in lines] == purged
+    assert all("purged" in line["reason"] for line in lines)

@@ -348,7 +348,8 @@ def quarantine_release(
             f"still in quarantine: {number}, and what waits behind it; "
             f"`fedsender quarantine drop {number}` gives it up, then release the room again"
         ]
-    said = [f"released: {_listed(answer['released'])}", *_refused(answer), *kept]
+    gone = [f"dropped: {_listed(answer['dropped'])}"] if answer["dropped"] else []
+    said = [f"released: {_listed(answer['released'])}", *_refused(answer), *gone, *kept]
     say_answer(answer, as_json, *said)
     return WRONG if kept else DONE
 

@@ -203,10 +203,13 @@ class Released:
     """Items that left the quarantine to be sent again; and those that will not be sent.
 
     Attributes:
+        dropped: with a room: those that the homeserver does not have any more. They are given up.
+        refused: the events of those that were dropped or kept, and why.
         more: with a room: others wait for the same request again.
     """
 
     released: list[int]
+    dropped: list[int]
     kept: list[int]
     refused: list[NotSent]
     more: bool
@@ -263,7 +266,7 @@ async def _present(context: AdminContext, ids: Sequence[int]) -> list[int]:
 
 def _blocking(freed: Freed) -> Freed:
     """What was freed; the request is refused if no event blocks the room."""
-    if not freed.ids and not freed.kept:
+    if not (freed.released or freed.dropped or freed.kept):
         raise not_found("no event blocks this room: none is in quarantine for all servers")
     return freed
 
@@ -271,27 +274,34 @@ def _blocking(freed: Freed) -> Freed:
 @router.post("/quarantine/release", summary="Send quarantined PDUs after all")
 async def release(request: InQuarantine, context: Reach) -> Released:
     """They go through the redelivery lane. Items that still cannot be sent, and EDUs, stay.
-    A room's events are released in order, up to one that still cannot be sent."""
+    A room's events are released in order, up to one that still cannot be sent; those that the
+    homeserver does not have any more are given up."""
     if request.room_id is not None:
         freed = _blocking(await context.sender.operations.release_room(request.room_id))
-        log.info("room released", room=request.room_id, n=len(freed.ids), kept=freed.kept)
+        log.info(
+            "room released",
+            room=request.room_id,
+            n=len(freed.released),
+            dropped=freed.dropped,
+            kept=freed.kept,
+        )
         refusals = [NotSent(*each) for each in freed.refused]
-        return Released([*freed.ids], [*freed.kept], refusals, freed.more)
+        return Released([*freed.released], [*freed.dropped], [*freed.kept], refusals, freed.more)
     assert request.ids is not None
     ids = await _present(context, request.ids)
     refused = await context.sender.operations.release(ids)
     kept = [item.id for item in await context.store.quarantined(ids)]
     released = sorted(set(ids) - set(kept))
     log.info("quarantine released", released=released[:20], kept=kept[:20])
-    return Released(released, kept, [NotSent(*each) for each in refused], more=False)
+    return Released(released, [], kept, [NotSent(*each) for each in refused], more=False)
 
 
 @router.post("/quarantine/drop", summary="Give quarantined items up for good")
 async def drop(request: InQuarantine, context: Reach) -> Dropped:
     if request.room_id is not None:
         freed = _blocking(await context.sender.operations.drop_room(request.room_id))
-        log.info("room dropped", room=request.room_id, n=len(freed.ids))
-        return Dropped([*freed.ids], freed.more)
+        log.info("room dropped", room=request.room_id, n=len(freed.dropped))
+        return Dropped([*freed.dropped], freed.more)
     assert request.ids is not None
     ids = await _present(context, request.ids)
     await context.sender.operations.drop(ids)

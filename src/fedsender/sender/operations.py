@@ -21,6 +21,7 @@ rooms wait. One event may have more."""
 # Events are not stored in the exact order in which they were received.
 _SLACK_MS = 60_000
 
+GONE = "it cannot be sent any more: the homeserver has purged it, or it is no longer ours to send"
 Refusal = tuple[str, str, str]
 """Server ("*" if no server got it), event id (or the EDU's type), and the reason."""
 
@@ -44,15 +45,18 @@ class Freed:
     """What became of events in quarantine that blocked a room.
 
     Attributes:
-        ids: items that left quarantine.
-        kept: the item that cannot be sent, if there is one; those behind it stay, too.
+        released: items that left quarantine to be sent.
+        dropped: items that left it and were given up.
+        kept: the item that cannot be sent yet, if there is one; those behind it stay, too.
+        refused: of a release, the events that are not sent: given up or kept.
         more: whether others are left that may leave by another call.
     """
 
-    ids: tuple[int, ...]
-    kept: tuple[int, ...]
-    refused: tuple[Refusal, ...]
-    more: bool
+    released: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    more: bool = False
 
 
 class Operations:
@@ -175,12 +179,14 @@ class Operations:
     async def release_room(self, room_id: str) -> Freed:
         """Send the first events of a blocked room that no server got, by the redelivery lane.
 
-        They leave quarantine in their order, up to one that still cannot be sent. No event joins
-        them meanwhile: a room with no event left goes on with what comes next.
+        They leave quarantine in their order, up to one that still cannot be sent. One that the
+        homeserver does not have any more never can be: it is given up, and those behind it go on.
+        No event joins them meanwhile: a room with no event left goes on with what comes next.
         """
         store = self._context.store
         accepted: list[Redelivery] = []
-        ids: list[int] = []
+        released: list[int] = []
+        gone: list[Quarantined] = []
         kept: list[int] = []
         refused: list[Refusal] = []
         async with self._fan_out.between_steps():
@@ -189,16 +195,23 @@ class Operations:
                 # One by one: of a room of many servers only few are taken.
                 event_id = str(item.event_id)
                 routed = (await self._context.router.load([event_id])).get(event_id)
-                if not isinstance(routed, Routed):
-                    kept, refused = [item.id], [("*", event_id, _why_unsendable(routed))]
+                if isinstance(routed, Routed):
+                    if accepted and len(accepted) + len(routed.servers) > RELEASED_AT_ONCE:
+                        break
+                    released.append(item.id)
+                    accepted += _to_all(routed)
+                    continue
+                refused.append(("*", event_id, _why_unsendable(routed)))
+                if routed is not None:
+                    kept = [item.id]
                     break
-                if accepted and len(accepted) + len(routed.servers) > RELEASED_AT_ONCE:
-                    break
-                ids.append(item.id)
-                accepted += _to_all(routed)
-            await self._queue(accepted, ids)
-        more = not kept and len(ids) < len(items)
-        return Freed(tuple(ids), tuple(kept), tuple(refused), more)
+                gone.append(item)
+            dropped = [item.id for item in gone]
+            await self._queue(accepted, [*released, *dropped])
+            for item in gone:
+                self._note_dropped(replace(item, reason=GONE))
+        more = not kept and len(released) + len(dropped) < len(items)
+        return Freed(tuple(released), tuple(dropped), tuple(kept), tuple(refused), more)
 
     async def drop_room(self, room_id: str) -> Freed:
         """Give the first events of a blocked room that no server got up for good.
@@ -207,9 +220,9 @@ class Operations:
         """
         async with self._fan_out.between_steps():
             items = await self._context.store.quarantined_in_room(room_id, FREED_AT_ONCE + 1)
-            dropped = items[:FREED_AT_ONCE]
-            await self._give_up([item.id for item in dropped])
-        return Freed(tuple(item.id for item in dropped), (), (), len(items) > len(dropped))
+            ids = [item.id for item in items[:FREED_AT_ONCE]]
+            await self._give_up(ids)
+        return Freed(dropped=tuple(ids), more=len(items) > len(ids))
 
     async def drop(self, ids: Sequence[int]) -> None:
         """Give quarantined items up for good, each with a line in the ledger."""
@@ -218,7 +231,10 @@ class Operations:
 
     async def _give_up(self, ids: Sequence[int]) -> None:
         for item in await self._context.store.drop(ids):
-            self._context.ledger.record(_dropped(item, self._context.runtime.now_ms()))
+            self._note_dropped(item)
+
+    def _note_dropped(self, item: Quarantined) -> None:
+        self._context.ledger.record(_dropped(item, self._context.runtime.now_ms()))
 
     async def hold(
         self,
@@ -309,8 +325,7 @@ def _to_all(routed: Routed) -> list[Redelivery]:
 
 
 def _why_unsendable(routed: Bad | None) -> str:
-    reason = "it is gone, or no longer ours to send" if routed is None else routed.reason
-    return f"it still cannot be sent: {reason}"
+    return GONE if routed is None else f"it still cannot be sent: {routed.reason}"
 
 
 def _dropped(item: Quarantined, now_ms: int) -> Line:

@@ -219,7 +219,7 @@ class Operator:
                 released, more = 0, True
                 while more:
                     freed = await daemon.sender.operations.release_room(room_id)
-                    released, more = released + len(freed.ids), freed.more
+                    released, more = released + len(freed.released), freed.more
                 observed.counts["busy rooms freed"] += released >= BUSY
 
         self.ask(do)
