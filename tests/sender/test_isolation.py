@@ -2,6 +2,7 @@
 item's. The rule by itself is in `test_search.py`."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
-from fedsender.sender.failure import DAY_MS
+from fedsender.sender.failure import DAY_MS, states_of
 from fedsender.store.records import PresenceState
 
 R1, R2, A = "!1:hs.example", "!2:hs.example", "a.example"
@@ -235,6 +236,68 @@ async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_g
     assert len(server.got) == len(set(server.got))
     assert keys == 12
     assert refused <= 90
+
+
+async def search_waits_longer(world: World) -> tuple[float, float]:
+    """A daemon has ended, with a search among the PDUs of `A` on record.
+
+    Returns when `A` may be tried again, and when with a PDU.
+    """
+    async with world.run():
+        server = await begin(world)
+        server.reply = lambda r: answer(400) if r.content["pdus"] else ok(r)
+        for number in range(4):
+            await world.say(R1, str(number))
+        await trio.sleep(30)
+    async with world.open() as store:
+        state = states_of(await store.sender.all_server_states())[A]
+        assert state.pdu_search is not None
+        now, now_ms = trio.current_time(), world.runtime.now_ms()
+        state = replace(
+            state,
+            last_attempt_ms=now_ms,
+            next_attempt_ms=now_ms + 1_000_000,
+            pdu_search=state.pdu_search.waiting(now_ms, 3_000),
+        )
+        await store.sender.save_server_state(state)
+    return now + 1_000, now + 3_000
+
+
+async def test_after_a_start_and_a_reload_pdus_wait_for_the_next_step_of_their_search(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """We would connect for nothing, and `why` would name a time at which nothing is sent."""
+    _, due = await search_waits_longer(world)
+    tried = len(world.servers[A].attempts)
+    async with world.run() as sender:
+        await trio.sleep(1)
+        world.reload(sender)
+        while trio.current_time() < due - 60:
+            status = sender.registry.status(A)
+            assert status is not None
+            assert status.retry_in_s == pytest.approx(due - trio.current_time(), abs=1)
+            await trio.sleep(60)
+        assert len(world.servers[A].attempts) == tried
+        await trio.sleep(120)
+        assert len(world.servers[A].attempts) > tried
+
+
+@pytest.mark.parametrize("came", ["while no daemon ran", "later"])
+async def test_keys_for_a_server_out_of_memory_wait_for_no_search_among_pdus(
+    world: World, autojump_clock: MockClock, came: str
+) -> None:
+    due, _ = await search_waits_longer(world)
+    if came != "later":
+        async with world.open() as store:
+            await store.homeserver.queue_to_device(A, 1, '{"message_id": "x"}')
+    async with world.run() as sender:
+        if came == "later":
+            await world.store.homeserver.queue_to_device(A, 1, '{"message_id": "x"}')
+            sender.to_device_changed(A)
+        await trio.sleep_until(due + 10)
+
+    arrived = [request.at for request in world.servers[A].answered if request.edus]
+    assert arrived == [pytest.approx(due, abs=5)]
 
 
 @pytest.mark.slow

@@ -226,6 +226,16 @@ class ServerState:
         """Seconds until our own timer tries again, as of now."""
         return left_s(self.last_attempt_ms, self.next_attempt_ms, now_ms)
 
+    def wait_with_s(self, kind: Kind, now_ms: int, *, new: bool = False) -> float:
+        """Seconds until our own timer tries an item of this kind, as of now.
+
+        `new`: the item has come since the last one was tried.
+        """
+        search = self.search(kind)
+        if search is None or (new and search.alone):
+            return self.wait_s(now_ms)
+        return max(self.wait_s(now_ms), search.wait_s(now_ms))
+
     def pause_left_s(self, now_ms: int) -> float | None:
         """Seconds until the pause ends by itself, as of now; None: it does not, or there is none.
 

@@ -262,10 +262,12 @@ class Registry:
         level: bool = True,
         though_behind: bool = False,
         kind: Kind | None = None,
+        fleeting: bool = False,
     ) -> Destination | None:
         """Return the server's destination, made if it has none; None: not now.
 
-        After None, durable items are read from the database when the server is due. No other method
+        After None, durable items are read from the database when the server is due. That may be
+        sooner than before, since only the other kind's items wait for long. No other method
         activates a server.
 
         Args:
@@ -273,18 +275,21 @@ class Registry:
                 while the registry is not complete.
             though_behind: whether to make it even if the server is behind.
             kind: the kind of item that has just come for it.
+            fleeting: whether the item is lost if there is no destination for it.
         """
         destination = self.active.get(server)
         if destination is not None:
             return destination
         behind = server in self._behind
         nursery = self._nursery
-        if (
-            self.draining
-            or nursery is None
-            or (behind and not (though_behind or self._goes_on(server, kind)))
-        ):
+        if self.draining or nursery is None:
             return None
+        if behind and not though_behind:
+            wait_s = self._wait_with_s(server, kind)
+            if wait_s > LEAVE_AFTER_S:
+                if not fleeting:
+                    self._bring_forward(server, wait_s)
+                return None
         if not self.policies.may_send_to(server):
             return None
         self._behind.pop(server, None)
@@ -299,22 +304,31 @@ class Registry:
         nursery.start_soon(self._supervise, destination, name=f"destination {server}")
         return destination
 
-    def _goes_on(self, server: str, kind: Kind | None) -> bool:
-        """Whether only a search for a poisonous item waits, and items of this kind need not."""
-        state, now_ms = self.own_state(server), self._context.clock.now_ms()
-        if state.paused or state.parked:
-            return False
-        if kind is None or self._behind[server] == NEVER or not state.searches:
-            return False
-        search = state.search(kind)
-        wait_s = 0.0 if search is None or search.alone else search.wait_s(now_ms)
-        return max(wait_s, state.wait_s(now_ms)) <= LEAVE_AFTER_S
+    def _wait_with_s(self, server: str, kind: Kind | None) -> float:
+        """Seconds for which an item that has just come for a server behind has to wait.
 
-    def reach_for_edu(self, server: str) -> Destination | None:
-        """Return the server's destination, for an EDU to be queued; None: not now, or never."""
+        Infinity: it waits for the server's time, which no search of the other kind decides.
+        """
+        state, now_ms = self.own_state(server), self._context.clock.now_ms()
+        held = state.paused or state.parked or self._behind[server] == NEVER
+        if kind is None or held or not state.searches:
+            return math.inf
+        return state.wait_with_s(kind, now_ms, new=True)
+
+    def _bring_forward(self, server: str, wait_s: float) -> None:
+        """Have a server that is behind be due by then."""
+        at = trio.current_time() + wait_s
+        if at < self._behind[server]:
+            self.schedule(server, at)
+
+    def reach_for_edu(self, server: str, *, fleeting: bool = False) -> Destination | None:
+        """Return the server's destination, for an EDU to be queued; None: not now, or never.
+
+        `fleeting`: no database has the EDU.
+        """
         if not self.policies.may_send_to(server):
             return None
-        return self.reach(server, kind=Kind.EDUS)
+        return self.reach(server, kind=Kind.EDUS, fleeting=fleeting)
 
     def offer(self, server: str, pdu: Pdu) -> None:
         """Offer a PDU that is durably owed to this server. Never waits."""
@@ -334,13 +348,17 @@ class Registry:
             destination.offer(pdu)
         elif not self.policies.may_send_to(server):
             self.put_off(server)
-        elif server not in self._behind and not self.draining:
+        elif self.draining:
+            return
+        elif server in self._behind:
+            self._bring_forward(server, self._wait_with_s(server, Kind.PDUS))
+        else:
             self.schedule(server, trio.current_time())
 
     def owe_redeliveries(self, servers: Collection[str]) -> None:
         """Note that these servers have redeliveries on record. Never waits."""
         for server in sorted(servers):
-            destination = self.reach(server)
+            destination = self.reach(server, kind=Kind.PDUS)
             if destination is not None:
                 destination.owe_redeliveries()
             elif not self.policies.may_send_to(server):
@@ -443,10 +461,10 @@ class Registry:
             allowed = self.policies.may_send_to(name)
             destination.use_policy(self.policies.policy_for(name), allowed=allowed)
         now, now_ms = trio.current_time(), self._context.clock.now_ms()
-        for server in list(self._behind):
+        for server in [name for name, due in self._behind.items() if due == NEVER]:
             state = self.own_state(server)
             if not (state.paused or state.parked) and self.policies.may_send_to(server):
-                self.schedule(server, min(self._behind[server], now + state.wait_s(now_ms)))
+                self.schedule(server, now + state.wait_s(now_ms))
 
     def begin_drain(self) -> None:
         """Activate no server any more, and have the active ones leave."""
@@ -615,7 +633,7 @@ class Registry:
     def open_with(
         self,
         lagging: Mapping[str, Lagging],
-        others: Iterable[str],
+        redeliveries: Collection[str],
         rank: Callable[[str], int],
         failure_rate: Callable[[str], int] = lambda server: 0,
         alive: Collection[str] = (),
@@ -625,7 +643,7 @@ class Registry:
         Args:
             lagging: servers with owed events, to-device messages or device lists in the
                 homeserver's database.
-            others: servers that are owed other items.
+            redeliveries: servers that are owed redeliveries.
             alive: servers that were seen since the last attempt; they need not wait.
             rank: a server's rank by the operator's priorities, the smallest first.
             failure_rate: a server's failures in its last day, the smallest first.
@@ -646,15 +664,15 @@ class Registry:
 
         for server in alive:
             self.forgive(server)
-        now, now_ms = trio.current_time(), self._context.clock.now_ms()
-        owed = set(lagging) | self._frozen | set(others)
+        now = trio.current_time()
+        owed = {*lagging, *self._frozen, *redeliveries, *self._context.receipt_debts}
         # Those that are active were reached while we looked, and look for themselves.
         for server in sorted(owed - set(self.active), key=usefulness):
             state = self.own_state(server)
             if state.paused or state.parked or not self.policies.may_send_to(server):
                 self.put_off(server)
             else:
-                wait_s = state.wait_s(now_ms)
+                wait_s = self._wait_for_owed_s(server, lagging.get(server), server in redeliveries)
                 self.schedule(
                     server, now + (min(wait_s, MIN_GAP_SECONDS) if server in alive else wait_s)
                 )
@@ -662,6 +680,18 @@ class Registry:
             if state.paused or state.parked:
                 self.put_off(server)
         self.complete.set()
+
+    def _wait_for_owed_s(self, server: str, lag: Lagging | None, redelivered: bool) -> float:
+        """Seconds at a start until the server may be sent any of what it is owed."""
+        state, now_ms, waits = self.own_state(server), self._context.clock.now_ms(), []
+        if server in self._frozen:
+            return state.wait_s(now_ms)
+        if redelivered or (lag is not None and lag.rooms):
+            waits.append(state.wait_with_s(Kind.PDUS, now_ms))
+        if server in self._context.receipt_debts or (lag is not None and lag.owes_keys):
+            # It may have come while no daemon ran.
+            waits.append(state.wait_with_s(Kind.EDUS, now_ms, new=True))
+        return min(waits, default=0.0)
 
 
 def _state(state: ServerState, destination: Destination | None) -> str:

@@ -312,11 +312,11 @@ class Sender:
                 # Cut off between its last answer and its end. It is level now, and the next time
                 # its floor would lie below all that goes out meanwhile.
                 await context.store.end_catch_up(server)
-        redeliveries = await context.store.destinations_with_redeliveries()
+        redeliveries = set(await context.store.destinations_with_redeliveries())
         backoffs = await context.homeserver.backoffs(self.registry.told_of)
         self.registry.open_with(
             lagging,
-            {*redeliveries, *context.receipt_debts},
+            redeliveries,
             lambda server: -self._policies.policy_for(server).priority,
             failure_rate,
             # Nobody says again that the columns were reset (W8).

@@ -276,7 +276,8 @@ class EduFlow:
             self._put(item, server)
 
     def _put(self, item: Receipt | PresenceState, server: str) -> None:
-        destination = self._registry.reach_for_edu(server)
+        fleeting = isinstance(item, PresenceState)
+        destination = self._registry.reach_for_edu(server, fleeting=fleeting)
         if isinstance(item, PresenceState):
             if destination is not None:
                 destination.put_presence(item)
@@ -328,7 +329,7 @@ class EduFlow:
                     del self._typing[key]
                 for server in sorted(servers[change.room_id]):
                     if self._wants(server, "typing"):
-                        destination = self._registry.reach_for_edu(server)
+                        destination = self._registry.reach_for_edu(server, fleeting=True)
                         if destination is not None:
                             destination.put_typing(change)
                 self._registry.hurry(servers[change.room_id])
@@ -367,7 +368,7 @@ class EduFlow:
         self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
     ) -> None:
         """Send this server this EDU; a newer one of the same key takes its place."""
-        destination = self._registry.reach_for_edu(server)
+        destination = self._registry.reach_for_edu(server, fleeting=True)
         if destination is None:
             return
         self._plain += 1
