@@ -10,7 +10,7 @@ import trio
 
 from fedsender.simulation.behaviours import HOUR, MINUTE, Mode, Mood, life_of
 from fedsender.simulation.checks import LOOKS_S, PER_SERVER_S, FinalChecks, StartCheck
-from fedsender.simulation.coverage import Coverage, Troubles
+from fedsender.simulation.coverage import BEGINS, Coverage, Troubles
 from fedsender.simulation.daemon_life import Life
 from fedsender.simulation.disasters import Backup, Operator, fill_ledger_disk, lock_room
 from fedsender.simulation.receiver import RemoteServer, move
@@ -185,6 +185,8 @@ class Scenario:
                 # Who is paused, and made ill by the programme, would not be reached in time.
                 nursery.start_soon(self._now_and_then, "operator", 20 * MINUTE, operator.act)
                 nursery.start_soon(self._coverage().run)
+            else:
+                nursery.start_soon(self._provoke)
             for name, every_s, act in (
                 ("clock", 10 * MINUTE, self._set_clock),
                 ("server up", 15 * MINUTE, self._say_server_up),
@@ -201,6 +203,13 @@ class Scenario:
             nursery.start_soon(self._lock_rooms, seconds / 8)
             nursery.start_soon(self._trouble_disk, seconds / 6)
             nursery.start_soon(self._back_up_and_restore, seconds)
+
+    async def _provoke(self) -> None:
+        """Have hostile servers attack that chance has sent nothing by now."""
+        await trio.sleep(BEGINS * self._world.size.seconds)
+        hostile = [each for each in self._world.servers if each.character.attack is not None]
+        if quiet := [server.name for server in hostile if not server.attacks]:
+            self._world.homeserver.say(self._world.homeserver.create_room(quiet, staged=True))
 
     def _coverage(self) -> Coverage:
         """Run the happenings that chance has left out by then."""
