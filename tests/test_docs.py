@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
 
-from fedsender import bench, limits, tls
+from fedsender import bench, limits, runtime, tls
 from fedsender.admin import access, http1, page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Sending
@@ -138,7 +138,9 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {transport._MAX_LOCATION:,} bytes (https only), {client._WELL_KNOWN_S:.0f} s in all",
         f"At most {discovery.MAX_CANDIDATES} addresses of a server are tried, of at most"
         f" {discovery.MAX_SRV_TARGETS} SRV targets and {discovery.MAX_RECORDS} records"
-        f" of {discovery.MAX_RECORD_BYTES // kib} KiB",
+        f" of {discovery.MAX_RECORD_BYTES // kib} KiB. A DNS answer of more than"
+        f" {runtime.MAX_DNS_BYTES // kib} KiB, {runtime.MAX_DNS_RECORDS} records or"
+        f" {runtime.MAX_DNS_LABELS} labels to follow is ignored",
         f"{limits.MAX_CONNECTING:,} sockets are connecting, each server has one address tried",
         f"{client._PLACES} look-ups run at once, each for at most {client._LOOKUP_S:.0f} s",
         f"waited for {places.PATIENCE_S:.0f} s, it gives up its place",

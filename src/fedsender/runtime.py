@@ -12,6 +12,7 @@ import random
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ import dns.exception
 import dns.message
 import dns.name
 import dns.query
+import dns.rdatatype
 import dns.resolver
 import trio
 from dns.nameserver import Do53Nameserver
@@ -37,7 +39,22 @@ RecordType = Literal["A", "AAAA", "SRV"]
 
 
 MAX_DNS_BYTES = 4096
-"""More records than any server needs. To parse 64 KiB takes up to a second of the loop."""
+MAX_DNS_RECORDS = 40
+MAX_DNS_LABELS = 512
+"""Of all names in an answer, each as often as it occurs. 40 records with names of 10 labels, and
+to read them takes 2 ms of the loop."""
+
+# By type of record, what stands before each name in its data.
+_NAMES_IN: dict[int, tuple[int, ...]] = {
+    dns.rdatatype.A: (),
+    dns.rdatatype.AAAA: (),
+    dns.rdatatype.SRV: (6,),
+    dns.rdatatype.CNAME: (0,),
+    dns.rdatatype.DNAME: (0,),
+    dns.rdatatype.NS: (0,),
+    dns.rdatatype.SOA: (0, 0),
+    dns.rdatatype.OPT: (),
+}
 
 
 class NameNotFound(Exception):
@@ -152,7 +169,7 @@ class Runtime:
 
 
 class _Nameserver(Do53Nameserver):
-    """A DNS server with a bound on its answers, `MAX_DNS_BYTES`."""
+    """A DNS server whose answers are looked at before dnspython makes anything of them."""
 
     async def async_query(
         self,
@@ -165,28 +182,88 @@ class _Nameserver(Do53Nameserver):
         one_rr_per_rrset: bool = False,
         ignore_trailing: bool = False,
     ) -> dns.message.Message:
-        if not max_size:
-            return await super().async_query(
-                request, timeout, source, source_port, max_size, backend
-            )
         with trio.fail_after(timeout):
-            stream = await trio.open_tcp_stream(self.address, self.port)
-            async with stream:
-                await stream.send_all(request.to_wire(prepend_length=True))
-                data, end = b"", 2
-                while len(data) < end:
-                    more = await stream.receive_some(end - len(data))
-                    if not more:
-                        raise EOFError
-                    data += more
-                    if len(data) == 2:
-                        end += int.from_bytes(data, "big")
-                        if end > 2 + MAX_DNS_BYTES:
-                            raise OSError(f"an answer of more than {MAX_DNS_BYTES} bytes")
-            response = dns.message.from_wire(data[2:])
-            if not request.is_response(response):
-                raise dns.query.BadResponse
-            return response
+            answer = await (self._by_tcp if max_size else self._by_udp)(request.to_wire())
+        check_dns_answer(answer)
+        response = dns.message.from_wire(answer, raise_on_truncation=True)
+        if not request.is_response(response):
+            raise dns.query.BadResponse
+        return response
+
+    async def _by_udp(self, question: bytes) -> bytes:
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        with trio.socket.socket(family, socket.SOCK_DGRAM) as sock:
+            # Connected: the kernel drops what others send.
+            await sock.connect((self.address, self.port))
+            await sock.send(question)
+            while True:
+                answer = await sock.recv(MAX_DNS_BYTES + 1)
+                if answer[:2] == question[:2]:
+                    return answer
+
+    async def _by_tcp(self, question: bytes) -> bytes:
+        async with await trio.open_tcp_stream(self.address, self.port) as stream:
+            await stream.send_all(len(question).to_bytes(2, "big") + question)
+            data, end = b"", 2
+            while len(data) < end:
+                more = await stream.receive_some(end - len(data))
+                if not more:
+                    raise EOFError
+                data += more
+                if len(data) == 2:
+                    # An answer that is longer is refused for what of it is here.
+                    end += min(int.from_bytes(data, "big"), MAX_DNS_BYTES + 1)
+            return data[2:]
+
+
+def check_dns_answer(wire: bytes) -> None:
+    """Raise OSError for an answer that costs more to read than any that we need (RFC 1035, 4.1).
+
+    dnspython makes a name of each owner and target, label by label, also where an answer of a few
+    bytes points at the same long name again and again: 4 KiB take up to 435 ms of the loop. We
+    count the labels that it would follow.
+    """
+    if len(wire) > MAX_DNS_BYTES:
+        raise OSError(f"an answer of more than {MAX_DNS_BYTES} bytes")
+    try:
+        _, _, questions, *sections = struct.unpack_from("!6H", wire)
+        if questions > 1 or sum(sections) > MAX_DNS_RECORDS:
+            raise OSError(f"an answer of more than {MAX_DNS_RECORDS} records")
+        labels, at = 0, 12
+        for _ in range(questions):
+            at, labels = _pass_name(wire, at, labels)
+            at += 4
+        for _ in range(sum(sections)):
+            at, labels = _pass_name(wire, at, labels)
+            kind, _, _, size = struct.unpack_from("!HHIH", wire, at)
+            at += 10
+            name = at
+            for before in _NAMES_IN[kind]:
+                name, labels = _pass_name(wire, name + before, labels)
+            at += size
+    except (struct.error, IndexError):
+        raise OSError("an answer that is cut off") from None
+    except KeyError as error:
+        raise OSError(f"an answer with a record of type {error}, which we do not need") from None
+
+
+def _pass_name(wire: bytes, at: int, labels: int) -> tuple[int, int]:
+    """Where the name at `at` ends, and `labels` with those added that a reader of it follows."""
+    end, lowest = None, at
+    while labels <= MAX_DNS_LABELS:
+        size = wire[at]
+        if size >= 0xC0:
+            target = (size & 0x3F) << 8 | wire[at + 1]
+            end = end or at + 2
+            if target >= lowest:
+                raise OSError("an answer with a name that points forwards")
+            at = lowest = target
+        elif size:
+            at += 1 + size
+        else:
+            return end or at + 1, labels
+        labels += 1
+    raise OSError(f"an answer with more than {MAX_DNS_LABELS} labels to follow")
 
 
 class RealNetwork:
