@@ -148,9 +148,10 @@ def test_what_passes_for_a_dns_answer_ends_soon_and_is_cheap_to_read() -> None:
     names = [f"{'x.' * count}b.example." for count in range(12)]
     rows = [f"1 2 8448 {name}" for name in names]
     whole.answer = [dns.rrset.from_text_list("b.example.", 60, "IN", "SRV", rows)]
+    answer = whole.to_wire()
     passed = 0
-    for _ in range(3000):
-        wire = bytearray(whole.to_wire())
+    for _ in range(1000):
+        wire = bytearray(answer)
         for _ in range(random.randrange(4)):
             wire[random.randrange(12, len(wire))] = random.choice((0, 1, 63, 64, 192, 193, 255))
         del wire[random.choice((len(wire), random.randrange(len(wire)))) :]
@@ -163,7 +164,7 @@ def test_what_passes_for_a_dns_answer_ends_soon_and_is_cheap_to_read() -> None:
             read = dns.message.from_wire(bytes(wire), ignore_trailing=True)
             targets = [str(getattr(row, "target", "")) for rrset in read.answer for row in rrset]
             assert sum(target.count(".") for target in targets) <= MAX_DNS_LABELS
-    assert 500 < passed < 2500
+    assert 100 < passed < 900
 
 
 async def test_our_own_lack_of_descriptors_is_nobodys_refusal() -> None:

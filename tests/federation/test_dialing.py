@@ -28,7 +28,7 @@ from fedsender.federation.dialing import (
 from fedsender.federation.transport import Connection
 from fedsender.limits import MAX_CONNECTING
 from fedsender.runtime import RealNetwork
-from fedsender.tls import MeteredTls
+from fedsender.tls import MeteredTls, set_groups
 
 DEFAULT = IPRanges(Federation().ip_deny, Federation().ip_allow)
 ANY = IPRanges()
@@ -392,11 +392,32 @@ async def test_no_key_exchange_whose_cost_the_server_sets(tmp_path: Path) -> Non
     assert failure.kind == "tls"
 
 
+@pytest.mark.parametrize("groups", ["X25519", "P-256", "P-384", "ffdhe4096:P-256"])
+async def test_usual_groups_are_agreed_on(tmp_path: Path, groups: str) -> None:
+    found = await open_tls(tmp_path, ("d.example",), "d.example", trusting, of_groups(groups))
+    assert found == "d.example"
+
+
+@pytest.mark.parametrize("groups", ["ffdhe2048", "ffdhe4096", "P-521", "X448"])
+async def test_no_group_is_agreed_on_that_is_dear(tmp_path: Path, groups: str) -> None:
+    """`ffdhe4096` takes 18 ms of the loop, and the server chooses."""
+    failure = await open_tls(tmp_path, ("d.example",), "d.example", trusting, of_groups(groups))
+    assert isinstance(failure, Unreachable)
+    assert failure.kind == "tls"
+
+
+def of_groups(groups: str) -> Callable[[ssl.SSLContext], None]:
+    def only_those(context: ssl.SSLContext) -> None:
+        assert set_groups(context, groups)
+
+    return only_those
+
+
 async def test_handshake_that_cost_too_much_of_our_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group of 8,192 bits, asked for in TLS 1.3, takes 130 ms of the loop. Not every OpenSSL can
-    be told to ask for it: a common handshake takes its place, by a slow clock."""
+    """A long chain of certificates with large keys, say; a common one takes its place, by a slow
+    clock."""
     monkeypatch.setattr(MeteredTls, "cpu_s", staticmethod(lambda: 200 * time.thread_time()))
     failure = await open_tls(tmp_path, ("d.example",), "d.example", trusting)
     assert isinstance(failure, Unreachable)

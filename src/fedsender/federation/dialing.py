@@ -26,7 +26,7 @@ from fedsender.federation.proxy import Proxy, ProxyRefused
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.limits import MAX_CONNECTING
 from fedsender.runtime import Network, OutOfResources, our_lack
-from fedsender.tls import MeteredTls
+from fedsender.tls import GROUPS, MeteredTls, set_groups
 
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known", "gone"]
 Address = tuple[str, int]
@@ -94,9 +94,11 @@ class TlsPolicy:
         versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
         context.minimum_version = versions[self.minimum]
         # With DHE the server chooses how large the numbers are; and it could renegotiate for ever.
+        # Where groups cannot be chosen, the bound of a handshake's CPU time is all that there is.
         names = [each["name"] for each in context.get_ciphers() if each["kea"] != "kx-dhe"]
         context.set_ciphers(":".join(names))
         context.options |= ssl.OP_NO_RENEGOTIATION
+        set_groups(context, GROUPS)
         context.sslobject_class = MeteredTls
         if not self.verify:
             context.check_hostname = False
