@@ -126,8 +126,8 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {transport._PIECE_BYTES} bytes are counted for each piece",
         f"{tls.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
         f" {tls.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
-        f"{tls.MAX_TLS_BYTES // kib} KiB of TLS without data between two requests;"
-        f" {tls.TLS_PIECE_BYTES} bytes are counted for each piece",
+        f"{tls.MAX_TLS_RECORDS} records, {tls.MAX_TLS_BYTES // kib} KiB, without data between two"
+        f" requests, and {tls.MAX_TLS_PIECES:,} pieces that complete no record",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
         f"`federation.request_timeout` ({federation.request_timeout:.0f} s)",

@@ -37,13 +37,21 @@ MAX_HANDSHAKE_BYTES = 32_768
 """The usual chains of certificates take 5 KiB; 100 KiB of chosen keys, 390 ms of the loop."""
 
 
-MAX_TLS_BYTES = 49_152
-"""The bytes of TLS without data between two requests: usually 2 KiB of session tickets, and most of
-a record of 16 KiB until it is whole."""
+MAX_TLS_RECORDS = 8
+"""The records without data between two requests: usually two, with session tickets. Each update of
+a key takes 25 us of the loop, and 27 bytes of a server."""
+
+
+MAX_TLS_BYTES = 8_192
+"""The bytes of those records, as one may hold many tickets: usually 2 KiB."""
+
+
+MAX_TLS_PIECES = 1_500
+"""The pieces that complete no record, between two requests; an answer of 256 KiB comes in 500."""
 
 
 TLS_PIECE_BYTES = 32
-"""Counted for each piece that completes nothing, because a piece costs work too."""
+"""Counted for each piece of a handshake, because a piece costs work too."""
 
 # SSL_CTRL_SET_GROUPS_LIST of OpenSSL's ssl.h.
 _SET_GROUPS_LIST: Final = 92
@@ -79,34 +87,57 @@ class MeteredTls(ssl.SSLObject):
 
     The server chooses the certificates that we check. After the handshake it may send session
     tickets and key updates without end, and records in single bytes: a reader of the data sees none
-    of that.
+    of that. So OpenSSL is given one record at a time.
     """
 
     cpu_s = staticmethod(time.thread_time)
     _spent_s = 0.0
     _handshake_bytes = 0
     _idle_bytes = 0
+    _idle_records = 0
+    _pieces = 0
+    _fed: ssl.MemoryBIO
     _incoming: ssl.MemoryBIO
+    _ahead: bytes = b""
 
     @classmethod
-    def _create(cls, incoming: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> "MeteredTls":
+    def _create(cls, fed: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> "MeteredTls":
+        incoming = ssl.MemoryBIO()
         made: MeteredTls = super()._create(incoming, *args, **kwargs)  # type: ignore[misc]
-        made._incoming = incoming
+        made._fed, made._incoming = fed, incoming
         return made
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes of the peer, without the memory that we were made with; b"": the end."""
+        if data:
+            self._ahead += data
+        else:
+            self._fed = _ENDED
+
+    @property
+    def fed(self) -> bool:
+        """Whether there are bytes of the peer, or data, that were not read."""
+        return bool(self._ahead or self._fed.pending or self.pending())
 
     def do_handshake(self) -> None:
         """Go on with it; raises ssl.SSLError, and BrokenResourceError if it has cost too much."""
-        there = self._incoming.pending
-        # Before it is read: a long chain of certificates is read in one go.
-        if self._handshake_bytes + there > MAX_HANDSHAKE_BYTES:
-            raise trio.BrokenResourceError(
-                f"a handshake of more than {MAX_HANDSHAKE_BYTES} bytes, or in tiny pieces"
-            )
         began = self.cpu_s()
         try:
-            super().do_handshake()
+            while True:
+                try:
+                    return super().do_handshake()
+                except ssl.SSLWantReadError:
+                    size = self._next_record()
+                    self._handshake_bytes += size or TLS_PIECE_BYTES
+                    # Before it is read: a long chain of certificates is read in one go.
+                    if self._handshake_bytes > MAX_HANDSHAKE_BYTES:
+                        raise trio.BrokenResourceError(
+                            f"a handshake of more than {MAX_HANDSHAKE_BYTES} bytes, or in tiny"
+                            " pieces"
+                        ) from None
+                    if not size:
+                        raise
         finally:
-            self._handshake_bytes += there - self._incoming.pending + TLS_PIECE_BYTES
             self._spent_s += self.cpu_s() - began
             if self._spent_s > MAX_HANDSHAKE_CPU_S:
                 raise trio.BrokenResourceError(
@@ -116,27 +147,56 @@ class MeteredTls(ssl.SSLObject):
 
     def read(self, *args: Any, **kwargs: Any) -> bytes:
         """Some data; raises ssl.SSLError, and BrokenResourceError after too much that is none."""
-        there, data = self._incoming.pending, b""
-        try:
-            data = super().read(*args, **kwargs)
-            return data
-        except ssl.SSLWantReadError:
-            there += TLS_PIECE_BYTES
-            raise
-        finally:
-            self._without_data(there - self._incoming.pending - len(data))
+        while True:
+            size = 0 if self.pending() else self._next_record()
+            try:
+                return super().read(*args, **kwargs)
+            except ssl.SSLWantReadError:
+                self._pieces += not size
+                self._idle_records += size > 0
+                self._idle_bytes += size
+                if self._idle_records > MAX_TLS_RECORDS or self._idle_bytes > MAX_TLS_BYTES:
+                    raise trio.BrokenResourceError(
+                        f"more than {MAX_TLS_RECORDS} records or {MAX_TLS_BYTES} bytes of TLS"
+                        " without data"
+                    ) from None
+                if self._pieces > MAX_TLS_PIECES:
+                    raise trio.BrokenResourceError(
+                        f"records of TLS in more than {MAX_TLS_PIECES} pieces"
+                    ) from None
+                if not size:
+                    raise
 
     def write(self, data: Any) -> int:
         """Encrypt it, and let the peer begin anew; raises ssl.SSLError."""
-        self._idle_bytes = 0
+        self._idle_bytes = self._idle_records = self._pieces = 0
         return super().write(data)
 
-    def _without_data(self, size: int) -> None:
-        self._idle_bytes += size
-        if self._idle_bytes > MAX_TLS_BYTES:
-            raise trio.BrokenResourceError(
-                f"more than {MAX_TLS_BYTES} bytes of TLS without data, or tiny pieces"
-            )
+    def _next_record(self) -> int:
+        """Hand OpenSSL the next record; its size, or 0 if none is whole.
+
+        It also gets what no record is, and the end.
+        """
+        if self._fed.pending:
+            self._ahead += self._fed.read()
+        ahead = self._ahead
+        size = 5 + int.from_bytes(ahead[3:5], "big") if len(ahead) >= 5 else _RECEIVE_BYTES
+        if ahead and not (20 <= ahead[0] <= 24 and size <= _RECEIVE_BYTES):
+            size = len(ahead)
+        if len(ahead) >= size:
+            self._incoming.write(ahead[:size])
+            self._ahead = ahead[size:]
+            return size
+        if self._fed.eof and not self._incoming.eof:
+            self._incoming.write(ahead)
+            self._incoming.write_eof()
+            self._ahead = b""
+        return 0
+
+
+_UNUSED: Final = ssl.MemoryBIO()
+_ENDED: Final = ssl.MemoryBIO()
+_ENDED.write_eof()
 
 
 class Stream(trio.abc.Stream):
@@ -182,10 +242,11 @@ class TlsStream(Stream):
         moment only. It is empty between the steps.
         """
         self.socket = sock
-        self._incoming, self._outgoing = ssl.MemoryBIO(), outgoing
-        self._tls = context.wrap_bio(
-            self._incoming, self._outgoing, server_hostname=server_hostname
-        )
+        self._outgoing = outgoing
+        # What it is wrapped in is fed to it without the memory that `wrap_bio` asks for.
+        made = context.wrap_bio(_UNUSED, self._outgoing, server_hostname=server_hostname)
+        assert isinstance(made, MeteredTls)
+        self._tls = made
         self._unsent = b""
         self._sending = self._receiving = False
         self._broken = self._ended = False
@@ -266,7 +327,7 @@ class TlsStream(Stream):
         most = _RECEIVE_BYTES if max_bytes is None else max_bytes
         self._receiving = True
         try:
-            if self._incoming.pending or self._tls.pending() or self._ended:
+            if self._ended or self._tls.fed:
                 await trio.lowlevel.checkpoint()
                 data = self._read(most)
             else:
@@ -331,10 +392,7 @@ class TlsStream(Stream):
             return False
         except OSError as error:
             raise self._break(error) from error
-        if data:
-            self._incoming.write(data)
-        else:
-            self._incoming.write_eof()
+        self._tls.feed(data)
         return True
 
     def _read(self, most: int) -> bytes | None:

@@ -1,13 +1,14 @@
 """How many connections there are, and for how long; on the virtual clock where time matters."""
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+import pytest
 import trio
 import trio.testing
 from tests.federation.servers import (
@@ -254,8 +255,37 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
         stream = live.connection.stream
         assert isinstance(stream, TlsStream)
         await trio.lowlevel.wait_readable(stream.socket)
-        client.connections._give_up_deserted()
+        await client.connections._give_up_deserted()
         assert client.connections.idle == 0
+
+
+async def test_many_idle_connections_are_not_read_in_one_step(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each peer may have sent what costs 0.3 ms to read; and one that is in use by then is not."""
+    looked: list[int] = []
+    taken: list[str] = []
+
+    async with in_memory(tmp_path) as (client, network):
+        pool = client.connections
+        for number in range(120):
+            async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
+                await send(peer)
+        names = [*pool._idle]
+
+        def look(streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+            looked.append(len(streams))
+            if not taken:
+                live = pool._idle[names[-1]]
+                assert pool.take_fresh(names[-1], live.opened_by) is live
+                taken.append(names[-1])
+                pool.give_up(live)
+            return [streams[0]]
+
+        monkeypatch.setattr(network, "deserted", look)
+        await pool._give_up_deserted()
+        assert looked == [50, 50, 19]
+        assert pool.idle == 116
 
 
 async def test_every_new_connection_asks_leave(tmp_path: Path) -> None:
