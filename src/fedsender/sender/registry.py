@@ -613,7 +613,7 @@ class Registry:
         if state.paused is not None:
             log.info("pause ended", destination=server, reason=state.paused, by=state.paused_by)
             self._states[server] = state.unpaused()
-        if state.parked:
+        if state.parked or not self.policies.may_send_to(server):
             self.put_off(server)
             return
         destination = self.reach(server, level=False, though_behind=True)
