@@ -137,10 +137,6 @@ class Registry:
         """The servers with a failure in the homeserver's backoff columns."""
         return [name for name, state in self._states.items() if state.shared_interval_ms]
 
-    def is_behind(self, server: str) -> bool:
-        """Whether it owes something and waits for its time."""
-        return server in self._behind
-
     def known(self, pattern: str) -> list[str]:
         """The servers that are active, behind or have a record, by glob."""
         return sorted(name for name in self.names() if matches(pattern, name))

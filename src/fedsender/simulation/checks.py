@@ -45,7 +45,7 @@ class StartCheck:
         for server in sorted(self._pending):
             if observed.views.of[server].sought_at > self._started:
                 self._pending.discard(server)
-            elif server not in sender.active and not sender.registry.is_behind(server):
+            elif server not in sender.active and not sender.registry.owes(server):
                 observed.fail("I8", f"{server} is forgotten {after_s:.0f} s after a start")
             elif after_s >= LOOKS_S[-1]:
                 observed.fail("I8", f"{server} was not tried within {after_s:.0f} s of a start")
