@@ -23,7 +23,7 @@ from tests.federation.servers import (
     read_request,
     response,
 )
-from tests.sender.harness import World
+from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.admin import notify
@@ -81,6 +81,23 @@ async def test_a_server_that_fails_for_long_is_told_of_once_and_when_it_is_back(
             f"1 server has not answered for 1 d or longer: {A}. `fedsender why SERVER` says more."
         )
         world.servers[A].down = False
+        world.sender.registry.wake([A], by_admin=True)
+        await trio.sleep(60)
+        assert told[1:] == [("back", f"1 server answers again: {A}.")]
+
+
+async def test_a_server_that_says_it_is_gone_is_told_of_like_any_that_fails(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched(world, monkeypatch, failing_for="1h") as (_, told):
+        await world.join(ROOM, A, B)
+        world.servers[A].reply = lambda _: answer(410)
+        await world.say(ROOM, "to both")
+        await trio.sleep(3 * 3600)
+        [(event, text)] = told
+        assert event == "failing"
+        assert f"1 server has not answered for 1 h or longer: {A}." in text
+        world.servers[A].reply = ok
         world.sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
         assert told[1:] == [("back", f"1 server answers again: {A}.")]

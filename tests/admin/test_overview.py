@@ -152,6 +152,20 @@ async def test_a_failing_server_is_counted_once(
         assert desk.world.sender.registry.failing() == [B]
 
 
+async def test_a_server_that_is_gone_has_a_state_and_a_class_of_failure_of_its_own(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A, B)
+        world.servers[A].down = True
+        world.servers[B].reply = lambda _: answer(410)
+        await world.say(R1, "unheard")
+        await trio.sleep(10)
+        found = await desk.get("overview")
+        assert found["states"] == {"failing": 1, "gone": 1}
+        assert found["failing_by_age"] == {"gone": {"<1m": 1}, "unreachable": {"<1m": 1}}
+
+
 async def test_a_server_that_is_level_again_owes_nothing_of_before(
     world: World, autojump_clock: MockClock
 ) -> None:

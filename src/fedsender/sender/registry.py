@@ -200,8 +200,8 @@ class Registry:
         return destination is not None and destination.outbox.owes_keys
 
     def failing(self) -> list[str]:
-        """The servers that `label` calls failing, each once."""
-        return [name for name, _, label in self._labelled() if label == "failing"]
+        """The servers that fail and are not held, each once; `label` calls some of them gone."""
+        return [name for name, _, label in self._labelled() if label in ("failing", "gone")]
 
     def names(self) -> set[str]:
         """The servers that are active, behind or have a record."""
