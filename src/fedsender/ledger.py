@@ -167,6 +167,15 @@ class TransactionRecord(NamedTuple):
         return [pdu.event_id for pdu in self.pdus if pdu.lane == "redelivery"]
 
     @property
+    def redelivered_upto(self) -> dict[str, int]:
+        """Room -> the newest stream ordering of the events that it carries again."""
+        rooms: dict[str, int] = {}
+        for pdu in self.pdus:
+            if pdu.lane == "redelivery":
+                rooms[pdu.room_id] = max(pdu.stream_ordering, rooms.get(pdu.room_id, 0))
+        return rooms
+
+    @property
     def newest(self) -> int:
         """The newest stream ordering in it that was fanned out; -1: none was."""
         fanned_out = (pdu.upto for pdu in self.pdus if pdu.lane != "redelivery")

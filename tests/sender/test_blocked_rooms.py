@@ -322,3 +322,42 @@ async def test_what_is_released_below_lsso_is_sent_although_its_room_has_newer_e
         assert in_order(server.got) == list(range(1, 7))
         assert len(server.got) == len(set(server.got))
         assert await world.store.homeserver.lagging() == []
+
+
+@pytest.mark.parametrize("then", ["others are released", "the queue is full", "started anew"])
+async def test_what_was_released_and_answered_is_in_no_gap(
+    world: World, autojump_clock: MockClock, then: str
+) -> None:
+    """LSSO is below it, and then the database owes a newer event of its room."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "0")
+        await trio.sleep(10)
+        server = world.servers[A]
+        await block(world, R1)
+        for number in range(1, 61):
+            await world.say(R1, str(number))
+        await trio.sleep(5)
+        server.latency = 5.0
+        await free(sender)
+        if then == "others are released":
+            await trio.sleep(3)
+            assert len(server.requests[-1].bodies) == 50
+        else:
+            await trio.sleep(30)
+            assert in_order(server.got) == list(range(61))
+            server.down = True
+        await world.say(R1, "61")
+        await trio.sleep(10)
+        if then == "the queue is full":
+            sender.active[A].spill()
+        if then != "started anew":
+            server.down = False
+            await trio.sleep(600)
+    async with world.run() as sender:
+        server.down = False
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(600)
+        assert in_order(server.got) == list(range(62))
+        # What was given up is no part of a gap either.
+        assert await world.store.sender.quarantine_size() == 0

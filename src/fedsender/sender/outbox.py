@@ -10,7 +10,8 @@ A redelivery is an event that LSSO may have passed: one sent again, released fro
 aside by the fan-out because its room was locked. A room's newer PDUs wait behind its redeliveries,
 in the database, and hold LSSO below them: catch-up passes the room over. Its older ones go first,
 and catch-up sends a redelivery that lies among those that it owes. Those of other rooms do not
-wait: redeliveries take half of every other transaction, and what the others leave.
+wait: redeliveries take half of every other transaction, and what the others leave. An answered one
+that LSSO has not passed is noted as a catch-up's answers are: no gap has it again.
 
 Only its owner, the destination's task, calls the coroutines here, one at a time. Two sequences must
 stay free of `await`. The first is in `_end_catch_up`: from the check that no PDU was offered since
@@ -39,7 +40,16 @@ from fedsender.sender.edus.typing import TYPING
 from fedsender.sender.isolation import Kind, Search, Turn
 from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
-from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction, settle
+from fedsender.sender.transaction import (
+    Draft,
+    Edu,
+    Key,
+    Outgoing,
+    Transaction,
+    end_catch_up,
+    fanned_out_again,
+    settle,
+)
 from fedsender.store.engine import Locked, not_waiting_for_locks
 from fedsender.store.homeserver import Settlement
 from fedsender.store.records import PresenceState, Receipt
@@ -323,15 +333,17 @@ class Outbox:
         return found
 
     async def _fill_pdus(self, draft: Draft, policy: Policy) -> None:
+        found: Sequence[Outgoing] = ()
         again: Sequence[Outgoing] = ()
         upto = self.queue.pdus[-1].stream_ordering if self.queue.pdus else 0
         if self.owes_redeliveries:
             rooms = {pdu.room_id for pdu in self.queue.pdus}
             if rooms and await self._behind_redeliveries(draft, rooms):
                 self.spill(healthy=True)
-            again = self._add_half(draft, await self._redeliveries(draft, policy))
+            found = await self._redeliveries(draft, policy)
+            again = self._add_half(draft, found)
         if not self.level:
-            await self._fill_owed(draft, policy)
+            await self._fill_owed(draft, policy, ends=not await self._above_mark(found))
         if self.level:
             # What was released while we asked is older than what was offered then.
             self.queue.fill(draft, upto if self.owes_redeliveries else None)
@@ -515,7 +527,24 @@ class Outbox:
                 found.append(Outgoing(item.pdu, "redelivery", item.supersedes))
         if dropped:
             await self._context.store.redelivered(self.destination, dropped)
+        if self.level and await self._above_mark(found):
+            self.spill(healthy=True)
         return found if self.level else await self._in_turn(found, await self._at_catch_up(policy))
+
+    async def _above_mark(self, again: Iterable[Outgoing]) -> bool:
+        """Whether LSSO is below any of these redeliveries.
+
+        A gap that begins there has it too. So its answer is noted in a catch-up on record, which
+        does not end before.
+        """
+        newest = max((outgoing.pdu.stream_ordering for outgoing in again), default=0)
+        return newest > 0 and newest > await self._mark()
+
+    async def _mark(self) -> int:
+        """LSSO, or 0 if there is none."""
+        if self.lsso is not None:
+            return self.lsso
+        return await self._context.homeserver.lsso(self.destination) or 0
 
     async def _in_turn(self, found: Sequence[Outgoing], catch_up: CatchUp) -> Sequence[Outgoing]:
         """Those redeliveries before which the catch-up owes nothing of their room.
@@ -527,6 +556,7 @@ class Outbox:
         owed = await self._context.homeserver.owed_in(self.destination, self.lsso, rooms)
         ready: list[Outgoing] = []
         owed_anyway: list[str] = []
+        ahead: list[str] = []
         for outgoing in found:
             pdu = outgoing.pdu
             after, upto = catch_up.answered_in(pdu.room_id), owed.get(pdu.room_id, 0)
@@ -535,11 +565,18 @@ class Outbox:
                 after = max(after, self.lsso)
             if pdu.stream_ordering <= after or upto <= after:
                 ready.append(outgoing)
+                if pdu.stream_ordering > after:
+                    ahead.append(pdu.event_id)
             elif pdu.stream_ordering <= upto:
                 owed_anyway.append(pdu.event_id)
         if owed_anyway:
             catch_up.refused.difference_update(owed_anyway)
             await self._context.store.redelivered(self.destination, owed_anyway)
+        if ahead:
+            # A gap that they lie in may be owed from now on.
+            catch_up.refused.update(ahead)
+            if not catch_up.on_record:
+                await self._put_on_record(catch_up)
         return ready
 
     def _add_half(self, draft: Draft, again: Sequence[Outgoing]) -> Sequence[Outgoing]:
@@ -574,8 +611,8 @@ class Outbox:
 
     # --- Catch-up ---------------------------------------------------------------------------------
 
-    async def _fill_owed(self, draft: Draft, policy: Policy) -> None:
-        """Put in the events owed in the database; if there are none, become level."""
+    async def _fill_owed(self, draft: Draft, policy: Policy, *, ends: bool) -> None:
+        """Put in the events owed in the database; if there are none and it `ends`, become level."""
         catch_up = await self._at_catch_up(policy)
         news = self._news
         assert self.lsso is not None
@@ -587,7 +624,7 @@ class Outbox:
             draft.drop_catch_up()
             found = await catch_up.fill(draft, self.lsso, waiting)
         await self._quarantine_stuck(catch_up)
-        if found == "nothing":
+        if found == "nothing" and ends:
             await self._end_catch_up(news)
 
     async def _at_catch_up(self, policy: Policy) -> CatchUp:
@@ -601,7 +638,7 @@ class Outbox:
         if not self.level and self._catch_up is None:
             # Whoever begins one needs its mark written, which may wait for a lock, and has a place.
             await self._context.homeserver.write_marks(self.destination)
-        if self._catch_up is None or self.lsso is None:
+        if self._catch_up is None or self.lsso is None or self.owes_redeliveries:
             return False
         if await self._context.homeserver.owed_rooms(self.destination, self.lsso, 1):
             return False
@@ -653,7 +690,11 @@ class Outbox:
     async def _end_catch_up(self, news: int) -> None:
         """End the catch-up: a query found nothing owed. `news`: `_news` before that query."""
         if self._catch_up is not None and self._catch_up.on_record:
-            await self._context.store.end_catch_up(self.destination)
+            context, upto = self._context, max(self._catch_up.answered.values(), default=0)
+            above = upto if upto > await self._mark() else None
+            await end_catch_up(context.store, context.homeserver, self.destination, above)
+            if above is not None:
+                self._passed(above)
         self._catch_up = None
         # No await from here on: what was not offered by now will be offered to a level queue.
         if self._news == news:
@@ -713,12 +754,20 @@ class Outbox:
         self, record: TransactionRecord, rooms: Mapping[str, int], *, resync: bool = False
     ) -> None:
         """Write progress down; `rooms`: with catch-up, room -> the stream ordering now settled."""
-        if rooms and self._catch_up is None:
+        again = await fanned_out_again(self._context.homeserver, record)
+        ahead = bool(again) and max(again.values()) > await self._mark()
+        if (rooms or ahead) and self._catch_up is None:
             # It was frozen by a catch-up that is gone, and may not be all that is owed.
             self._catch_up = await self._begin_catch_up()
             if not self._catch_up.on_record:
                 await self._put_on_record(self._catch_up)
-        on_record = self._catch_up is not None and self._catch_up.on_record
+        catch_up = self._catch_up
+        on_record = catch_up is not None and catch_up.on_record
+        if catch_up is not None and on_record:
+            done = {
+                room_id: at for room_id, at in again.items() if at > catch_up.answered_in(room_id)
+            }
+            rooms = {**done, **rooms}
         await settle(
             self._context.store,
             self._context.homeserver,

@@ -17,7 +17,7 @@ from fedsender.ledger import EVERY_SERVER, Ledger, Line, TransactionRecord
 from fedsender.runtime import Runtime
 from fedsender.sender import failure
 from fedsender.sender.attempt_log import cut_off
-from fedsender.sender.transaction import settle
+from fedsender.sender.transaction import fanned_out_again, settle
 from fedsender.store import Store
 from fedsender.store.engine import StoreError
 from fedsender.store.records import StoredGeneration
@@ -239,7 +239,7 @@ class _Recovery:
         """Write the effects of this recorded answer to the databases, perhaps once more."""
         store, name = self.store, line["destination"]
         sent = TransactionRecord.from_json(line)
-        rooms = sent.rooms
+        rooms = await fanned_out_again(store.homeserver, sent) | sent.rooms
         if rooms and await store.sender.catch_up(name) is None:
             rooms = {}
         # No redelivery that an operator has asked for since.

@@ -194,6 +194,11 @@ class Registry:
         destination = self.active.get(server)
         return server in self._behind if destination is None else destination.owes
 
+    def has_frozen(self, server: str) -> bool:
+        """Whether there is a frozen transaction for the server, as far as memory knows."""
+        destination = self.active.get(server)
+        return server in self._frozen if destination is None else destination.has_frozen
+
     def owes_keys(self, server: str) -> bool:
         """Whether an active server is owed to-device messages or device lists."""
         destination = self.active.get(server)

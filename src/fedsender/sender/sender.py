@@ -30,7 +30,7 @@ from fedsender.sender.queues import PduPool
 from fedsender.sender.recovery import begin_anew, hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
 from fedsender.sender.routing import Router
-from fedsender.sender.transaction import TransactionIds
+from fedsender.sender.transaction import TransactionIds, end_catch_up
 from fedsender.store import Store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging, OwedSince
@@ -305,13 +305,18 @@ class Sender:
         context.debts.begin_count()
         found = await context.homeserver.lagging()
         lagging = {lag.destination: lag for lag in found}
+        answered = await context.store.catch_up_marks()
         for server in await context.store.catch_up_floors():
             if not self._policies.handles(server):
+                continue
+            # The LSSO that a frozen transaction was formed at stays until it is answered.
+            if self.registry.has_frozen(server) or server in self.active:
                 continue
             if server not in lagging or lagging[server].rooms == 0:
                 # Cut off between its last answer and its end. It is level now, and the next time
                 # its floor would lie below all that goes out meanwhile.
-                await context.store.end_catch_up(server)
+                upto = answered.get(server)
+                await end_catch_up(context.store, context.homeserver, server, upto)
         redeliveries = set(await context.store.destinations_with_redeliveries())
         backoffs = await context.homeserver.backoffs(self.registry.told_of)
         self.registry.open_with(

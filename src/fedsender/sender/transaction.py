@@ -388,7 +388,7 @@ async def settle(
     Raises StoreError.
     """
     if rooms:
-        # Rooms first, because LSSO passes what they still owe.
+        # Rooms first, because LSSO passes what they still owe, and a gap has what is answered.
         await store.catch_up_sent(destination, rooms)
     if record.lsso is not None or record.outbox or record.device_lists:
         outbox, pokes = tuple(record.outbox), tuple(record.device_lists)
@@ -396,6 +396,33 @@ async def settle(
         await homeserver.settle([moved])
     if record.redelivered:
         await store.redelivered(destination, record.redelivered, upto_ms=upto_ms)
+
+
+async def fanned_out_again(
+    homeserver: HomeserverStore, record: TransactionRecord
+) -> dict[str, int]:
+    """Room -> the newest stream ordering among the redeliveries that the fan-out has passed.
+
+    What is set aside waits for the events position, and no record may be ahead of that: it would
+    look as if the database had been set back.
+    """
+    again = record.redelivered_upto
+    if not again:
+        return {}
+    position = (await homeserver.generation()).position
+    return {room_id: at for room_id, at in again.items() if at <= position}
+
+
+async def end_catch_up(
+    store: SenderStore, homeserver: HomeserverStore, destination: str, upto: int | None
+) -> None:
+    """End the catch-up on record of a destination that is owed nothing above LSSO.
+
+    `upto`: the newest stream ordering answered in it, if that is known. LSSO is lower if it was a
+    redelivery's, and rises to it: else the next gap would have that event again.
+    """
+    await settle(store, homeserver, destination, TransactionRecord(lsso=upto), rooms={})
+    await store.end_catch_up(destination)
 
 
 class TransactionIds:
