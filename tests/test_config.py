@@ -170,7 +170,7 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
         ("federation: {proxy: {url: 'http://p'}}", "proxy.url: must be a URL such as http://"),
         ("federation: {proxy: {url: 'http://p:1/x'}}", "proxy.url: must be a URL such as http://"),
         ("federation: {proxy: {username: u}}", "proxy.username: has no use without a url"),
-        ("federation: {proxy: {names: nowhere}}", "must be 'here_first', 'here' or 'proxy'"),
+        ("federation: {proxy: {names: nowhere}}", "must be 'here', 'here_first' or 'proxy'"),
         (
             "federation: {proxy: {url: 'http://p:1', no_proxy: [a b]}}",
             "no_proxy[0]: must be a name",

@@ -183,11 +183,11 @@ async def test_when_the_one_who_asks_is_cancelled_another_asks(
 
     async def give_up() -> None:
         with trio.move_on_after(1):
-            await discovery.addresses("b.example")
+            await discovery.addresses("b.example", of="b.example")
 
     async def wait() -> None:
         await trio.sleep(0.5)
-        got.append(await discovery.addresses("b.example"))
+        got.append(await discovery.addresses("b.example", of="b.example"))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(give_up)
@@ -204,7 +204,7 @@ async def test_answers_and_their_absence_live_as_long_as_the_dns_says_within_bou
     async def questions_after(wait_s: float) -> int:
         await trio.sleep(wait_s)
         before = len(dns.asked)
-        assert await discovery.addresses("b.example") == ["192.0.2.1"]
+        assert await discovery.addresses("b.example", of="b.example") == ["192.0.2.1"]
         return len(dns.asked) - before
 
     assert await questions_after(0) == 2
@@ -228,7 +228,7 @@ async def test_failed_lookup_is_not_repeated_for_half_a_minute(
     for wait_s, questions in [(0, 2), (29, 2), (2, 4)]:
         await trio.sleep(wait_s)
         with pytest.raises(Unreachable, match="SERVFAIL"):
-            await discovery.addresses("b.example")
+            await discovery.addresses("b.example", of="b.example")
         assert len(dns.asked) == questions
 
 
@@ -237,7 +237,7 @@ async def test_dns_that_never_answers_is_given_up(autojump_clock: trio.testing.M
     dns.delay_s = float("inf")
     started = trio.current_time()
     with pytest.raises(Unreachable, match="no answer within 10 s"):
-        await discovery_with(dns).addresses("b.example")
+        await discovery_with(dns).addresses("b.example", of="b.example")
     assert trio.current_time() - started == pytest.approx(20)
 
 
@@ -336,7 +336,7 @@ async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None
     discovery = discovery_with(dns, entries=10)
     for number in range(50):
         with pytest.raises(Unreachable):
-            await discovery.addresses(f"b{number}.example")
+            await discovery.addresses(f"b{number}.example", of="b.example")
     assert len(discovery.cache) == 10
     assert discovery._asking == {}
 

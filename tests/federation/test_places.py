@@ -66,7 +66,7 @@ def discovery_with(network: Tarpits) -> Discovery:
 async def found(discovery: Discovery, name: str) -> bool:
     """Whether the two look-ups for the addresses of a name find one."""
     try:
-        return bool(await discovery.addresses(name))
+        return bool(await discovery.addresses(name, of=name))
     except Unreachable:
         return False
 

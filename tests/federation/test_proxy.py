@@ -94,11 +94,13 @@ def network_of(**names: str) -> TableNetwork:
 async def behind(
     directory: Path,
     network: RealNetwork,
+    answer: bytes = OK,
+    /,
     **settings: object,
 ) -> AsyncIterator[tuple[FederationClient, Listening, Tunnels]]:
     """A client whose proxy leads to the one server there is, b.example; and that proxy."""
     authority = Authority(directory)
-    async with serving(authority.context(NAME), answering(OK)) as server:
+    async with serving(authority.context(NAME), answering(answer)) as server:
         tunnels = Tunnels(server.port)
         async with (
             serving(None, tunnels.converse) as proxy,
@@ -202,7 +204,7 @@ async def test_a_name_without_an_address_here_is_handed_to_the_proxy(
         for name in (NAME, f"_matrix-fed._tcp.{NAME}", f"_matrix._tcp.{NAME}"):
             network.records |= {(name, kind): ResolveFailed("?") for kind in ("A", "AAAA", "SRV")}
     async with (
-        behind(tmp_path, network) as (client, _, tunnels),
+        behind(tmp_path, network, names="here_first") as (client, _, tunnels),
         client.peer(NAME, Policy(), AnybodyMay()) as peer,
     ):
         await send(peer)
@@ -214,7 +216,7 @@ async def test_a_failed_srv_look_up_of_a_name_that_is_known_here_is_no_guess(
 ) -> None:
     network = network_of(b=PUBLIC)
     network.records[f"_matrix-fed._tcp.{NAME}", "SRV"] = ResolveFailed("the DNS is away")
-    async with behind(tmp_path, network) as (client, _, tunnels):
+    async with behind(tmp_path, network, names="here_first") as (client, _, tunnels):
         failure = await failure_of(client)
     assert failure.text.startswith("the DNS is away")
     assert tunnels.targets == [f"{PUBLIC}:443"]
@@ -282,24 +284,28 @@ async def test_a_spared_name_without_an_address_is_not_handed_over(tmp_path: Pat
     assert tunnels.heads == []
 
 
-async def test_a_target_of_an_srv_record_is_handed_over_unless_its_server_is_spared(
-    tmp_path: Path,
-) -> None:
-    network = network_of()
-    network.records[f"_matrix-fed._tcp.{NAME}", "SRV"] = ["10 5 1234 m.other.example."]
-    async with (
-        behind(tmp_path, network) as (client, _, tunnels),
-        client.peer(NAME, Policy(), AnybodyMay()) as peer,
-    ):
-        await send(peer)
-    assert tunnels.targets == [f"{NAME}:443", "m.other.example:1234"]
+REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: https://printer:631/\r\nContent-Length: 0\r\n\r\n"
 
-    async with behind(tmp_path, network, no_proxy=(NAME,)) as (client, _, tunnels):
-        assert "m.other.example: no A record" in (await failure_of(client)).text
-        with pytest.raises(Unreachable, match=r"m\.other\.example") as caught:
-            await client.dialer.open([("m.other.example", 1)], NAME, TlsPolicy(), IPRanges())
-    assert caught.value.kind == "blocked"
-    assert tunnels.heads == []
+
+@pytest.mark.parametrize(
+    ("names", "well_known", "inside"),
+    [
+        ("here_first", response(200, b'{"m.server": "kubernetes.default.svc:443"}'), "kubernetes"),
+        ("proxy", response(200, b'{"m.server": "kubernetes.default.svc:443"}'), "kubernetes"),
+        ("here_first", REDIRECT, "printer"),
+        ("here_first", response(404), "vault"),
+    ],
+)
+async def test_where_a_server_only_leads_is_never_handed_over_by_name(
+    tmp_path: Path, names: str, well_known: bytes, inside: str
+) -> None:
+    """Any server could have the proxy look into its own network, at any port."""
+    network = network_of()
+    network.records[f"_matrix-fed._tcp.{NAME}", "SRV"] = ["10 5 8200 vault.intern."]
+    async with behind(tmp_path, network, well_known, names=names) as (client, _, tunnels):
+        failure = await failure_of(client)
+    assert f"{inside}" in failure.text
+    assert tunnels.targets == [f"{NAME}:443"]
 
 
 # --- a proxy that does not do it ------------------------------------------------------------------
@@ -324,6 +330,20 @@ async def connect(client: FederationClient) -> None:
     policy = Policy(address=TcpAddress(PUBLIC, 8448))
     async with client.peer(NAME, policy, AnybodyMay()) as peer:
         await peer.connect()
+
+
+async def test_a_server_that_speaks_before_tls_says_nothing_about_the_proxy(tmp_path: Path) -> None:
+    """A mail server does, say. A few of them stopped all sending again and again."""
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        await stream.receive_some()
+        await stream.send_all(ESTABLISHED + b"220 mail.example ESMTP\r\n")
+        await trio.sleep_forever()
+
+    async with refusing(tmp_path, converse) as (client, name):
+        with trio.fail_after(5), pytest.raises(Unreachable) as caught:
+            await connect(client())
+    assert caught.value.text == f"{TARGET} speaks before TLS, through {name}"
 
 
 @pytest.mark.parametrize("status", [403, 404, 400, 500, 502, 503, 504])
@@ -353,7 +373,6 @@ async def test_a_connection_that_the_proxy_refuses_is_a_failure_of_the_server(
             "answered with more than 8192 bytes to",
         ),
         (b"HTTP/1.1 100 Go on\r\n\r\n" * 400, "answered with more than 8192 bytes to"),
-        (ESTABLISHED + b"early", "sent bytes before those of the server at"),
     ],
 )
 async def test_a_proxy_that_does_not_work_for_us_is_no_failure_of_a_server(

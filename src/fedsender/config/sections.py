@@ -147,10 +147,11 @@ class Proxy(Section):
         default=None,
         description="Certificates to trust for an https proxy, instead of the system's.",
     )
-    names: Literal["here_first", "here", "proxy"] = Field(
-        default="here_first",
-        description="Where names of servers are resolved. here_first: the proxy resolves a name"
-        " that has no address here; here: the proxy gets IPs only; proxy: the proxy resolves all.",
+    names: Literal["here", "here_first", "proxy"] = Field(
+        default="here",
+        description="Where the names of servers are resolved. here: the proxy gets IPs only;"
+        " here_first: it resolves a server's name that has no address here; proxy: it resolves all"
+        " servers' names. Where .well-known or SRV lead is always resolved here.",
     )
     no_proxy: tuple[NoProxy, ...] = Field(
         default=(),

@@ -240,7 +240,7 @@ class FederationClient:
             config.verify_certificates,
             config.more_ca_files,
         )
-        candidates = [(ip, port) for ip in await self.discovery.addresses(host)]
+        candidates = [(ip, port) for ip in await self.discovery.addresses(host, of=host)]
         headers = (
             (b"host", parts.netloc.encode("ascii")),
             (b"user-agent", self.user_agent.encode("ascii")),
@@ -524,7 +524,7 @@ class Peer:
         left_s, scope.deadline = scope.deadline - trio.current_time(), math.inf
         await self._permit.turn()
         scope.deadline = trio.current_time() + left_s
-        candidates = [(ip, port) for ip in await client.discovery.addresses(host)]
+        candidates = [(ip, port) for ip in await client.discovery.addresses(host, self.destination)]
         async with client.web_places.hold(host):
             connection = await client.dialer.open(candidates, host, self._tls, self._ranges)
             try:

@@ -101,7 +101,8 @@ class AskDns:
 Question = AskWellKnown | AskDns
 Answer = Delegation | Lookup
 Resolves = Callable[[str], Names]
-"""The place where a host name is resolved, as `Proxy.resolves` says it."""
+"""The place where a server's own host name is resolved, as `Proxy.resolves` says it. Where a server
+leads us is always resolved here: it could be any name in the proxy's network."""
 _Steps = Generator[Question, Answer, Resolved]
 
 
@@ -125,6 +126,7 @@ class Resolution:
     def __init__(self, rng: random.Random, resolves: Resolves = all_here) -> None:
         self._random = rng
         self._resolves = resolves
+        self._own = ""
         self._notes: list[str] = []
         self._well_known_broken = False
         self._gone = False
@@ -140,6 +142,7 @@ class Resolution:
             ValueError: a name is malformed.
         """
         host, port = parse_server_name(server_name)
+        self._own = host.lower()
         if fixed_address is not None:
             there, its_port = parse_server_name(fixed_address)
             target = (there, DEFAULT_PORT if its_port is None else its_port)
@@ -170,7 +173,7 @@ class Resolution:
 
     def _by_srv(self, host_header: str, host: str) -> _Steps:
         """Steps 3.3 to 3.5, or 4 to 6: an SRV record, its old form, or the default port."""
-        names = self._resolves(host)
+        names = self._resolved_at(host)
         # A proxy is asked for connections, and knows no SRV records.
         for service in () if names == "proxy" else SRV_SERVICES:
             lookup = yield from self._lookup(f"{service}.{host}", "SRV")
@@ -203,7 +206,7 @@ class Resolution:
             if is_literal(host):
                 found.append((host, port))
                 continue
-            names = "here" if self._resolves(tls_name) == "here" else self._resolves(host)
+            names = "here" if self._resolves(tls_name) == "here" else self._resolved_at(host)
             if names == "proxy":
                 found.append((host, port))
                 continue
@@ -221,6 +224,9 @@ class Resolution:
             raise self._undiscoverable(text)
         candidates = tuple(dict.fromkeys(found))[:MAX_CANDIDATES]
         return Resolved(host_header, tls_name, candidates, "; ".join(self._notes), self._gone)
+
+    def _resolved_at(self, host: str) -> Names:
+        return self._resolves(host) if host.lower() == self._own else "here"
 
     def _lookup(
         self, name: str, rdtype: Literal["A", "AAAA", "SRV"]
@@ -382,6 +388,14 @@ class Discovery:
         `fixed_address`, and the errors: as in `Resolution.steps`.
         """
         steps = Resolution(self._random, self._resolves).steps(server_name, fixed_address)
+        return await self._follow(steps, fetch, told)
+
+    async def _follow(
+        self,
+        steps: _Steps,
+        fetch: FetchWellKnown | None,
+        told: Callable[[Question | Answer | Resolved], None],
+    ) -> Resolved:
         try:
             question = next(steps)
             while True:
@@ -394,13 +408,21 @@ class Discovery:
         told(place)
         return place
 
-    async def addresses(self, host: str) -> list[str]:
+    async def addresses(self, host: str, of: str) -> list[str]:
         """The addresses of a host name or literal, or the name for the proxy.
 
-        Raises Unreachable, or ValueError.
+        Args:
+            of: the server that leads there, or is there.
+
+        Raises:
+            Unreachable: dns.
+            ValueError: the name is malformed.
         """
+        own = parse_server_name(of)[0].lower() == host.lower()
+        resolution = Resolution(self._random, self._resolves if own else all_here)
         # A name with a port is one whose resolution asks for addresses and nothing else.
-        place = await self.resolve(f"[{host}]:1" if ":" in host else f"{host}:1", None)
+        name = f"[{host}]:1" if ":" in host else f"{host}:1"
+        place = await self._follow(resolution.steps(name), None, unheard)
         return [ip for ip, _ in place.candidates]
 
     def invalidate(self, server_name: str) -> None:

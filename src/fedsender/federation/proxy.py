@@ -3,8 +3,8 @@
 The proxy is ours, and its faults are not those of a server. A proxy that cannot be reached, wants
 another password or speaks no HTTP is a lack of our own: `ProxyBroken`, for which no server is
 blamed. A proxy that opens no connection to one address says something about that address:
-`ProxyRefused`. What a server chooses, its address and its port, must not make the proxy look
-broken: an odd answer to one CONNECT counts as a refusal while others are answered well.
+`ProxyRefused`. What a server chooses, its address, its port and its first bytes, must not make the
+proxy look broken: an odd answer to one CONNECT counts as a refusal while others are answered well.
 """
 
 import base64
@@ -213,7 +213,7 @@ class Proxy:
         request = f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n".encode("ascii")
         try:
             await stream.send_all(request + self._authorization + b"\r\n")
-            status = await self._status(stream)
+            status = await self._status(stream, target)
         except trio.BrokenResourceError as error:
             text = f"{self.name} broke the connection at CONNECT {target}: {reason(error)}"
             raise ProxyRefused(text) from None
@@ -226,8 +226,11 @@ class Proxy:
         if not 200 <= status < 300:
             raise ProxyRefused(f"{self.name} answered {status} to CONNECT {target}")
 
-    async def _status(self, stream: trio.abc.Stream) -> int | str | None:
-        """The status of the final answer, the fault of an answer in words, or None: no answer."""
+    async def _status(self, stream: trio.abc.Stream, target: str) -> int | str | None:
+        """The status of the final answer, the fault of an answer in words, or None: no answer.
+
+        Raises ProxyRefused for bytes that come through a new tunnel: they are the server's.
+        """
         head, room = bytearray(), MAX_HEAD_BYTES
         while True:
             line, end, rest = head.partition(b"\r\n\r\n")
@@ -237,8 +240,9 @@ class Proxy:
                     return "gave no HTTP answer to"
                 status = int(found[1])
                 if status >= 200:
-                    early = rest and status < 300
-                    return "sent bytes before those of the server at" if early else status
+                    if rest and status < 300:
+                        raise ProxyRefused(f"{target} speaks before TLS, through {self.name}")
+                    return status
                 head = rest
                 continue
             if not _START.startswith(head[: len(_START)]):
