@@ -118,7 +118,7 @@ async def test_destinations_are_a_table_or_one_object_per_line(
         assert entry["destination"] == B
         assert set(entry) == {
             *("destination", "state", "behind", "rooms_owed", "owes_keys", "oldest_owed_s"),
-            *("events_owed", "in_flight"),
+            *("events_owed", "redeliveries", "in_flight"),
             *("queued_pdus", "failures", "failing_since_ts", "failing_for_s", "last_success_ts"),
             *("next_attempt_ts", "next_attempt_in_s", "last_error", "reason", "paused", "parked"),
         }

@@ -632,10 +632,15 @@ class Metrics:
             "Rooms with an event that a server has not answered for, summed over servers;"
             " looked up every 5 minutes",
         )
+        self.owed_redeliveries = self._gauge(
+            "fedsender_owed_redeliveries",
+            "Redeliveries that a server has not answered for (events sent again, released from"
+            " quarantine, or set aside), summed over servers; looked up every 5 minutes",
+        )
         self.oldest_owed_seconds = self._gauge(
             "fedsender_oldest_owed_seconds",
-            "Age of the oldest event that is owed, without servers that are paused or parked,"
-            " in seconds",
+            "Age of the oldest event that is owed, without servers that are paused or parked, in"
+            " seconds; a redelivery is as old as its record",
         )
         self.oldest_owed_healthy_seconds = self._gauge(
             "fedsender_oldest_owed_healthy_seconds",

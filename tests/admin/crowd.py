@@ -101,7 +101,8 @@ async def gather(world: World) -> Crowd:
                 owes_keys=number % 7 == 0,
             )
             for number, name in enumerate(names)
-        }
+        },
+        {},
     )
     for second in range(60):
         world.metrics.sent_pdus.inc(rng.randrange(50))

@@ -18,6 +18,7 @@ def entry(name: str, **values: Any) -> dict[str, Any]:
         "behind": True,
         "rooms_owed": 1234,
         "events_owed": 0,
+        "redeliveries": 0,
         "queued_pdus": 0,
         "in_flight": None,
         "owes_keys": True,

@@ -43,6 +43,8 @@ async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
 
         for room in (R1, R2):
             await world.join(room, A, B)
+        event = world.pdu(R1, "again")
+        await world.apply(event)
         await trio.sleep(20)
         assert (await read("fedsender_ready")) == {"": 1}
         assert (await read("fedsender_owed_rooms")) == {"": 0}
@@ -51,10 +53,12 @@ async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
         world.servers[A].down = True
         for room in (R1, R2):
             await world.say(room, "to both")
+        assert await world.sender.operations.redeliver([(A, event.event_id)]) == []
         await trio.sleep(700)
         states = await read("fedsender_destinations")
         assert (states["failing"], states["level"]) == (1, 1)
         assert (await read("fedsender_owed_rooms")) == {"": 2}
+        assert (await read("fedsender_owed_redeliveries")) == {"": 1}
         assert 600 < (await read("fedsender_oldest_owed_seconds"))[""] < 800
         assert (await read("fedsender_oldest_owed_healthy_seconds")) == {"": 0}
 
@@ -64,6 +68,7 @@ async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
         assert (await read("fedsender_destinations"))["failing"] == 0
         assert (await read("fedsender_oldest_owed_seconds")) == {"": 0}
         assert (await read("fedsender_owed_rooms")) == {"": 0}
+        assert (await read("fedsender_owed_redeliveries")) == {"": 0}
 
 
 async def test_a_paused_server_is_in_no_failing_class_and_its_state_began_with_the_pause(

@@ -71,6 +71,45 @@ async def ages(desk: Desk, server: str) -> tuple[float, float, float]:
     return entry["oldest_owed_s"], why["oldest"]["age_s"], metric
 
 
+async def test_redeliveries_are_owed_since_they_were_asked_for(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """To a server that is level otherwise; over sweeps and a restart, until it has answered."""
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        events = [world.pdu(R1, str(number)) for number in range(3)]
+        for event in events:
+            await world.apply(event)
+        await trio.sleep(3000)
+        assert world.sender.owed() == (0, 0, 0, 0)
+        world.servers[A].down = True
+        pairs = [(A, event.event_id) for event in events]
+        assert await world.sender.operations.redeliver(pairs[1:]) == []
+        await trio.sleep(60)
+        assert await world.sender.operations.redeliver(pairs[:1]) == []
+        await trio.sleep(40)
+        assert await ages(desk, A) == pytest.approx((100, 100, 100), abs=1)
+        [entry] = (await desk.get("destinations", behind=True))["destinations"]
+        assert (entry["redeliveries"], entry["rooms_owed"], entry["events_owed"]) == (3, None, 0)
+        why = await desk.get(f"why/{A}")
+        assert why["oldest"]["event_id"] == events[1].event_id
+        progress = world.sender.progress()
+        assert progress is not None
+        assert progress.behind == 1
+    async with open_desk(world) as desk:
+        await trio.sleep(600)
+        [entry] = (await desk.get("destinations", behind=True))["destinations"]
+        assert entry["redeliveries"] == world.sender.owed().redeliveries == 3
+        assert await ages(desk, A) == pytest.approx((700, 700, 700), abs=20)
+        world.servers[A].down = False
+        world.sender.registry.wake([A], by_admin=True)
+        await trio.sleep(20)
+        assert (await desk.get("destinations", behind=True))["destinations"] == []
+        assert world.sender.owed() == (0, 0, 0, 0)
+        await trio.sleep(600)
+        assert (await desk.get("destinations", behind=True))["destinations"] == []
+
+
 async def test_an_event_that_is_owed_grows_older_whatever_is_said_after_it(
     world: World, autojump_clock: MockClock
 ) -> None:

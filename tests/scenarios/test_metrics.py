@@ -102,6 +102,7 @@ BY_OUTAGE = {
     "fedsender_loop_lag_seconds",
     "fedsender_oldest_owed_healthy_seconds",
     "fedsender_oldest_owed_seconds",
+    "fedsender_owed_redeliveries",
     "fedsender_owed_rooms",
     "fedsender_ready",
     "fedsender_servers_lately",

@@ -159,6 +159,10 @@ async def test_a_purge_holds_up_nobody_and_costs_nothing_if_it_rolls_back(
                 await until(lambda: old.got == ["before", "our user leaves"])
                 assert world.rows() == [(NEAR, OTHER, 3), (OLD, PURGED, 2)]
                 assert world.redeliveries() == [(NEW, PURGED)]
+                debt = sender.debt(NEW)
+                assert debt is not None
+                assert debt.again is not None
+                assert debt.again.events == 1
                 await sender.context.homeserver.write_marks()
                 assert sender.fan_out.position == 3
                 assert sender.fan_out.standstill is None

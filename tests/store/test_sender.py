@@ -207,9 +207,12 @@ async def test_redeliveries_keep_the_order_inside_a_room(store: SenderStore) -> 
     assert [item.event_id for item in await store.redeliveries(ONE, 1)] == ["$2"]
     assert await store.redelivery_list(2) == [pairs[2], pairs[0]]
     assert await store.redelivery_list(2, (ONE, "$3")) == [pairs[1], pairs[3]]
-    assert await store.destinations_with_redeliveries() == [ONE, TWO]
+    owed = await store.redeliveries_by_server()
+    assert {name: events for name, (events, _) in owed.items()} == {ONE: 3, TWO: 1}
+    assert await store.redeliveries_by_server(TWO) == {TWO: owed[TWO]}
+    assert await store.oldest_redelivery(ONE) == pairs[2]
     await store.redelivered(ONE, ["$2", "$9", "$3", "$404"])
-    assert await store.destinations_with_redeliveries() == [TWO]
+    assert [*await store.redeliveries_by_server()] == [TWO]
 
 
 async def test_some_rooms_redeliveries_come_first(store: SenderStore) -> None:
@@ -241,7 +244,7 @@ async def test_a_forgotten_destination_leaves_nothing(store: SenderStore) -> Non
     assert set(await store.all_server_states()) == {TWO}
     assert await store.catch_up(ONE) is None
     assert await store.quarantine_list(ONE, 9) == []
-    assert await store.destinations_with_redeliveries() == [TWO]
+    assert [*await store.redeliveries_by_server()] == [TWO]
 
 
 async def test_everything_is_there_after_a_restart(new_url: NewUrl, tmp_path: Path) -> None:

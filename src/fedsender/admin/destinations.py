@@ -43,9 +43,10 @@ class Summary:
         rooms_owed: rooms with an event that it had not answered for at the last sweep; null: it
             has fallen behind since.
         events_owed: events for it since that sweep.
+        redeliveries: events to be sent again, released from quarantine, or set aside.
         owes_keys: to-device messages or device lists wait, as far as memory knows.
-        oldest_owed_s: seconds since the homeserver received the oldest event that stands for such
-            a room.
+        oldest_owed_s: seconds since the homeserver received the oldest event that it is owed; or
+            since the oldest redelivery was asked for, released or set aside, if that is longer.
         in_flight: the id of the frozen transaction, if there is one in memory.
     """
 
@@ -54,6 +55,7 @@ class Summary:
     behind: bool
     rooms_owed: int | None
     events_owed: int
+    redeliveries: int
     owes_keys: bool
     oldest_owed_s: float | None
     queued_pdus: int
@@ -203,7 +205,7 @@ async def list_page(
             return math.inf, 0, name
         if listing.sort == "owed":
             return -debt.rooms, -debt.events, name
-        return now_ms if debt.oldest_ms is None else debt.oldest_ms, 0, name
+        return now_ms if debt.since_ms is None else debt.since_ms, 0, name
 
     keys: list[tuple[float, float, str]] = []
     async for part in in_turns(names):
@@ -234,13 +236,15 @@ def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -
     state = ServerState(name) if status is None else status.state
     next_ms = next_attempt_ms(context, name, status)
     since_ms = state.failing_since_ms
-    oldest_ms = None if debt is None else debt.oldest_ms
+    oldest_ms = None if debt is None else debt.since_ms
+    again = None if debt is None else debt.again
     return Summary(
         destination=name,
         state=_not_ours(context, name) or registry.label(name),
         behind=debt is not None,
         rooms_owed=0 if debt is None else debt.rooms or None,
         events_owed=0 if debt is None else debt.events,
+        redeliveries=0 if again is None else again.events,
         owes_keys=debt is not None and (debt.owes_keys or registry.owes_keys(name)),
         oldest_owed_s=None if oldest_ms is None else max(0.0, (now_ms - oldest_ms) / 1000),
         queued_pdus=status.queued if status is not None else 0,

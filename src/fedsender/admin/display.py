@@ -218,6 +218,7 @@ def _owed(entry: Answer) -> str | None:
     parts = [many(entry["rooms_owed"], "room")] if entry["rooms_owed"] else []
     events = entry["events_owed"] or entry["queued_pdus"]
     parts += [many(events, "event")] if events and not parts else []
+    parts += [f"{entry['redeliveries']:,} to send again"] if entry["redeliveries"] else []
     parts += ["keys"] if entry["owes_keys"] else []
     if not parts and entry["in_flight"]:
         return "1 transaction"

@@ -166,7 +166,7 @@ async def _by_age(
     async for names in in_turns(debts):
         for name in names:
             debt = debts[name]
-            at = debt.oldest_ms
+            at = debt.since_ms
             age = "unknown" if at is None else age_class((now_ms - at) / 1000)
             servers[age] += 1
             rooms[age] += debt.rooms

@@ -70,6 +70,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
         metrics.servers_lately.labels(result).set(servers)
     owed = sender.owed()
     metrics.owed_rooms.set(owed.rooms)
+    metrics.owed_redeliveries.set(owed.redeliveries)
     metrics.oldest_owed_seconds.set(owed.oldest_s)
     metrics.oldest_owed_healthy_seconds.set(owed.oldest_healthy_s)
     for name, lane in sender.context.admission.lanes.items():

@@ -42,7 +42,12 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Oldest:
-    """The oldest event that waits; `event_id` is null once the homeserver has purged it."""
+    """The oldest event that waits; `event_id` is null once the homeserver has purged it.
+
+    Attributes:
+        received_ts: when the homeserver received it; of a redelivery, when it was asked for,
+            released or set aside.
+    """
 
     event_id: str | None
     stream_ordering: int
@@ -264,12 +269,21 @@ async def _in_flight(context: AdminContext, server: str) -> InFlight | None:
 
 async def _oldest(context: AdminContext, server: str) -> Oldest | None:
     debt = await context.sender.look_up_debt(server)
-    if debt is None or debt.oldest is None:
+    if debt is None:
         return None
-    ordering, received = debt.oldest, debt.oldest_ms
-    rows = await context.homeserver.read_events(ordering - 1, ordering, 1)
+    event_id, ordering, received = None, debt.oldest, debt.since_ms
+    again = None
+    if received != debt.oldest_ms:
+        again = await context.store.oldest_redelivery(server)
+    if again is not None:
+        event_id, ordering = again.event_id, again.stream_ordering
+    elif ordering is not None:
+        rows = await context.homeserver.read_events(ordering - 1, ordering, 1)
+        event_id = rows[0].event_id if rows else None
+    if ordering is None:
+        return None
     age = None if received is None else max(0.0, (context.runtime.now_ms() - received) / 1000)
-    return Oldest(rows[0].event_id if rows else None, ordering, received, age)
+    return Oldest(event_id, ordering, received, age)
 
 
 def _sentence(

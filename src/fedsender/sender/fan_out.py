@@ -19,6 +19,7 @@ operator can have it skipped.
 """
 
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ class FanOut:
                 first[server] = min(oldest, first.get(server, oldest))
         async with self.handing_over:
             newest = rows[-1].event_id if rows else None
-            gone_rooms, aside = await self._commit(position, owed, first, routed, newest)
+            gone_rooms, aside, again = await self._commit(position, owed, first, routed, newest)
             # From here on nothing may wait: whoever sees the new position also sees the PDUs.
             self.position = position
             received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
@@ -229,7 +230,8 @@ class FanOut:
                 for server in sorted(self._without(item)):
                     if (server, item.pdu.room_id) not in aside:
                         tell(server, item.pdu)
-            self._registry.owe_redeliveries({server for server, _ in aside})
+            self._context.debts.add_again(again, self._context.runtime.now_ms())
+            self._registry.owe_redeliveries(again)
         too_old = self._pool.overflow()
         if too_old is not None:
             self._registry.spill_before(too_old)
@@ -246,26 +248,31 @@ class FanOut:
         first: Mapping[str, int],
         routed: Sequence[Routed],
         newest: str | None,
-    ) -> tuple[set[str], set[tuple[str, str]]]:
+    ) -> tuple[set[str], set[tuple[str, str]], Counter[str]]:
         """Commit what is owed, and the position; what another process has locked is set aside.
 
-        Returns the rooms that are gone, and the (server, room) pairs that were set aside.
+        Returns the rooms that are gone, the (server, room) pairs that were set aside, and by server
+        the number of events of these.
         """
         aside: set[tuple[str, str]] = set()
+        events = Counter[str]()
         while True:
             try:
-                return await self._homeserver.commit_fan_out(position, owed, first, newest), aside
+                gone = await self._homeserver.commit_fan_out(position, owed, first, newest)
             except RoomsLocked as error:
                 pairs = error.pairs
-            await self._set_aside(pairs, routed)
+            else:
+                return gone, aside, events
+            events += await self._set_aside(pairs, routed)
             aside.update(pairs)
             owed = {pair: newest for pair, newest in owed.items() if pair not in aside}
 
     async def _set_aside(
         self, pairs: Collection[tuple[str, str]], routed: Sequence[Routed]
-    ) -> None:
-        """Make redeliveries of the events that are owed to these (server, room) pairs."""
-        set_aside = 0
+    ) -> Counter[str]:
+        """Make redeliveries of the events that are owed to these (server, room) pairs; return by
+        server how many."""
+        set_aside = Counter[str]()
         # One event at a time: a room may have thousands of servers.
         for item in routed:
             event_id, room_id, place = item.pdu.event_id, item.pdu.room_id, item.pdu.stream_ordering
@@ -276,9 +283,10 @@ class FanOut:
             ]
             if redeliveries:
                 await self._context.store.add_redeliveries(redeliveries)
-                set_aside += len(redeliveries)
+                set_aside.update(each.destination for each in redeliveries)
         rooms = sorted({room_id for _, room_id in pairs})
-        log.warning("rooms locked", first=rooms[0], rooms=len(rooms), set_aside=set_aside)
+        log.warning("rooms locked", first=rooms[0], rooms=len(rooms), set_aside=set_aside.total())
+        return set_aside
 
     def _without(self, item: Routed) -> Collection[str]:
         """The servers of this event, without those for which it was noted as owed before."""

@@ -1,5 +1,6 @@
 """Operations of an operator: events sent again, quarantine released, servers forgotten."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -93,7 +94,9 @@ class Operations:
 
     async def _queue(self, accepted: Sequence[Redelivery], released: Sequence[int] = ()) -> None:
         await self._context.store.add_redeliveries(accepted, released=released)
-        self._registry.owe_redeliveries({item.destination for item in accepted})
+        events = Counter(item.destination for item in accepted)
+        self._context.debts.add_again(events, self._context.runtime.now_ms())
+        self._registry.owe_redeliveries(events)
 
     async def redeliver_since(
         self,

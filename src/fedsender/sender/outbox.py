@@ -506,6 +506,8 @@ class Outbox:
         limit = draft.max_pdus + len(draft.without)
         waiting = await self._context.store.redeliveries(self.destination, limit, first=first)
         if not waiting:
+            if not self.owes_redeliveries:  # Else some came meanwhile.
+                self._context.debts.note_again(self.destination, None)
             return []
         self.owes_redeliveries = True
         event_ids = [item.event_id for item in waiting]

@@ -66,7 +66,7 @@ class Progress(NamedTuple):
             falls when a server is no longer behind but has not answered for all events.
         servers: the number of servers with sent items, or with items to send.
         behind: the number of them that `delivered` does not wait for: they fail, wait for their
-            time, are held by an operator, or catch up from the database.
+            time, are held by an operator, catch up from the database, or are owed redeliveries.
     """
 
     fanned_out: int
@@ -183,7 +183,8 @@ class Registry:
             state, outbox = destination.state, destination.outbox
             oldest = outbox.queue.oldest
             held = state.paused or state.parked
-            if held or not outbox.level or (oldest and not state.healthy):
+            again = outbox.owes_redeliveries
+            if held or again or not outbox.level or (oldest and not state.healthy):
                 behind += 1
             elif oldest is not None:
                 delivered = min(delivered, oldest.stream_ordering - 1)
@@ -439,6 +440,7 @@ class Registry:
         self.unsaved.pop(server, None)
         self._frozen.discard(server)
         self._context.debts.settled(server)
+        self._context.debts.note_again(server, None)
         self._context.receipt_debts.pop(server, None)
         self._context.receipts_unsaved.set()
 

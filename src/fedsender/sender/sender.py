@@ -20,7 +20,7 @@ from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context, SteadyClock
-from fedsender.sender.debts import Debt
+from fedsender.sender.debts import Again, Debt
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.failure import states_of
@@ -200,7 +200,14 @@ class Sender:
                 debt.oldest, debt.oldest_ms = known.oldest, known.oldest_ms
             elif debt.oldest is not None:
                 unknown[name] = debt
-        self.context.debts.count_anew(found)
+        again = {
+            name: Again(*each)
+            for name, each in (await self.context.store.redeliveries_by_server()).items()
+            if self._policies.handles(name)
+        }
+        self.context.debts.count_anew(found, again)
+        # Who set some aside may not have come so far as to tell.
+        self.registry.owe_redeliveries(again)
         self.quarantine_items = await self.context.store.quarantine_size()
         self.context.metrics.quarantine_items.set(self.quarantine_items)
         floors = await self.context.store.catch_up_floors() if unknown else {}
@@ -224,53 +231,60 @@ class Sender:
             debts[name].oldest, debts[name].oldest_ms = oldest
 
     async def look_up_debt(self, server: str) -> Debt | None:
-        """The same as `debt`, but of a server that is behind as the database has it now."""
-        debt = self.debt(server)
-        known = self.context.debts.of(server)
-        if debt is None or debt is not known:
-            return debt
+        """The same as `debt`, but of a server that is behind as the databases have it now."""
+        debts, store = self.context.debts, self.context.store
+        if debts.again(server) is not None:
+            found = (await store.redeliveries_by_server(server)).get(server)
+            debts.note_again(server, None if found is None else Again(*found))
+        known = debts.of(server)
+        if known is None or self._is_level(server):
+            return self.debt(server)
         lsso = await self.context.homeserver.lsso(server)
         if known.lsso != lsso or known.oldest_ms is None:
             owed = await self.context.homeserver.owed_rooms(server, lsso or 0, 1)
             known.oldest, known.oldest_ms = owed[0][1] if owed else None, None
             known.lsso = lsso
-            await self._look_up({server: known}, await self.context.store.catch_up_floors())
-        return known
+            await self._look_up({server: known}, await store.catch_up_floors())
+        return self.debt(server)
+
+    def _is_level(self, server: str) -> bool:
+        """Whether all events that it is owed are in its queue, but for redeliveries."""
+        destination = self.active.get(server)
+        return destination is not None and destination.outbox.level
 
     def debt(self, server: str) -> Debt | None:
         """What the server is owed, from memory alone; None: nothing."""
         if not self.registry.owes(server):
             return None
-        known, destination = self.context.debts.of(server), self.active.get(server)
-        if destination is not None and destination.outbox.level:
-            # All events that it is owed are in its queue.
+        known, again = self.context.debts.of(server), self.context.debts.again(server)
+        debt, destination = known or Debt(), self.active.get(server)
+        if destination is not None and self._is_level(server):
             oldest = destination.outbox.oldest
-            debt = Debt() if known is None else replace(known, oldest=None, oldest_ms=None)
+            debt = replace(debt, oldest=None, oldest_ms=None)
             if oldest is not None:
                 debt.oldest, debt.oldest_ms = oldest.stream_ordering, oldest.received_ms
-            return debt
-        if known is not None:
-            return known
-        state = self.registry.state_of(server)
-        if destination is None and (state.paused or state.parked):
-            return None  # It would be kept in the registry also if it were level.
-        return Debt()
+        elif destination is None and known is None and again is None:
+            state = self.registry.state_of(server)
+            if state.paused or state.parked:
+                return None  # It would be kept in the registry also if it were level.
+        return debt if again is None else replace(debt, again=again)
 
     def owed(self) -> "Owed":
         """How much all servers are owed, and for how long."""
         registry, now_ms = self.registry, self.context.runtime.now_ms()
-        rooms, oldest_ms, healthy_ms = 0, now_ms, now_ms
+        rooms, again, oldest_ms, healthy_ms = 0, 0, now_ms, now_ms
         for server in {*self.context.debts, *registry.failing()}:
             debt = self.debt(server)
             if debt is None:
                 continue
             state = registry.state_of(server)
             rooms += debt.rooms or bool(debt.events)
-            if not (state.paused or state.parked) and debt.oldest_ms is not None:
-                oldest_ms = min(oldest_ms, debt.oldest_ms)
+            again += 0 if debt.again is None else debt.again.events
+            if not (state.paused or state.parked) and debt.since_ms is not None:
+                oldest_ms = min(oldest_ms, debt.since_ms)
                 if state.healthy:
-                    healthy_ms = min(healthy_ms, debt.oldest_ms)
-        return Owed(rooms, (now_ms - oldest_ms) / 1000, (now_ms - healthy_ms) / 1000)
+                    healthy_ms = min(healthy_ms, debt.since_ms)
+        return Owed(rooms, again, (now_ms - oldest_ms) / 1000, (now_ms - healthy_ms) / 1000)
 
     async def sweep_for_ever(self) -> None:
         """Sweep soon after the start, and then at fixed intervals."""
@@ -317,7 +331,7 @@ class Sender:
                 # its floor would lie below all that goes out meanwhile.
                 upto = answered.get(server)
                 await end_catch_up(context.store, context.homeserver, server, upto)
-        redeliveries = set(await context.store.destinations_with_redeliveries())
+        redeliveries = set(await context.store.redeliveries_by_server())
         backoffs = await context.homeserver.backoffs(self.registry.told_of)
         self.registry.open_with(
             lagging,
@@ -369,12 +383,14 @@ class Owed(NamedTuple):
 
     Attributes:
         rooms: rooms with an event that a server has not answered for, summed over servers.
+        redeliveries: events that go by redelivery, summed over servers.
         oldest_s: age of the oldest of these events, in seconds, without servers that are paused or
-            parked; 0: there is none.
+            parked; 0: there is none. A redelivery is as old as its record.
         oldest_healthy_s: the same, also without servers whose last attempt failed.
     """
 
     rooms: int
+    redeliveries: int
     oldest_s: float
     oldest_healthy_s: float
 

@@ -589,9 +589,33 @@ class SenderStore:
             connection.execute(remove)
 
     @reading
-    def destinations_with_redeliveries(self, connection: Connection) -> list[str]:
-        """Destinations with redeliveries, by name."""
-        return _destinations(connection, tables.redeliveries)
+    def redeliveries_by_server(
+        self, connection: Connection, destination: str | None = None
+    ) -> dict[str, tuple[int, int]]:
+        """By destination the number of its redeliveries, and when the oldest was added (ms); only
+        those that have any.
+
+        `destination`: only this one.
+        """
+        lane = tables.redeliveries.c
+        query = select(lane.destination, func.count(), func.min(lane.added_ms))
+        if destination is not None:
+            query = query.where(lane.destination == destination)
+        rows = connection.execute(query.group_by(lane.destination).order_by(lane.destination))
+        return {name: (events, added_ms) for name, events, added_ms in rows}
+
+    @reading
+    def oldest_redelivery(self, connection: Connection, destination: str) -> Redelivery | None:
+        """The destination's redelivery that was added first; None: it has none."""
+        lane = tables.redeliveries.c
+        query = (
+            select(lane.destination, lane.event_id, lane.room_id, lane.stream_ordering)
+            .where(lane.destination == destination)
+            .order_by(lane.added_ms, lane.stream_ordering)
+            .limit(1)
+        )
+        row = connection.execute(query).first()
+        return None if row is None else Redelivery(*row)
 
     @reading
     def to_be_redelivered_to(self, connection: Connection, event_id: str) -> list[str]:
