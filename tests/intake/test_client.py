@@ -8,6 +8,7 @@ import ssl
 import stat
 import tempfile
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -271,6 +272,30 @@ async def test_what_is_of_use_only_now(tmp_path: Path) -> None:
         assert log_of(intake).head == 0
 
 
+async def test_a_body_of_errors_costs_little_memory(tmp_path: Path) -> None:
+    """Pydantic makes 1 KiB of each key that it does not know: 8 MiB of them took 914."""
+    keys = b"{" + b",".join(b'"%06d":1' % number for number in range(2**17 - 2)) + b"}"
+    async with serving(tmp_path) as (_, address):
+        tracemalloc.start()
+        try:
+            status, answer = await ask(address, "append", keys)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (status, answer["error"]) == (400, "body: there is no key '000000'")
+    assert peak < 64 * 2**20
+
+
+async def test_one_record_with_any_event_fits(tmp_path: Path) -> None:
+    """However many commas its 64 KiB have."""
+    async with serving(tmp_path) as (intake, address):
+        row = pdu(1)
+        row[1][2]["content"] = {"body": "," * 60_000}
+        status, _ = await ask(address, "append", {"appends": [{"id": "a", "rows": [row]}]})
+        assert status == 200
+        assert log_of(intake).head == 1
+
+
 async def test_requests_that_are_refused(tmp_path: Path) -> None:
     """Every bad request has one clear answer, says no content of it, and leaves nothing behind."""
     deep = b'{"appends":[{"id":"a","rows":' + b"[" * 50_000 + b"]" * 50_000 + b"}]}"
@@ -282,6 +307,8 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         (b"\xff", 400, "M_NOT_JSON"),
         (deep, 400, "M_NOT_JSON"),
         (huge, 413, "M_TOO_LARGE"),
+        (b'{"appends":[' + b"[]," * 2**16 + b"[]]}", 413, "M_TOO_LARGE"),
+        (one(1) | {"other": 1}, 400, "M_BAD_JSON"),
         ([], 400, "M_BAD_JSON"),
         ({}, 400, "M_MISSING_PARAM"),
         ({"appends": []}, 400, "M_INVALID_PARAM"),

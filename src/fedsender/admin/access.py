@@ -116,7 +116,7 @@ class Doorkeeper:
 
     async def _read_body(self, receive: Receive, body: bytearray, most: int) -> None:
         """The whole body into `body`; raises Refusal where it is too much or too slow."""
-        more = True
+        bounds, more = self._bounds, True
         with trio.move_on_after(BODY_SECONDS) as scope:
             while more:
                 message = await receive()
@@ -125,11 +125,13 @@ class Doorkeeper:
                 self._large_bytes += _large(body)
                 more = message.get("more_body", False)
                 if len(body) > most:
-                    raise Refusal(413, "M_TOO_LARGE", f"the body has more than {most} bytes")
+                    raise _too_large(bounds, f"{most:,} bytes")
                 if self._large_bytes > LARGE_BYTES:
                     raise Refusal(503, "M_LIMIT_EXCEEDED", "too many large requests at once")
         if scope.cancelled_caught:
             raise Refusal(408, "M_UNKNOWN", f"the body did not come within {BODY_SECONDS:.0f} s")
+        if sum(map(body.count, b"[{,")) > bounds.body_parts:
+            raise _too_large(bounds, f"{bounds.body_parts:,} parts")
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         """Why this request may not pass; None: it may."""
@@ -185,6 +187,10 @@ def _as_json(scope: Scope) -> Scope:
         return scope
     headers: Iterable[Any] = (each for each in scope["headers"] if each[0] != b"content-type")
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+
+
+def _too_large(bounds: Bounds, most: str) -> Refusal:
+    return Refusal(413, "M_TOO_LARGE", f"the body has more than {most}: {bounds.smaller}")
 
 
 def _large(body: bytearray) -> int:

@@ -147,6 +147,16 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        """The first unknown key is enough: Pydantic makes an error of 1 KiB for each."""
+        if isinstance(value, dict):
+            unknown = next((key for key in value if key not in cls.model_fields), None)
+            if unknown is not None:
+                raise ValueError(f"there is no key {unknown!r:.100}")
+        return value
+
 
 class Servers(Body):
     """Either servers by name, or every known server that a pattern covers."""

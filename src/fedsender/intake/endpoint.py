@@ -40,7 +40,12 @@ from fedsender.runtime import Runtime
 
 PREFIX: Final = "/_fedsender/intake/v1"
 OPENAPI_PATH: Final = f"{PREFIX}/openapi.json"
-BOUNDS: Final = Bounds(body_bytes=8 * 2**20, requests=128, setting="intake token_file")
+BOUNDS: Final = Bounds(
+    body_bytes=8 * 2**20,
+    smaller="send fewer records at once",
+    requests=128,
+    setting="intake token_file",
+)
 RETRY_AFTER_MS: Final = 1000
 MAX_OUTCOMES: Final = 1000
 MAX_WAIT_S: Final = 60.0
