@@ -66,11 +66,22 @@ class PostgresWorld(World):
         for (room_id, group), servers in MEMBERS.items():
             for server in servers:
                 self.server(server)
-                member = {"room_id": room_id, "event_id": f"$join {group} {server}"}
-                user = f"@x:{server}"
-                self.put(tables.room_memberships, user_id=user, membership="join", **member)
-                state = {"state_group": group, "type": "m.room.member", "state_key": user}
-                self.put(tables.state_groups_state, **state, **member)
+                self.joined(room_id, group, server)
+
+    def joined(self, room_id: str, group: int, server: str) -> None:
+        """A user of this server is in the room, by this state group."""
+        member = {"room_id": room_id, "event_id": f"$join {group} {server}"}
+        user = f"@x:{server}"
+        self.put(tables.room_memberships, user_id=user, membership="join", **member)
+        state = {"state_group": group, "type": "m.room.member", "state_key": user}
+        self.put(tables.state_groups_state, **state, **member)
+
+    def newest(self) -> str:
+        """The id of the newest event."""
+        with psycopg.connect(self.url) as connection:
+            query = "SELECT event_id FROM events ORDER BY stream_ordering DESC LIMIT 1"
+            [(event_id,)] = connection.execute(query)
+        return str(event_id)
 
     def put(self, table: Table, **values: Any) -> None:
         """Write a row, as one of Synapse's processes does."""
@@ -358,6 +369,41 @@ async def test_a_locked_table_of_keys_holds_up_no_pdus(purging: PostgresWorld, t
     with psycopg.connect(world.url) as connection:
         query = "SELECT count(*) FROM device_federation_outbox"
         assert connection.execute(query).fetchone() == (0,)
+
+
+async def test_marks_that_wait_for_a_locked_table_hold_no_places(
+    purging: PostgresWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A redelivery asks for LSSO, which is written first, together with what cannot be deleted."""
+    world = purging
+    world.settings = {"sending": {"max_in_flight": 8}}
+    names = [f"s{number}.example" for number in range(12)]
+    servers = [world.server(name) for name in names]
+    for name in names:
+        world.joined(OTHER, 4, name)
+    monkeypatch.setattr("fedsender.sender.sender.MARKS_EVERY_S", 3600)
+    monkeypatch.setattr("fedsender.store.homeserver.MARKS_LATE_S", 3600)
+    with trio.fail_after(60):
+        async with world.run():
+            world.told(OTHER, 4, "again")
+            await until(lambda: all(server.got == ["again"] for server in servers))
+        event_id = world.newest()
+        async with world.run() as sender:
+            for name in names:
+                message = {"destination": name, "stream_id": 1, "queued_ts": 0}
+                world.put(tables.device_federation_outbox, **message, messages_json="{}")
+                sender.to_device_changed(name)
+            await until(lambda: all(server.answered[-1].edus for server in servers))
+            await until(lambda: sender.context.admission.in_flight == 0)
+            with psycopg.connect(world.url) as other:
+                other.execute(b"LOCK TABLE device_federation_outbox IN SHARE MODE")
+                pairs = [(name, event_id) for name in names]
+                assert await sender.operations.redeliver(pairs) == []
+                await trio.sleep(1)
+                world.told(OTHER, 3, "unrelated")
+                await until(lambda: world.servers[NEAR].got == ["unrelated"])
+                other.rollback()
+            await until(lambda: all(server.got == ["again", "again"] for server in servers))
 
 
 async def test_a_purge_of_a_server_with_locked_rows_holds_up_no_event(

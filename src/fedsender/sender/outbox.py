@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, ParamSpec, TypeVar
 
 import structlog
 import trio
@@ -57,6 +57,7 @@ from fedsender.telemetry import Metrics
 from fedsender.waiting import pause_s
 
 log = structlog.get_logger()
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Lane = Literal["PDUs", "to-device", "device lists", "receipts"]
@@ -290,17 +291,17 @@ class Outbox:
         """
         page: tuple[list[Receipt], int] | None = None
         if draft.max_edus > 0:
+            again = self.owe_keys
             if self.owes_to_device:
-                look: Callable[..., Awaitable[Any]] = partial(self._fill_to_device, draft, policy)
-                await self._unless_locked("to-device", look, self.owe_keys)
+                await self._unless_locked("to-device", again, self._fill_to_device, draft, policy)
             if self.owes_device_lists:
-                look = partial(self._fill_device_lists, draft, policy)
-                await self._unless_locked("device lists", look, self.owe_keys)
+                fill = self._fill_device_lists
+                await self._unless_locked("device lists", again, fill, draft, policy)
             if self.receipts.debt is not None:
-                page = await self._unless_locked("receipts", partial(self._owed_receipts, policy))
+                page = await self._unless_locked("receipts", None, self._owed_receipts, policy)
         if draft.max_pdus > 0:
-            look = partial(self._fill_pdus, draft, policy)
-            await self._unless_locked("PDUs", look, draft.drop_catch_up)
+            undo = draft.drop_catch_up
+            await self._unless_locked("PDUs", undo, self._fill_pdus, draft, policy)
         if page is not None:
             draft.receipts_upto = fill_page(draft, *page)
         if self.edus_waiting:
@@ -312,7 +313,12 @@ class Outbox:
             self.presence.fill(draft, told, at_once=presence.STATES_PER_EDU)
 
     async def _unless_locked(
-        self, lane: Lane, look: Callable[[], Awaitable[T]], undo: Callable[[], None] = lambda: None
+        self,
+        lane: Lane,
+        undo: Callable[[], None] | None,
+        look: Callable[P, Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T | None:
         """The result of `look`; None, after `undo`, if another process has locked what it reads.
 
@@ -322,12 +328,13 @@ class Outbox:
             return None
         try:
             with not_waiting_for_locks():
-                found = await look()
+                found = await look(*args, **kwargs)
         except Locked:
             _, tries = self._locks.get(lane, (0.0, 0))
             pause = pause_s(tries, LOCK_FIRST_S, LOCK_LONGEST_S)
             self._locks[lane] = trio.current_time() + pause, tries + 1
-            undo()
+            if undo is not None:
+                undo()
             return None
         self._locks.pop(lane, None)
         return found
@@ -355,8 +362,8 @@ class Outbox:
 
         The whole backlog is in the database, and from now on it is read there.
         """
-        look = partial(self._fill_alone, draft, policy, search)
-        await self._unless_locked("PDUs", look, draft.drop_catch_up)
+        undo = draft.drop_catch_up
+        await self._unless_locked("PDUs", undo, self._fill_alone, draft, policy, search)
 
     async def _fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
         if self.level:
@@ -394,8 +401,8 @@ class Outbox:
         """
         if not draft.others:
             return
-        look = partial(self._context.homeserver.rooms_with, self.destination, draft.others)
-        may_see = await self._unless_locked("PDUs", look)
+        look = self._context.homeserver.rooms_with
+        may_see = await self._unless_locked("PDUs", None, look, self.destination, draft.others)
         if may_see is None or not draft.others <= may_see:
             draft.drop_catch_up()
 
@@ -637,8 +644,8 @@ class Outbox:
     async def caught_up(self) -> bool:
         """Become level if a catch-up under way finds nothing more owed; return whether it did."""
         news = self._news
-        if not self.level and self._catch_up is None:
-            # Whoever begins one needs its mark written, which may wait for a lock, and has a place.
+        if self.owes_redeliveries or (not self.level and self._catch_up is None):
+            # A draft needs the mark written, which may wait for a lock; by then it has a place.
             await self._context.homeserver.write_marks(self.destination)
         if self._catch_up is None or self.lsso is None or self.owes_redeliveries:
             return False
