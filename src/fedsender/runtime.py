@@ -31,7 +31,7 @@ import trio
 from dns.nameserver import Do53Nameserver
 
 from fedsender.config.document import OUR_LACK
-from fedsender.tls import TlsStream
+from fedsender.tls import MeteredTls, TlsStream
 
 T = TypeVar("T")
 
@@ -288,7 +288,9 @@ class RealNetwork:
     async def start_tls(
         self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
     ) -> trio.abc.Stream:
-        if not isinstance(stream, trio.SocketStream):
+        # What serves us itself, Redis say, is not metered: it may send without a request for ever.
+        metered = context.sslobject_class is MeteredTls
+        if not metered or not isinstance(stream, trio.SocketStream):
             inner = trio.SSLStream(
                 stream, context, server_hostname=server_hostname, https_compatible=True
             )
