@@ -1,5 +1,8 @@
 """The checks of a simulated relay: its log for a consumer, and the tokens of its records."""
 
+import json
+from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ import trio.testing
 
 from fedsender.config import from_values
 from fedsender.simulation.relay_checks import History, RelayChecks, RelayViews
+from fedsender.snapshot import MANIFEST
 
 
 class NoConsumers(tuple[Any, ...]):
@@ -55,3 +59,35 @@ async def test_a_record_that_an_older_copy_has_not_may_get_another_token() -> No
 
     views.answer("f", 8, "$a")
     assert "$a was answered 6 and 8" in views.violations[0].text
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_snapshot_that_was_spoiled_may_come_back_whole_under_its_id(
+    tmp_path: Path, whole: bool
+) -> None:
+    """It is made anew, or an older copy has it."""
+    content = b"rows"
+    manifest = {"files": [{"name": "file", "sha256": sha256(content).hexdigest()}]}
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / "file").write_bytes(content if whole else b"spoiled")
+    settings = from_values({"server_name": "hs.example", "signing_key": "key"}, directory=tmp_path)
+    views = RelayViews(histories={"e": History()}, epoch="e")
+    checks = RelayChecks(views, settings.relay)
+    checks.spoiled.add("snapshot-1")
+    one = SimpleNamespace(
+        name="sender-1",
+        pin=None,
+        lost=False,
+        acked=None,
+        full_syncs=Counter[str](),
+        handed=SimpleNamespace(snapshot="snapshot-1"),
+    )
+    shelf = SimpleNamespace(find=lambda _: SimpleNamespace(directory=tmp_path))
+    log = SimpleNamespace(first=1, bytes=0, refusing=None)
+    relay: Any = SimpleNamespace(log=log, registry=[one], snapshots=shelf)
+
+    checks.look(relay)
+    one.full_syncs["it joins"] += 1
+    checks.look(relay)
+
+    assert [each.invariant for each in views.violations] == ([] if whole else ["whole"])

@@ -18,7 +18,7 @@ from fedsender.relay.daemon import DATABASE, RelayDaemon
 from fedsender.relay.retention import EDU_SHARE
 from fedsender.relay.snapshots import DIRECTORY
 from fedsender.simulation.observations import Violation
-from fedsender.snapshot import MANIFEST
+from fedsender.snapshot import MANIFEST, SnapshotInfo
 from fedsender.streams import Json
 from fedsender.testing.clock import Trace
 
@@ -426,12 +426,22 @@ class RelayChecks:
             handed = sum(one.full_syncs.values())
             anew = self._handed.get(one.name, handed) != handed
             self._handed[one.name] = handed
-            # What we spoil is spoiled before a life begins.
-            if anew and one.handed is not None and one.handed.snapshot in self.spoiled:
-                views.fail("whole", f"{one.name} was handed {one.handed.snapshot}, spoiled")
+            if anew and one.handed is not None:
+                self._check_handed(relay, one.name, one.handed.snapshot)
             standing = views.standings.get(one.name)
             if standing is not None and (one.acked or 0) > standing.newest:
                 views.fail("ack", f"{one.name} has {standing.newest}, its pin is {one.acked}")
+
+    def _check_handed(self, relay: RelayDaemon, name: str, snapshot: str) -> None:
+        """What a consumer was handed is whole: what we spoil is spoiled before a life begins.
+
+        The id does not tell: one that is made anew, or is in an older copy, has that of a spoiled
+        one.
+        """
+        info = relay.snapshots.find(snapshot)
+        damage = "" if info is None else _damage_of(info)
+        if damage:
+            self._views.fail("whole", f"{name} was handed {snapshot}, spoiled: {damage}")
 
     def _check_size(self, relay: RelayDaemon) -> None:
         """The log above the cap goes, or nothing more is taken in."""
@@ -450,11 +460,18 @@ class RelayChecks:
         for info in relay.snapshots.snapshots:
             if info.id in self.spoiled:
                 continue  # That shows when somebody asks for it.
-            try:
-                manifest = orjson.loads((info.directory / MANIFEST).read_bytes())
-                for file in manifest["files"]:
-                    content = (info.directory / file["name"]).read_bytes()
-                    if sha256(content).hexdigest() != file["sha256"]:
-                        raise ValueError(f"{file['name']} is another")
-            except (OSError, ValueError) as damage:
+            if damage := _damage_of(info):
                 self._views.fail("whole", f"snapshot {info.id} is offered: {damage}")
+
+
+def _damage_of(info: SnapshotInfo) -> str:
+    """What is wrong with the files of this snapshot; empty: nothing."""
+    try:
+        manifest = orjson.loads((info.directory / MANIFEST).read_bytes())
+        for file in manifest["files"]:
+            content = (info.directory / file["name"]).read_bytes()
+            if sha256(content).hexdigest() != file["sha256"]:
+                return f"{file['name']} is another"
+    except (OSError, ValueError) as damage:
+        return str(damage)
+    return ""
