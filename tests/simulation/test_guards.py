@@ -21,12 +21,12 @@ from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Transaction
 from fedsender.simulation import others, simulate
-from fedsender.store import homeserver
+from fedsender.store import homeserver, positions
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked, Settlement
 
 pytestmark = pytest.mark.slow
 
-SEEDS = (2, 5, 1)
+SEEDS = (2, 5, 1, 3)
 
 
 def goes_red(invariant: str) -> bool:
@@ -50,6 +50,28 @@ def test_i1_a_debt_in_a_locked_room_is_forgotten(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FanOut, "_set_aside", forget)
 
     assert goes_red("I1")
+
+
+def test_i1_a_database_that_was_set_back_is_taken_for_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def advance(connection: Any, instance: str, _left: Any, position: int) -> None:
+        for kind in positions.SHARED:
+            positions.set_position(connection, kind, instance, position)
+
+    monkeypatch.setattr(positions, "check_left", lambda *_, **__: None)
+    monkeypatch.setattr(positions, "advance_events", advance)
+    monkeypatch.setattr(HomeserverStore, "_check_fed", lambda *_: None)
+
+    assert goes_red("I1")
+
+
+def test_unnoticed_a_failover_that_is_seen_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pass_over(*_: Any) -> None: ...
+
+    monkeypatch.setattr("fedsender.sender.sender._end_when_set_back", pass_over)
+
+    assert goes_red("unnoticed")
 
 
 def test_standstill_a_lock_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

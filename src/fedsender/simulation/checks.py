@@ -295,16 +295,43 @@ class CommitChecks:
             self._check_marks(disk)
             self._check_outbox(disk)
         else:
+            self._look_for_takeover(disk)
             self._note_quarantine(disk)
             if observed.lock is not None:
                 self._note_set_aside(disk)
 
     def restored(self, disk: Disk) -> None:
         """The databases are as they were long ago."""
+        self._observed.back_to(disk.position())
         self._observed.orderings.back_to(disk.base())
         self._outbox = disk.outbox()
         self._fed_upto = disk.feed_position()
         self._quarantine = {item.id: item for item in disk.quarantine()}
+
+    def lost_commits(self) -> None:
+        """The homeserver's database is as it was some commits ago, and a daemon may run on it.
+
+        What has an answer may be sent again; until the daemon notices it may also send what it
+        recorded in one of those commits.
+        """
+        observed = self._observed
+        self.restored(observed.disk)
+        marks = observed.disk.marks()
+        for view in observed.views.of.values():
+            view.go_back(marks.get(view.name, 0), view.unanswered)
+
+    def _look_for_takeover(self, disk: Disk) -> None:
+        """Whether the daemon has noticed a failover, and has cut off all attempts."""
+        observed, failover = self._observed, self._observed.failover
+        if failover is None or disk.taken_over() == failover.taken_over:
+            return
+        observed.failover, observed.anew_at = None, trio.current_time()
+        observed.counts["failovers noticed"] += 1
+        observed.trace.note("noticed")
+        self.lost_commits()
+        for view in observed.views.of.values():
+            view.unanswered = None
+        observed.on_begun_anew()
 
     def _note_quarantine(self, disk: Disk) -> None:
         """An operator may empty it before this check."""
@@ -690,6 +717,8 @@ class WireChecks:
                 observed.fail("I3", f"{view.name}: {wanted} is not on record after a drain")
 
     def _unanswered(self, view: ServerView, attempt: Attempt) -> None:
+        if attempt.began_at <= self._observed.anew_at:
+            return
         known = view.unanswered
         if known is None or known.attempt.transaction_id != attempt.transaction_id:
             view.unanswered = Unanswered(attempt)
@@ -775,7 +804,9 @@ class WireChecks:
         if view.name not in pdu.servers:
             observed.fail("I6", f"{view.name} must not see {pdu.event_id} (token {pdu.token})")
         set_aside = pdu.event_id in view.redelivered
-        if pdu.token > observed.position and not set_aside:
+        # Its commit was made, and lost.
+        queued = observed.failover is not None
+        if pdu.token > observed.position and not set_aside and not queued:
             observed.fail("I1", f"{view.name}: {pdu.token} sent, position is {observed.position}")
         taken_back = observed.homeserver.redacted.get(pdu.event_id)
         if pdu.event_id in attempt.contents.pruned:

@@ -46,6 +46,7 @@ class Troubles:
     fail_database: Callable[[float], Awaitable[None]]
     fail_homeserver: Callable[[float], Awaitable[None]]
     lock_room: Callable[[str, float], Awaitable[None]]
+    fail_over: Callable[[], None]
 
 
 class Coverage:
@@ -102,6 +103,7 @@ class Coverage:
                 "full disks": self._fill_disk,
                 "database outages": partial(self._troubles.fail_database, 20.0),
                 "homeserver restarts": partial(self._troubles.fail_homeserver, 20.0),
+                "failovers noticed": self._fail_over,
                 "set aside": self._talk_in_a_locked_room,
                 "orderly restarts": self._troubles.restart,
                 "redeliveries": self._operator.redeliver,
@@ -241,6 +243,13 @@ class Coverage:
             # By then its rows are locked, too.
             await trio.sleep(1.5 * MINUTE)
             self._homeserver.say(room)
+
+    async def _fail_over(self) -> None:
+        """The next commits are lost: they are of new events."""
+        self._troubles.fail_over()
+        for _ in range(5):
+            self._homeserver.say(self._stage())
+            await trio.sleep(5)
 
     async def _fill_disk(self) -> None:
         life = self._troubles.life()

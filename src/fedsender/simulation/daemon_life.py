@@ -107,6 +107,7 @@ class Life:
         wire: WireChecks,
         plan: CrashPlan,
         opened: Callable[[], None],
+        replica: Callable[[], None],
     ) -> None:
         self.number = number
         self.directory = directory
@@ -127,6 +128,7 @@ class Life:
         self._wire = wire
         self._plan = plan
         self._opened = opened
+        self._replica = replica
         self._scope = trio.CancelScope()
         self._stop = trio.Event()
 
@@ -227,6 +229,8 @@ class Life:
             raise disk_full()
         if point.endswith("after commit"):
             self._checks.committed(database)
+            if database == "homeserver":
+                self._replica()
         started, draining = self.daemon is not None, self.draining
         if (
             self._plan.strikes(point)

@@ -20,7 +20,7 @@ from fedsender.simulation.behaviours import Mode
 from fedsender.simulation.checks import CommitChecks
 from fedsender.simulation.daemon_life import Life
 from fedsender.simulation.disk import HOMESERVER, SENDER, Disk
-from fedsender.simulation.observations import Observations, RoomLock, Unanswered
+from fedsender.simulation.observations import Failover, Observations, RoomLock, Unanswered
 from fedsender.simulation.receiver import Attempt
 from fedsender.testing.network import MemoryStream
 from fedsender.testing.rooms import Homeserver
@@ -84,6 +84,10 @@ class Operator:
 
     Everything is asked of the life that is lived; if there is none, nothing happens.
 
+    Attributes:
+        paused: the servers to which nothing is sent.
+        newest_message: the stream id of the newest to-device message.
+
     Args:
         post: takes a to-device message, (server, id, content), where it does not go into the
             daemon's database by itself.
@@ -100,7 +104,7 @@ class Operator:
         self._rng = rng
         self._life = life
         self._post = post
-        self._messages = 0
+        self._messages = self.newest_message = 0
         self.paused: list[str] = []
 
     def ask(self, act: Callable[[Daemon], Awaitable[object]]) -> None:
@@ -229,14 +233,15 @@ class Operator:
 
         Ids are given before messages are stored, and not every writer is equally fast.
         """
-        server, number = self._server(), self._messages
-        self._messages += 2
+        server, number = self._server(), self.newest_message
+        self.newest_message += 2
         self._store_message(server, number + 2)
         await trio.sleep(self._rng.uniform(0, 1))
         self._store_message(server, number + 1)
 
     def _store_message(self, server: str, number: int) -> None:
-        name = f"message-{number}"
+        self._messages += 1
+        name = f"message-{self._messages}"
         content: dict[str, Any] = {
             "sender": f"@mia:{self._observed.homeserver.name}",
             "type": "m.room.encrypted",
@@ -384,7 +389,6 @@ class Backup:
         observed.disk = disk = Disk(directory, observed.orderings)
         observed.counts["restores"] += 1
         observed.trace.note("restored", disk.position())
-        observed.back_to(disk.position())
         self._operator.paused = list(self._paused)
         self._commits.restored(disk)
         observed.given_back.append((disk.feed_position(), had))
@@ -393,6 +397,79 @@ class Backup:
             frozen = disk.frozen(view.name)
             repeats = None if frozen is None else _unknown_attempt(view.name, *frozen)
             view.go_back(marks.get(view.name, 0), repeats)
+
+
+NOTICED_S = 600.0
+"""By then a daemon that can write has noticed a failover: it looks every five minutes."""
+MOST_LOST = 30
+"""Commits that a failover loses."""
+
+
+class Replica:
+    """A replica of the homeserver's database that takes over, and lacks the newest commits."""
+
+    def __init__(
+        self,
+        directory: Path,
+        observed: Observations,
+        commits: CommitChecks,
+        operator: Operator,
+        rng: Random,
+    ) -> None:
+        self._path = directory / "replica"
+        self._operator = operator
+        self._observed = observed
+        self._commits = commits
+        self._rng = rng
+        self._left = self._newest_message = 0
+
+    def fall_behind(self) -> None:
+        """Take no commits from now on; in place of one of the next, take over."""
+        observed = self._observed
+        if not observed.alive or not observed.disk.ready() or observed.failover is not None:
+            return
+        self._path.mkdir(exist_ok=True)
+        observed.disk.back_up(self._path, HOMESERVER)
+        self._newest_message = self._operator.newest_message
+        self._left = self._rng.choice((1, 1, 2, 3, 5, self._rng.randint(1, MOST_LOST)))
+
+    def forget(self) -> None:
+        """The daemon has ended. What its next one makes of the databases, a start has noticed."""
+        self._left = 0
+        if self._observed.failover is not None:
+            self._observed.failover = None
+            self._commits.lost_commits()
+
+    def committed(self) -> None:
+        """The homeserver's database has committed, and the daemon does not know it yet."""
+        if self._left == 0:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        observed, disk = self._observed, self._observed.disk
+        had = disk.position(), disk.feed_position()
+        disk.lose_commits(self._path / HOMESERVER)
+        has = disk.position(), disk.feed_position()
+        observed.trace.note("failover", *had, *has)
+        observed.counts["failovers"] += 1
+        self._commits.lost_commits()
+        if has != had:
+            # Else only marks and messages are lost, and nobody can see it.
+            observed.failover = Failover(trio.current_time(), disk.taken_over())
+            # The ids of lost messages are given again.
+            self._operator.newest_message = self._newest_message
+
+    def check(self, life: Life | None) -> None:
+        """Whether a failover has gone unnoticed for long."""
+        observed, failover = self._observed, self._observed.failover
+        if failover is None or trio.current_time() < failover.at + NOTICED_S:
+            return
+        if life is None or life.crashed or life.draining or life.away_at >= failover.at:
+            return
+        observed.fail("unnoticed", f"a failover of {failover.at:.0f} s")
 
 
 def _unknown_attempt(server: str, transaction_id: str, times: int) -> Unanswered:

@@ -78,6 +78,13 @@ class Disk:
             target.close()
             (to / name).chmod(0o600)
 
+    def lose_commits(self, copy: Path) -> None:
+        """Have the homeserver's database, in use as it is, become this copy of it."""
+        source, target = sqlite3.connect(copy), sqlite3.connect(self.directory / HOMESERVER)
+        source.backup(target)
+        target.close()
+        source.close()
+
     def close(self) -> None:
         """Look no more."""
         for connection in self._connections.values():
@@ -166,6 +173,11 @@ class Disk:
         return {(server, row): text for server, row, text in self._rows(HOMESERVER, query)}
 
     # --- the sender's database --------------------------------------------------------------------
+
+    def taken_over(self) -> str | None:
+        """The mark that the daemon has made as it last took the homeserver's database over."""
+        rows = self._rows(SENDER, "SELECT mark FROM generation")
+        return str(rows[0][0]) if rows else None
 
     def catching_up(self) -> bool:
         """Whether any destination is in the middle of a catch-up."""

@@ -194,6 +194,19 @@ class RoomLock:
     refused_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Failover:
+    """The homeserver's database has lost its newest commits, and the daemon was not told.
+
+    Attributes:
+        at: when (virtual seconds).
+        taken_over: the mark of the daemon's last takeover by then; the next is its answer.
+    """
+
+    at: float
+    taken_over: str | None
+
+
 @dataclass(slots=True)
 class Observations:
     """The observations of one world.
@@ -211,6 +224,8 @@ class Observations:
         disk_full: the ledger takes no lines at present.
         set_by_ms: how far the daemon's wall clock was set ahead.
         lock: the room that is locked at present, if any is.
+        failover: the one that the daemon has not noticed yet, if there is any.
+        anew_at: when (virtual seconds) it last began anew: attempts of before are void.
         partial: room with partial state -> the servers that were named when it was joined.
         has_others: whether events of other servers may stand in for ours.
         crashed_at: when lives were cut off, in the last 24 h.
@@ -218,6 +233,7 @@ class Observations:
         latencies: of PDUs that honest servers of a hostile world answered, in seconds from the
             fan-out to the answer, both in calm times.
         counts: of events, for the report.
+        on_begun_anew: called when the daemon has taken over a database that was set back.
         on_violation: called with each.
     """
 
@@ -237,6 +253,8 @@ class Observations:
     disk_full: bool = False
     set_by_ms: int = 0
     lock: RoomLock | None = None
+    failover: Failover | None = None
+    anew_at: float = -1.0
     partial: dict[str, frozenset[str]] = field(default_factory=dict)
     has_others: bool = False
     crashed_at: deque[float] = field(default_factory=deque)
@@ -245,6 +263,7 @@ class Observations:
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     _passed: list[tuple[int, float]] = field(default_factory=list)
+    on_begun_anew: Callable[[], None] = lambda: None
     on_violation: Callable[[Violation], None] = lambda _violation: None
 
     def now_ms(self) -> int:

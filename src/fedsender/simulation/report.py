@@ -18,7 +18,7 @@ AT_LEAST_ONCE = (
     *("restores", "database outages", "homeserver restarts", "orderly restarts", "redeliveries"),
     *("rooms locked", "set aside", "others' events", "bans in partial state"),
     *("wakes", "to-device messages", "refused PDUs", "quarantined", "redactions", "forks"),
-    "busy rooms freed",
+    *("busy rooms freed", "failovers noticed"),
 )
 
 

@@ -12,7 +12,7 @@ from fedsender.simulation.behaviours import HOUR, MINUTE, Mode, Mood, life_of
 from fedsender.simulation.checks import LOOKS_S, PER_SERVER_S, FinalChecks, StartCheck
 from fedsender.simulation.coverage import BEGINS, Coverage, Troubles
 from fedsender.simulation.daemon_life import Life
-from fedsender.simulation.disasters import Backup, Operator, fill_ledger_disk, lock_room
+from fedsender.simulation.disasters import Backup, Operator, Replica, fill_ledger_disk, lock_room
 from fedsender.simulation.receiver import RemoteServer, move
 from fedsender.simulation.world import World
 from fedsender.streams import Watermark
@@ -59,7 +59,15 @@ class Scenario:
             self._operator,
             derived(world.size.seed, "backup"),
         )
+        self._replica = Replica(
+            world.directory,
+            world.observed,
+            world.commits,
+            self._operator,
+            derived(world.size.seed, "replica"),
+        )
         world.plan.orderly = self._restart_in_order
+        world.observed.on_begun_anew = self._has_begun_anew
         world.wire.at_point = self._at_wire_point
 
     async def run(self) -> None:
@@ -93,6 +101,7 @@ class Scenario:
             life = self._life = self._next_life(directory)
             await life.live()
             self._life = None
+            self._replica.forget()
             self._observed.counts["spills"] += life.spills()
             directory = life.image if life.crashed else directory
             long = self._world.long_absences and self._rng.random() < 0.3
@@ -114,6 +123,7 @@ class Scenario:
             wire=world.wire,
             plan=world.plan,
             opened=partial(self._has_opened, self._lives),
+            replica=self._replica.committed,
         )
 
     def _judge_fairness(self) -> None:
@@ -128,6 +138,9 @@ class Scenario:
 
     def _has_opened(self, number: int) -> None:
         self._opened.advance(number)
+        self._has_begun_anew()
+
+    def _has_begun_anew(self) -> None:
         self._observed.calm_since = trio.current_time() + CALM_AFTER_S
         assert self._nursery is not None
         self._nursery.start_soon(self._watch_start, StartCheck(self._observed))
@@ -141,6 +154,8 @@ class Scenario:
             if life is None or life is not self._life or life.crashed or life.draining:
                 return
             if life.daemon is None or life.away or life.away_at >= started:
+                return
+            if self._observed.failover is not None or self._observed.anew_at > started:
                 return
             check.look(life.daemon)
 
@@ -185,6 +200,9 @@ class Scenario:
                 # Who is paused, and made ill by the programme, would not be reached in time.
                 nursery.start_soon(self._now_and_then, "operator", 20 * MINUTE, operator.act)
                 nursery.start_soon(self._coverage().run)
+                if self._world.leads:
+                    fall_behind = self._replica.fall_behind
+                    nursery.start_soon(self._now_and_then, "failover", seconds / 8, fall_behind)
             else:
                 nursery.start_soon(self._provoke)
             for name, every_s, act in (
@@ -219,6 +237,7 @@ class Scenario:
             fail_database=self._fail_database,
             fail_homeserver=self._fail_homeserver,
             lock_room=self._lock_room,
+            fail_over=self._replica.fall_behind,
         )
         return Coverage(self._world, self._operator, troubles)
 
@@ -367,6 +386,7 @@ class Scenario:
         if self._life is not None and self._life.daemon is not None:
             self._world.memory.look(self._life.daemon)
             self._world.waits.look(self._life.daemon)
+        self._replica.check(self._life)
 
     # --- how it ends ------------------------------------------------------------------------------
 
