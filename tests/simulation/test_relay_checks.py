@@ -62,7 +62,7 @@ async def test_a_record_that_an_older_copy_has_not_may_get_another_token() -> No
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_snapshot_that_was_spoiled_may_come_back_whole_under_its_id(
+async def test_a_snapshot_that_was_spoiled_may_come_back_whole_under_its_id(
     tmp_path: Path, whole: bool
 ) -> None:
     """It is made anew, or an older copy has it."""
