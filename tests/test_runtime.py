@@ -140,6 +140,38 @@ async def test_a_dns_answer_that_is_dear_to_read_is_not_read(
             nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("kept", [12, 40, 500])
+async def test_a_truncated_dns_answer_is_asked_for_by_tcp_wherever_it_was_cut(kept: int) -> None:
+    """Some forwarders cut within a record; and what is left may be more than we would read."""
+
+    def reply_to(data: bytes) -> bytes:
+        reply = dns.message.make_response(dns.message.from_wire(data))
+        reply.answer = [addresses("b.example.", 40)]
+        return reply.to_wire()
+
+    async def serve_udp() -> None:
+        data, sender = await udp.recvfrom(65_535)
+        answer = bytearray(reply_to(data))
+        answer[2] |= 2
+        await udp.sendto(answer[:kept], sender)
+
+    async def serve_tcp(stream: trio.SocketStream) -> None:
+        answer = reply_to((await stream.receive_some())[2:])
+        await stream.send_all(len(answer).to_bytes(2, "big") + answer)
+
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    address = listener.socket.getsockname()
+    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
+        await udp.bind(address)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve_udp)
+            nursery.start_soon(trio.serve_listeners, serve_tcp, [listener])
+            with trio.fail_after(60):
+                found = await RealNetwork().resolve("b.example", "A", [address])
+            assert len(found.values) == 40
+            nursery.cancel_scope.cancel()
+
+
 def test_what_passes_for_a_dns_answer_ends_soon_and_is_cheap_to_read() -> None:
     """Of answers with bytes changed, cut off or added, by a seed."""
     random = Random(7)

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import dns.asyncresolver
 import dns.exception
+import dns.flags
 import dns.message
 import dns.name
 import dns.query
@@ -185,7 +186,7 @@ class _Nameserver(Do53Nameserver):
         with trio.fail_after(timeout):
             answer = await (self._by_tcp if max_size else self._by_udp)(request.to_wire())
         check_dns_answer(answer)
-        response = dns.message.from_wire(answer, raise_on_truncation=True)
+        response = dns.message.from_wire(answer)
         if not request.is_response(response):
             raise dns.query.BadResponse
         return response
@@ -219,6 +220,7 @@ class _Nameserver(Do53Nameserver):
 def check_dns_answer(wire: bytes) -> None:
     """Raise OSError for an answer that costs more to read than any that we need (RFC 1035, 4.1).
 
+    Raises dns.message.Truncated for one that says so: it is asked for by TCP, wherever it was cut.
     dnspython makes a name of each owner and target, label by label, also where an answer of a few
     bytes points at the same long name again and again: 4 KiB take up to 435 ms of the loop. We
     count the labels that it would follow.
@@ -226,7 +228,9 @@ def check_dns_answer(wire: bytes) -> None:
     if len(wire) > MAX_DNS_BYTES:
         raise OSError(f"an answer of more than {MAX_DNS_BYTES} bytes")
     try:
-        _, _, questions, *sections = struct.unpack_from("!6H", wire)
+        _, flags, questions, *sections = struct.unpack_from("!6H", wire)
+        if flags & dns.flags.TC:
+            raise dns.message.Truncated
         if questions > 1 or sum(sections) > MAX_DNS_RECORDS:
             raise OSError(f"an answer of more than {MAX_DNS_RECORDS} records")
         labels, at = 0, 12

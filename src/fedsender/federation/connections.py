@@ -23,8 +23,9 @@ from fedsender.runtime import Network
 # How often idle connections are looked at, and how old one is before it is looked at first.
 _LOOK_EVERY_S: Final = 5.0
 _FRESH_S: Final = 1.0
-# What each has sent is read, in 0.3 ms of the loop at most.
-_LOOKED_AT_ONCE: Final = 50
+# What each has sent is read, in 16 ms of the loop at most: a record of 16 KiB may hold as many
+# requests to renegotiate (TLS 1.2) or session tickets as fit.
+_LOOKED_AT_ONCE: Final = 4
 
 
 @dataclass(slots=True)
