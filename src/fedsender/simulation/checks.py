@@ -311,14 +311,19 @@ class CommitChecks:
     def lost_commits(self) -> None:
         """The homeserver's database is as it was some commits ago, and a daemon may run on it.
 
-        What has an answer may be sent again; until the daemon notices it may also send what it
-        recorded in one of those commits.
+        What was answered above LSSO, or above the floor of a catch-up, may be sent again; until the
+        daemon notices it may also send what it recorded in one of those commits.
         """
-        observed = self._observed
-        self.restored(observed.disk)
-        marks = observed.disk.marks()
+        observed, disk = self._observed, self._observed.disk
+        self.restored(disk)
+        marks, events = disk.marks(), observed.homeserver.by_id
         for view in observed.views.of.values():
-            view.go_back(marks.get(view.name, 0), view.unanswered)
+            mark = marks.get(view.name, 0)
+            floor = disk.catch_up_floor(view.name)
+            least = mark if floor is None else min(mark, floor)
+            proven = {name for name in view.proven if events[name].token <= least}
+            view.go_back(mark, view.unanswered)
+            view.proven |= proven
 
     def _look_for_takeover(self, disk: Disk) -> None:
         """Whether the daemon has noticed a failover, and has cut off all attempts."""
