@@ -12,7 +12,10 @@ from trio.testing import MockClock
 from fedsender.facts import ServersRow
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
+from fedsender.matrix import Pdu
+from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Router
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
 from fedsender.store.sender import SenderStore
 from fedsender.streams import RedactionRow
@@ -353,6 +356,46 @@ async def test_a_backlog_goes_out_at_start_without_a_new_event(
         await settle()
 
     assert world.servers[A].got == ["while you were out"]
+
+
+@pytest.mark.parametrize("most", [1, 6])
+async def test_what_a_step_offers_is_bounded_and_all_of_it_arrives(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """100 events in a room of 5,000 servers held the loop for 3 s. A bad event counts once."""
+    monkeypatch.setattr("fedsender.sender.fan_out.MAX_OFFERS", most)
+    servers = [f"s{number}.example" for number in range(4)]
+    offers: list[list[str]] = []
+    offer, commit = Registry.offer, HomeserverStore.commit_fan_out
+
+    def note_offer(registry: Registry, server: str, pdu: Pdu) -> None:
+        offers[-1].append(pdu.event_id)
+        offer(registry, server, pdu)
+
+    async def note_commit(store: HomeserverStore, *given: Any) -> set[str]:
+        offers.append([])
+        return await commit(store, *given)
+
+    monkeypatch.setattr(Registry, "offer", note_offer)
+    monkeypatch.setattr(HomeserverStore, "commit_fan_out", note_commit)
+    async with world.open():
+        await world.join(R1, *servers)
+        await world.join(R2, A)
+        for number in range(10):
+            await world.say(R1, f"{number}")
+            await world.say(R2, f"{number}")
+        await world.apply(world.pdu(R1, "bad", event_id="$not-its-hash"))
+        await world.say(R2, "last")
+    async with world.run() as sender:
+        await settle()
+        assert sender.fan_out.position == world.token
+        items = await world.store.sender.quarantine_list(None, 10)
+
+    assert [item.event_id for item in items] == ["$not-its-hash"]
+    assert world.servers[A].got == [*map(str, range(10)), "last"]
+    assert all(world.servers[name].got == [*map(str, range(10))] for name in servers)
+    assert all(len(step) <= most or len(set(step)) == 1 for step in offers)
+    assert sum(map(len, offers)) == 51
 
 
 async def test_a_server_never_reached_gets_all_it_is_owed(

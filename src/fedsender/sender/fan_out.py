@@ -43,6 +43,9 @@ log = structlog.get_logger()
 
 HEAR_ANEW_S = 5.0
 """Seconds between two tries to hear of positions that the database has."""
+MAX_OFFERS = 15_000
+"""Of events to servers in a step, if it has more than one event. They are offered without a
+checkpoint, in 0.1 to 0.2 s of the loop."""
 NEWEST = 2**63
 """A number above every stream ordering."""
 
@@ -87,7 +90,7 @@ class FanOut:
         # How often quarantine was emptied, and as of when we know what is left there.
         self._emptied, self._looked = 1, 0
         self._redacted: set[str] = set()
-        self._chunk = context.sending.fan_out_chunk
+        self._chunk = self._fit = context.sending.fan_out_chunk
         self._pool = context.pdu_pool
         self._already_owed = already_owed
         # Held by a step, while an event is passed over, and while a room is freed.
@@ -199,11 +202,18 @@ class FanOut:
         """Fan out the first `limit` events above the position, at most up to `upto`."""
         await self._look_at_quarantine()
         told = sorted(self._redacted)
+        limit = min(limit, self._fit)
         rows, before = await self._homeserver.read_to_route(
             self.position, upto, limit, self._router.is_ours
         )
         position = rows[-1].stream_ordering if len(rows) == limit else upto
-        routed = await self._sort_out(await self._router.route(rows, before))
+        items = await self._router.route(rows, before)
+        cut = self._too_many(items, len(rows))
+        if cut is not None:
+            rows = [row for row in rows if row.stream_ordering < cut]
+            items = [item for item in items if item.stream_ordering < cut]
+            position = rows[-1].stream_ordering
+        routed = await self._sort_out(items)
         await self._notice_redactions(rows, told)
         owed: dict[tuple[str, str], int] = {}
         first: dict[str, int] = {}
@@ -240,6 +250,17 @@ class FanOut:
         destinations = [(len(item.servers), item.pdu.received_ms) for item in routed]
         now_ms = self._context.runtime.now_ms()
         self._context.metrics.fanned_out(position, len(rows), destinations, now_ms)
+
+    def _too_many(self, items: Sequence[Routed | Bad], rows: int) -> int | None:
+        """From which event on these are left to the next step; None: they fit. Never the first."""
+        offers, cut = 0, None
+        for number, item in enumerate(items):
+            offers += len(item.servers) if isinstance(item, Routed) else 0
+            if offers > MAX_OFFERS and number and cut is None:
+                cut = item.stream_ordering
+        # The next ones are probably of the same rooms, and are not routed twice.
+        self._fit = max(1, min(self._chunk, MAX_OFFERS * rows // max(1, offers)))
+        return cut
 
     async def _commit(
         self,
