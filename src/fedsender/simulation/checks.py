@@ -277,6 +277,8 @@ class CommitChecks:
         self._outbox: dict[tuple[str, int], str] = {}
         self._fed_upto = 0
         self._quarantine: dict[int, QuarantinedItem] = {}
+        # By server, up to where a failover repeats nothing.
+        self._kept: dict[str, int] = {}
 
     def committed(self, database: str) -> None:
         """The daemon's database of that name has just committed."""
@@ -314,15 +316,23 @@ class CommitChecks:
         What was answered above LSSO, or above the floor of a catch-up, may be sent again; until the
         daemon notices it may also send what it recorded in one of those commits.
         """
+        disk = self._observed.disk
+        floors = {name: disk.catch_up_floor(name) for name in self._observed.views.of}
+        # As they are before the daemon writes new ones.
+        self._kept = {
+            name: mark if (floor := floors.get(name)) is None else min(mark, floor)
+            for name, mark in disk.marks().items()
+        }
+        self._go_back()
+
+    def _go_back(self) -> None:
         observed, disk = self._observed, self._observed.disk
         self.restored(disk)
         marks, events = disk.marks(), observed.homeserver.by_id
         for view in observed.views.of.values():
-            mark = marks.get(view.name, 0)
-            floor = disk.catch_up_floor(view.name)
-            least = mark if floor is None else min(mark, floor)
+            least = self._kept.get(view.name, 0)
             proven = {name for name in view.proven if events[name].token <= least}
-            view.go_back(mark, view.unanswered)
+            view.go_back(marks.get(view.name, 0), view.unanswered)
             view.proven |= proven
 
     def _look_for_takeover(self, disk: Disk) -> None:
@@ -333,7 +343,7 @@ class CommitChecks:
         observed.failover, observed.anew_at = None, trio.current_time()
         observed.counts["failovers noticed"] += 1
         observed.trace.note("noticed")
-        self.lost_commits()
+        self._go_back()
         for view in observed.views.of.values():
             view.unanswered = None
         observed.on_begun_anew()
