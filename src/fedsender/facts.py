@@ -41,6 +41,9 @@ MAX_ROWS: Final = 10_000
 """Rows of one record. A reader takes more (`protocol.RdataBatches`)."""
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
+MAX_PARTS: Final = 2**17
+"""The characters `[` `{` and `,` of one request's JSON: to read that many takes up to 90 ms of the
+loop, and 20 MiB. A record with any one event has fewer."""
 MAX_LINE_BYTES: Final = 262_144
 """Bytes of a line of the line protocol. A row holds a whole PDU: 65,536 bytes by the specification,
 up to three times that when every character is escaped."""

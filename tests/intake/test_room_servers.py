@@ -302,6 +302,20 @@ async def client_of(intake: Intake, directory: Path) -> AsyncIterator[IntakeClie
         yield client
 
 
+async def test_large_rooms_are_said_in_as_many_records_as_their_servers_need(
+    config: StoreConfig, tmp_path: Path
+) -> None:
+    """A request holds 131,072 parts of JSON, and 4 MiB of a record may be twice as many."""
+    servers = {f"s{n}.example" for n in range(10_000)}
+    lists = {f"!{number}:hs.example": servers for number in range(14)}
+    async with pushed_to(config) as (feed, _), client_of(feed.intake, tmp_path) as client:
+        await client.set_servers(lists)
+        assert feed.head == 2
+        for number, token in ((0, 1), (13, 2)):
+            name = f"!{number}:hs.example"
+            assert await client.room_servers(name) == RoomServers(name, token, sorted(servers))
+
+
 async def test_a_homeserver_says_it_for_all_its_rooms(config: StoreConfig, tmp_path: Path) -> None:
     """Rooms of any name; more servers than fit into a row; more rooms than fit into a record."""
     names = ["!a/b?c d%2F:hs.example", "!ü:hs.example", ROOM]

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fedsender.admin.bodies import Refusal, error_body
 from fedsender.admin.http1 import OPERATORS, Bounds, Gone
 from fedsender.admin.page import LOGIN_BYTES, Page
+from fedsender.facts import MAX_PARTS
 from fedsender.matrix import parse_server_name
 from fedsender.store.engine import WRITTEN
 
@@ -130,8 +131,8 @@ class Doorkeeper:
                     raise Refusal(503, "M_LIMIT_EXCEEDED", "too many large requests at once")
         if scope.cancelled_caught:
             raise Refusal(408, "M_UNKNOWN", f"the body did not come within {BODY_SECONDS:.0f} s")
-        if sum(map(body.count, b"[{,")) > bounds.body_parts:
-            raise _too_large(bounds, f"{bounds.body_parts:,} parts")
+        if sum(map(body.count, b"[{,")) > MAX_PARTS:
+            raise _too_large(bounds, f"{MAX_PARTS:,} parts")
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         """Why this request may not pass; None: it may."""

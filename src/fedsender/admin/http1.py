@@ -53,8 +53,6 @@ class Bounds:
 
     Attributes:
         body_bytes: of one request.
-        body_parts: of its JSON, by the characters `[` `{` and `,`: to read that many takes up
-            to 90 ms of the loop, and 20 MiB. A record with any one event has fewer.
         smaller: what is said of a request that is too large.
         requests: with a token, under way at once; their bodies are in memory.
         setting: where the configuration names the token's file.
@@ -62,7 +60,6 @@ class Bounds:
     """
 
     body_bytes: int = 2**20
-    body_parts: int = 2**17
     smaller: str = "send less at once"
     requests: int = 32
     setting: str = "admin.token_file"

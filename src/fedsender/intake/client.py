@@ -33,7 +33,13 @@ import anyio
 import httpx
 
 from fedsender.config.values import HttpPeer, UnixAddress, parse_http_peer
-from fedsender.facts import EPHEMERAL_STREAMS, MAX_RECORD_BYTES, MAX_ROWS, RoomServers
+from fedsender.facts import (
+    EPHEMERAL_STREAMS,
+    MAX_PARTS,
+    MAX_RECORD_BYTES,
+    MAX_ROWS,
+    RoomServers,
+)
 from fedsender.streams import Json
 
 T = TypeVar("T")
@@ -432,15 +438,18 @@ def _records_of(
 ) -> Iterator[list[list[Json]]]:
     """Rows that name the servers of rooms, in records of allowed size; a room is in one of them."""
     record: list[list[Json]] = []
-    size = 0
+    # Of rows, bytes, and parts but for those around the rows.
+    most = (MAX_ROWS, MAX_RECORD_BYTES, MAX_PARTS - 10)
+    held = [0, 0, 0]
     for room_id, servers in rooms.items():
         rows = _rows_of(room_id, sorted(servers), as_of)
-        added = sum(len(json.dumps(row, separators=(",", ":"))) for row in rows)
-        if record and (size + added > MAX_RECORD_BYTES or len(record) + len(rows) > MAX_ROWS):
+        text = json.dumps(rows, separators=(",", ":"))
+        added = [len(rows), len(text), sum(map(text.count, "[{,"))]
+        held = [sum(each) for each in zip(held, added, strict=True)]
+        if record and any(here > allowed for here, allowed in zip(held, most, strict=True)):
             yield record
-            record, size = [], 0
+            record, held = [], added
         record += rows
-        size += added
     if record:
         yield record
 
