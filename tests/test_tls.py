@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import trio
@@ -354,6 +355,81 @@ def test_answer_of_any_size_is_read_in_usual_pieces(tmp_path: Path, piece: int) 
             ends.it.write(sent[start : start + 16_384])
         ends._piece = piece
         assert ends.read() == sent
+
+
+ENDINGS = ("goodbye", "goodbye, then the end", "the end", "cut off", "no TLS", "an alert")
+
+
+@VERSIONS
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_is_read_is_what_plain_openssl_reads(
+    tmp_path: Path, version: ssl.TLSVersion, ending: str
+) -> None:
+    """Records of any size, in pieces of any size, and an end at any place; by a seed."""
+    authority, random = Authority(tmp_path), Random(f"{version} {ending}")
+    ours = TlsPolicy(authority.file).context()
+    plain = TlsPolicy(authority.file).context()
+    plain.sslobject_class = ssl.SSLObject
+    for _ in range(6):
+        theirs = authority.context(NAME)
+        theirs.maximum_version = version
+        theirs.num_tickets = random.randrange(5)
+        seed = random.random()
+        assert read_of(ours, theirs, ending, seed) == read_of(plain, theirs, ending, seed)
+
+
+def read_of(
+    context: ssl.SSLContext, theirs: ssl.SSLContext, ending: str, seed: float
+) -> tuple[bytes, str]:
+    """What a client reads of three answers, and the name of what ends it."""
+    random = Random(seed)
+    incoming, outgoing, arriving, sent = (ssl.MemoryBIO() for _ in range(4))
+    we = context.wrap_bio(incoming, outgoing, server_hostname=NAME)
+    it = theirs.wrap_bio(arriving, sent, server_side=True)
+    for _ in range(3):
+        with suppress(ssl.SSLWantReadError):
+            we.do_handshake()
+        arriving.write(outgoing.read())
+        with suppress(ssl.SSLWantReadError):
+            it.do_handshake()
+        incoming.write(sent.read())
+    data = bytearray()
+    for last in (False, False, True):
+        for _ in range(random.randrange(12)):
+            it.write(random.randbytes(random.choice((1, 1_400, random.randint(1, 16_384)))))
+        if last and ending.startswith("goodbye"):
+            with suppress(ssl.SSLWantReadError):
+                it.unwrap()
+        wire = sent.read()
+        if last and ending == "cut off":
+            wire = wire[: random.randint(0, len(wire))]
+        if last and ending in ("no TLS", "an alert"):
+            wire += b"HTTP/1.1 400\r\n\r\n" if ending == "no TLS" else b"\x15\x03\x03\0\2\2\x28"
+        while wire:
+            size = random.choice((1, 4, 5, 6, 536, 1_460, 16_384, 16_896, 16_897))
+            incoming.write(wire[:size])
+            wire = wire[size:]
+            with suppress(ssl.SSLWantReadError):
+                if error := _read_into(data, we):
+                    return bytes(data), error
+        we.write(b"a request")
+        outgoing.read()
+    incoming.write_eof()
+    return bytes(data), _read_into(data, we)
+
+
+def _read_into(data: bytearray, tls: ssl.SSLObject) -> str:
+    """The error or the end that is met; raises SSLWantReadError."""
+    while True:
+        try:
+            more = tls.read(65_536)
+        except ssl.SSLWantReadError:
+            raise
+        except ssl.SSLError as error:
+            return f"{type(error).__name__} {error.reason}"
+        if not more:
+            return "the end"
+        data += more
 
 
 # A ticket of no use, as short as can be (RFC 8446, section 4.6.1).
