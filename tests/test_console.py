@@ -57,7 +57,7 @@ def test_an_object_is_one_line_that_says_the_same(capsys: pytest.CaptureFixture[
         (["purge", "a.example"], {"purged": HOSTILE}),
         (
             ["quarantine", "release", "1"],
-            {"released": [], "kept": [HOSTILE], "refused": [], "more": False},
+            {"released": [], "dropped": [], "kept": [HOSTILE], "refused": [], "more": False},
         ),
         (
             ["redeliver", "a.example", "$a"],

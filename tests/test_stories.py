@@ -177,13 +177,14 @@ async def test_nobody_gets_anything(tmp_path: Path, capsys: pytest.CaptureFixtur
         for name in servers:
             world.server(name, reply=lambda request: answer(401))
         world.server(servers[0]).down = True
+        world.server(servers[1]).reply = lambda request: answer(410)
         await owed_to_all(world, *servers)
         unconnected = "not ready: the feed is not connected to the homeserver (redis)"
         await story.also(shell, "status", printed=[f"{unconnected}: {reason}"], code=WRONG)
 
         standing.feed = Standing().feed
-        await story.next(shell, "ready", "refusing 5, unreachable 1")
-        await story.next(shell, "refusing", "unreachable")
+        await story.next(shell, "ready", "gone 1, refusing 4, unreachable 1")
+        await story.next(shell, "refusing", "gone", "unreachable")
         await story.next(shell, "answered 401", "6 behind of 6")
         for server in world.servers.values():
             server.down, server.reply = False, ok
