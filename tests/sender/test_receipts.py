@@ -20,6 +20,7 @@ from fedsender.sender.failure import ServerState
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Draft
 from fedsender.store import tables
+from fedsender.store.edus import EduStore
 from fedsender.store.records import Receipt
 from fedsender.streams import HeardPositions, Json
 
@@ -461,6 +462,66 @@ async def test_a_receipt_whose_turn_came_while_its_server_was_denied_goes_when_i
         await trio.sleep(600)
 
     assert all(world.edus(f"host{number}", "m.receipt") for number in range(20))
+
+
+async def test_those_that_return_together_read_a_page_once_and_their_pdus_go_first(
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 20,000 receipts of other rooms, PDUs waited for 68 s at 50 servers."""
+    monkeypatch.setattr("fedsender.sender.edus.receipts.PAGE", 10)
+    servers = [f"s{number}.example" for number in range(5)]
+    pages: list[int] = []
+    above = EduStore.receipts
+
+    async def note(store: EduStore, origin: str, after: int, *more: Any) -> list[Receipt]:
+        found: list[Receipt] = await above(store, origin, after, *more)
+        pages.append(after)
+        return found
+
+    async with world.run() as sender:
+        await world.found(R1, 1, ALICE, BOB, *(f"@x:{name}" for name in servers))
+        await world.members(R2, ALICE, f"@x:{A}")
+        for name in servers:
+            world.server(name).down = True
+        await world.read(R1, ALICE, "$first")
+        await trio.sleep(3600)
+        for number in range(60):
+            await world.read(R2, f"@u{number}:{HS}")
+        await world.read(R1, BOB, "$last")
+        await world.message(R1, 1, "hello")
+        await trio.sleep(5)
+        monkeypatch.setattr(EduStore, "receipts", note)
+        for name in servers:
+            world.servers[name].down = False
+        sender.registry.wake(servers, by_admin=True)
+        await trio.sleep(60)
+
+    for name in servers:
+        assert world.servers[name].answered[0].bodies == ["hello"]
+        read = [edu[R1]["m.read"] for edu in world.edus(name)]
+        users = {user: place["event_ids"] for users in read for user, place in users.items()}
+        assert users == {ALICE: ["$first"], BOB: ["$last"]}
+    assert len(pages) == len(set(pages)) + len(servers) - 1
+    assert len(set(pages)) <= 8
+
+
+async def test_a_receipt_that_is_written_late_is_in_no_page_of_before(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Its row came after the page was read, among those that the page has."""
+    async with world.run() as sender:
+        await world.members(R1, ALICE, BOB, f"@x:{A}")
+        first = await world.read(R1, ALICE, "$one", tell=False)
+        await world.read(R1, ALICE, "$two", stream_id=first + 2, tell=False)
+        pages = sender.context.receipt_pages
+        assert (await pages.above(first - 1)) is (await pages.above(first))
+        world.stream_id = first + 2
+        await world.read(R1, BOB, "$late", stream_id=first + 1)
+        sender.edus.receipts.advance(first + 2)
+        await trio.sleep(1)
+        page = await pages.above(first - 1)
+    assert page is not None
+    assert [receipt.event_id for receipt in page.receipts] == ["$late", "$two"]
 
 
 async def test_a_server_that_left_the_room_meanwhile_hears_nothing(

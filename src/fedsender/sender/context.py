@@ -13,6 +13,7 @@ from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import AttemptLog
 from fedsender.sender.debts import Debts
+from fedsender.sender.edus.receipts import ReceiptPages
 from fedsender.sender.failure import ServerState
 from fedsender.sender.queues import PduPool
 from fedsender.sender.routing import Bad, Router
@@ -71,6 +72,7 @@ class Context:
         full: servers with no room in quarantine for an item that is convicted.
         receipt_debts: for servers that are not active, the stream id above which each is owed
             receipts.
+        receipt_pages: from which debts of receipts are paid.
         seen_homeservers: servers with answers that say nothing, and when `/version` last answered
             there as a homeserver's (trio's clock, seconds).
         receipts_unsaved: set when receipts that are owed may have changed.
@@ -99,6 +101,7 @@ class Context:
     ids: TransactionIds
     announcer: Announcer
     pdu_pool: PduPool
+    receipt_pages: ReceiptPages
     debts: Debts = field(default_factory=Debts)
     alarms: Alarms = field(default_factory=Alarms)
     full: set[str] = field(default_factory=set)

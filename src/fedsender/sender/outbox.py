@@ -52,7 +52,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.engine import Locked, not_waiting_for_locks
 from fedsender.store.homeserver import Settlement
-from fedsender.store.records import PresenceState, Receipt
+from fedsender.store.records import PresenceState
 from fedsender.telemetry import Metrics
 from fedsender.waiting import pause_s
 
@@ -69,7 +69,6 @@ LOCK_LONGEST_S: Final = 30.0
 EPHEMERAL_KEYS = 1000
 PRESENCE_USERS = 1000
 RECEIPTS = 1000
-RECEIPT_PAGE = 500
 RECEIPT_PAGES = 20
 """The most pages that are read for one transaction."""
 RESERVED_EDUS = 10
@@ -289,7 +288,6 @@ class Outbox:
         What another process has locked is left for another transaction: the caller holds what
         others wait for, and the other lanes need not wait either.
         """
-        page: tuple[list[Receipt], int] | None = None
         if draft.max_edus > 0:
             again = self.owe_keys
             if self.owes_to_device:
@@ -297,13 +295,12 @@ class Outbox:
             if self.owes_device_lists:
                 fill = self._fill_device_lists
                 await self._unless_locked("device lists", again, fill, draft, policy)
-            if self.receipts.debt is not None:
-                page = await self._unless_locked("receipts", None, self._owed_receipts, policy)
         if draft.max_pdus > 0:
             undo = draft.drop_catch_up
             await self._unless_locked("PDUs", undo, self._fill_pdus, draft, policy)
-        if page is not None:
-            draft.receipts_upto = fill_page(draft, *page)
+        if draft.max_edus > 0 and self.receipts.debt is not None:
+            pay = self._fill_owed_receipts
+            await self._unless_locked("receipts", None, pay, draft, policy)
         if self.edus_waiting:
             self._drop_unwanted(policy.edus)
             self.expire()
@@ -481,26 +478,31 @@ class Outbox:
                 self.owes_device_lists = True
                 return
 
-    async def _owed_receipts(self, policy: Policy) -> tuple[list[Receipt], int] | None:
-        """This server's receipts in the next page above the debt that has any; that page's end."""
-        queue, origin = self.receipts, self._context.origin
+    async def _fill_owed_receipts(self, draft: Draft, policy: Policy) -> None:
+        """Put in this server's receipts of the next page above the debt.
+
+        If it has none, further pages are read only where there is nothing else to send.
+        """
+        queue = self.receipts
         if not policy.edus.receipts:
             queue.clear()
-            return None
+            return
         for _ in range(RECEIPT_PAGES):
             offered = queue.begin_page()
             if queue.debt is None:
-                return None
-            page = await self._context.edus.receipts(origin, queue.debt, None, RECEIPT_PAGE)
-            if not page:
+                return
+            after = queue.debt
+            page = await self._context.receipt_pages.above(after)
+            if page is None:
                 queue.none_found(offered)
-                return None
-            servers = await self._context.homeserver.servers_now([item.room_id for item in page])
-            mine = [item for item in page if self.destination in servers[item.room_id]]
+                return
+            mine = page.owed_to(self.destination, after)
             if mine:
-                return mine, page[-1].stream_id
-            queue.pay(page[-1].stream_id)
-        return None
+                draft.receipts_upto = fill_page(draft, mine, page.upto)
+                return
+            queue.pay(page.upto)
+            if not draft.empty:
+                return
 
     # --- Redeliveries -----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from fedsender.sender.context import Announcer, Context, SteadyClock
 from fedsender.sender.debts import Again, Debt
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
+from fedsender.sender.edus.receipts import ReceiptPages
 from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import AlreadyOwed, FanOut
 from fedsender.sender.operations import Operations
@@ -354,6 +355,7 @@ class Sender:
         homeserver.begin_anew()
         context.router.clear()
         context.debts.forget()
+        context.receipt_pages.forget()
         position = await begin_anew(
             self._store,
             context.ledger,
@@ -456,6 +458,7 @@ async def open_sender(
             ids=TransactionIds(boot),
             announcer=announcer,
             pdu_pool=PduPool(sending.window_bytes),
+            receipt_pages=ReceiptPages(store.edus, store.homeserver, config.server_name),
         )
         sender: Sender | None = None
         try:

@@ -181,6 +181,8 @@ class EduFlow:
         events = await self._read_events(page, servers)
         # No await until the caller has noted the end: what is passed is in a queue, or is a debt.
         now_ms = context.runtime.now_ms()
+        if page:
+            context.receipt_pages.came(page[0].stream_id)
         for receipt in page:
             wanted = servers[receipt.room_id]
             first = at_once(wanted, events.get(receipt.event_id), now_ms)

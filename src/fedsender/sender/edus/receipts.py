@@ -10,12 +10,18 @@ are given up for a debt: the stream id above which it is owed receipts. They are
 database when it answers again. So none is lost, and memory is bounded.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import trio
+from cachetools import TTLCache
+
+from fedsender.caches import remember
 from fedsender.matrix import canonical_json, server_of
 from fedsender.sender.transaction import Draft, Edu, Key, in_edus
+from fedsender.store.edus import EduStore
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Receipt
 
 RECEIPT = "m.receipt"
@@ -24,6 +30,12 @@ SMALL_ROOM = 10
 FRESH_MS = 60_000
 """For an event younger than this, all servers get a receipt at once."""
 RECEIPTS_PER_EDU = 200
+PAGE = 500
+"""Receipts of all rooms that are read at once, to find those of a server with a debt."""
+PAGES_KEPT = 200_000
+"""The receipts in the pages that are kept, and the servers of their rooms: 20 MB."""
+PAGE_LIFE_S = 30.0
+"""The time for which it is believed who is in the rooms of a page."""
 
 
 def key_of(receipt: Receipt) -> Key:
@@ -170,6 +182,76 @@ class ReceiptQueue:
         """Pay the debt up to `upto`: this server's receipts there, if any, were answered."""
         if self.debt is not None and self.debt == self._page_after:
             self.debt = self._page_after = upto
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The receipts with `after` < stream id <= `upto` in all rooms, and who is in these."""
+
+    after: int
+    upto: int
+    receipts: Sequence[Receipt]
+    servers: Mapping[str, frozenset[str]]
+
+    def owed_to(self, server: str, above: int) -> list[Receipt]:
+        """Those for this server, ascending, above this stream id."""
+        return [
+            receipt
+            for receipt in self.receipts
+            if receipt.stream_id > above and server in self.servers[receipt.room_id]
+        ]
+
+
+def _size(page: Page) -> int:
+    return len(page.receipts) + sum(map(len, page.servers.values()))
+
+
+class ReceiptPages:
+    """The pages that servers with a debt go through, each read once for all that come by.
+
+    Servers that return together have the same pages before them, and it is the same question for
+    each of them whom a page concerns.
+    """
+
+    def __init__(self, edus: EduStore, homeserver: HomeserverStore, origin: str) -> None:
+        self._edus = edus
+        self._homeserver = homeserver
+        self._origin = origin
+        self._pages: TTLCache[int, Page] = TTLCache(
+            PAGES_KEPT, PAGE_LIFE_S, timer=trio.current_time, getsizeof=_size
+        )
+        self._reading = trio.Lock()
+        self._news = 0
+
+    async def above(self, debt: int) -> Page | None:
+        """A page that begins there, or has what comes next; None: there is nothing above.
+
+        Raises StoreError, and Locked as `not_waiting_for_locks` says.
+        """
+        async with self._reading:
+            for known in self._pages.values():
+                if known.after <= debt < known.upto:
+                    return known
+            news = self._news
+            receipts = await self._edus.receipts(self._origin, debt, None, PAGE)
+            if not receipts:
+                return None
+            servers = await self._homeserver.servers_now([item.room_id for item in receipts])
+            page = Page(debt, receipts[-1].stream_id, receipts, servers)
+            if news == self._news:
+                remember(self._pages, debt, page)
+            return page
+
+    def came(self, stream_id: int) -> None:
+        """Forget what may lack receipts from this one on: it was read just now."""
+        self._news += 1
+        for after, page in [*self._pages.items()]:
+            if page.upto >= stream_id:
+                del self._pages[after]
+
+    def forget(self) -> None:
+        """Forget all pages: the database was set back."""
+        self.came(0)
 
 
 def fill_page(draft: Draft, receipts: Sequence[Receipt], last: int) -> int:
