@@ -73,6 +73,9 @@ class Connections:
         """Whether there is an idle connection of `destination`."""
         return destination in self._idle or destination in self._precious
 
+    def _look_up(self, destination: str) -> Live | None:
+        return self._idle.get(destination) or self._precious.get(destination)
+
     def _pop(self, destination: str) -> Live | None:
         return self._idle.pop(destination, None) or self._precious.pop(destination, None)
 
@@ -93,7 +96,7 @@ class Connections:
 
     def take_fresh(self, destination: str, opened_by: Hashable) -> Live | None:
         """The idle connection, if it has been idle for so short a time that no check is needed."""
-        live = self._idle.get(destination) or self._precious.get(destination)
+        live = self._look_up(destination)
         if live is None or live.opened_by != opened_by:
             return None
         if trio.current_time() - live.idle_since >= _FRESH_S:
@@ -173,7 +176,7 @@ class Connections:
             lives = {
                 live.connection.stream: name
                 for name in names[start : start + _LOOKED_AT_ONCE]
-                if (live := self._idle.get(name) or self._precious.get(name)) is not None
+                if (live := self._look_up(name)) is not None
             }
             for stream in self._network.deserted(list(lives)):
                 if (live := self._pop(lives[stream])) is not None:

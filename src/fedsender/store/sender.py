@@ -108,6 +108,13 @@ class OwedReceipts:
     passed: Mapping[str, int] = field(default_factory=dict)
 
 
+# Rows of it are the fields of `Redelivery`.
+_REDELIVERIES = select(
+    tables.redeliveries.c.destination,
+    tables.redeliveries.c.event_id,
+    tables.redeliveries.c.room_id,
+    tables.redeliveries.c.stream_ordering,
+)
 ALL_OTHERS: Final = ""
 """For this writer the position of those that were not passed is on record."""
 _SAID: Final = ("paused", "paused_by", "paused_ms", "paused_until_ms", "parked")
@@ -517,8 +524,7 @@ class SenderStore:
         """The first redeliveries of any destination above this (destination, event id), by both."""
         lane = tables.redeliveries.c
         query = (
-            select(lane.destination, lane.event_id, lane.room_id, lane.stream_ordering)
-            .where(tuple_(lane.destination, lane.event_id) > tuple_(*after))
+            _REDELIVERIES.where(tuple_(lane.destination, lane.event_id) > tuple_(*after))
             .order_by(lane.destination, lane.event_id)
             .limit(limit)
         )
@@ -533,10 +539,8 @@ class SenderStore:
         `first`: the rooms that come before all others.
         """
         lane = tables.redeliveries.c
-        query = (
-            select(lane.destination, lane.event_id, lane.room_id, lane.stream_ordering)
-            .where(lane.destination == destination)
-            .order_by(lane.room_id, lane.stream_ordering, lane.event_id)
+        query = _REDELIVERIES.where(lane.destination == destination).order_by(
+            lane.room_id, lane.stream_ordering, lane.event_id
         )
         found: list[Redelivery] = []
         if first:
@@ -609,8 +613,7 @@ class SenderStore:
         """The destination's redelivery that was added first; None: it has none."""
         lane = tables.redeliveries.c
         query = (
-            select(lane.destination, lane.event_id, lane.room_id, lane.stream_ordering)
-            .where(lane.destination == destination)
+            _REDELIVERIES.where(lane.destination == destination)
             .order_by(lane.added_ms, lane.stream_ordering)
             .limit(1)
         )
