@@ -1,6 +1,7 @@
 """The real seams that no simulation covers: DNS over the wire, and looking at sockets."""
 
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -77,6 +78,38 @@ def addresses(name: str, count: int) -> dns.rrset.RRset:
     return dns.rrset.from_text_list(name, 60, "IN", "A", rows)
 
 
+@asynccontextmanager
+async def dns_server(
+    by_udp: Callable[[bytes], Iterable[bytes]], by_tcp: Callable[[bytes], bytes]
+) -> AsyncIterator[tuple[str, int]]:
+    """One that sends what these make of a question, by TCP with its length before it; the address.
+
+    The body has a minute.
+    """
+
+    async def serve_udp() -> None:
+        while True:
+            data, sender = await udp.recvfrom(65_535)
+            for datagram in by_udp(data):
+                await udp.sendto(datagram, sender)
+
+    async def serve_tcp(stream: trio.SocketStream) -> None:
+        answer = by_tcp((await stream.receive_some())[2:])
+        with suppress(trio.BrokenResourceError):
+            await stream.send_all(len(answer).to_bytes(2, "big") + answer)
+
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    address = listener.socket.getsockname()
+    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
+        await udp.bind(address)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve_udp)
+            nursery.start_soon(trio.serve_listeners, serve_tcp, [listener])
+            with trio.fail_after(60):
+                yield address
+            nursery.cancel_scope.cancel()
+
+
 LONG = "a." * 110 + "b.example."
 
 
@@ -102,42 +135,23 @@ async def test_a_dns_answer_that_is_dear_to_read_is_not_read(
 ) -> None:
     """Each of these with 4 KiB took dnspython up to 435 ms of the loop."""
 
-    def reply_to(data: bytes) -> dns.message.Message:
+    def reply_to(data: bytes, *, cut: bool = False) -> bytes:
         reply = dns.message.make_response(dns.message.from_wire(data))
-        reply.answer = answer
-        return reply
+        reply.answer = [] if cut else answer
+        reply.flags |= dns.flags.TC if cut else 0
+        return reply.to_wire()
 
-    async def serve_udp() -> None:
-        while True:
-            data, sender = await udp.recvfrom(65_535)
-            reply = reply_to(data)
-            if not by_udp:
-                reply.flags |= dns.flags.TC
-                reply.answer = []
-            # What was not asked for comes from whoever guesses the port.
-            await udp.sendto(b"no id of ours", sender)
-            await udp.sendto(reply.to_wire(), sender)
+    def datagrams(data: bytes) -> list[bytes]:
+        # What was not asked for comes from whoever guesses the port.
+        return [b"no id of ours", reply_to(data, cut=not by_udp)]
 
-    async def serve_tcp(stream: trio.SocketStream) -> None:
-        with suppress(trio.BrokenResourceError):
-            reply = reply_to((await stream.receive_some())[2:])
-            await stream.send_all(reply.to_wire(prepend_length=True))
-
-    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    address = listener.socket.getsockname()
-    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
-        await udp.bind(address)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve_udp)
-            nursery.start_soon(trio.serve_listeners, serve_tcp, [listener])
-            with trio.fail_after(60):
-                if refusal is None:
-                    found = await RealNetwork().resolve("b.example", "A", [address])
-                    assert len(found.values) == 40
-                else:
-                    with pytest.raises(ResolveFailed, match=refusal):
-                        await RealNetwork().resolve("b.example", "A", [address])
-            nursery.cancel_scope.cancel()
+    async with dns_server(datagrams, reply_to) as address:
+        if refusal is None:
+            found = await RealNetwork().resolve("b.example", "A", [address])
+            assert len(found.values) == 40
+        else:
+            with pytest.raises(ResolveFailed, match=refusal):
+                await RealNetwork().resolve("b.example", "A", [address])
 
 
 @pytest.mark.parametrize("kept", [12, 40, 500])
@@ -149,27 +163,14 @@ async def test_a_truncated_dns_answer_is_asked_for_by_tcp_wherever_it_was_cut(ke
         reply.answer = [addresses("b.example.", 40)]
         return reply.to_wire()
 
-    async def serve_udp() -> None:
-        data, sender = await udp.recvfrom(65_535)
+    def cut(data: bytes) -> list[bytes]:
         answer = bytearray(reply_to(data))
         answer[2] |= 2
-        await udp.sendto(answer[:kept], sender)
+        return [bytes(answer[:kept])]
 
-    async def serve_tcp(stream: trio.SocketStream) -> None:
-        answer = reply_to((await stream.receive_some())[2:])
-        await stream.send_all(len(answer).to_bytes(2, "big") + answer)
-
-    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    address = listener.socket.getsockname()
-    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
-        await udp.bind(address)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve_udp)
-            nursery.start_soon(trio.serve_listeners, serve_tcp, [listener])
-            with trio.fail_after(60):
-                found = await RealNetwork().resolve("b.example", "A", [address])
-            assert len(found.values) == 40
-            nursery.cancel_scope.cancel()
+    async with dns_server(cut, reply_to) as address:
+        found = await RealNetwork().resolve("b.example", "A", [address])
+    assert len(found.values) == 40
 
 
 def test_what_passes_for_a_dns_answer_ends_soon_and_is_cheap_to_read() -> None:
