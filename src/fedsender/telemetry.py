@@ -545,10 +545,6 @@ class Metrics:
             "fedsender_given_up_events",
             "Owed events that could not be sent any more, mostly as their history was purged",
         )
-        self.notify_failures = self._count(
-            "fedsender_notify_failures",
-            "Messages of `notify` that could not be delivered",
-        )
         self.spills = self._count(
             "fedsender_spills", "Queues that grew too long and went back to the database"
         )

@@ -320,7 +320,7 @@ def test_a_push_listener_needs_an_address_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ("notify: {url: hooks.example.org/x}", "notify.url: must be https://, a host and a path"),
+        ("notify: {url: 'https://a.example/'}", "notify: is gone: a timer and the exit code of"),
         ("", "signing_key: KEY: the key is not base64"),
         ("signing_key_id: 'ed25519:a'", "signing_key: KEY: the key is not base64"),
     ],

@@ -258,7 +258,7 @@ def test_only_one_relay_runs_in_a_directory(tmp_path: Path) -> None:
         ),
         (
             {"secret_file": "none"},
-            "unknown setting (did you mean relay.consumers.NAME.secret_file?)",
+            "is gone: each consumer has its own, relay.consumers.NAME.secret_file",
         ),
         ({"consumers": {"a": {"secret_file": "none"}}}, "relay.consumers.a.secret_file: "),
         (

@@ -91,9 +91,6 @@ BY_PURGE = {"fedsender_given_up_events"}
 BY_QUARANTINE = {"fedsender_full_quarantines", "fedsender_quarantine_items"}
 """What tests/admin/test_probes.py sees move."""
 
-BY_NOTIFY = {"fedsender_notify_failures"}
-"""What tests/admin/test_notify.py sees move."""
-
 BY_OUTAGE = {
     "fedsender_feed_lag_seconds",
     "fedsender_admission_used",
@@ -139,7 +136,7 @@ def touched(metrics: Metrics) -> set[str]:
 def test_every_declared_metric_is_in_one_of_the_lists() -> None:
     """A new metric must be shown to move, or it is dead weight on a dashboard."""
     known = BY_TROUBLE | BY_SOCKETS | BY_RELAY | BY_LACK | BY_LOOP | BY_QUARANTINE | BY_PUSH
-    known |= BY_OUTAGE | BY_NATURE | BY_NOTIFY | BY_PURGE
+    known |= BY_OUTAGE | BY_NATURE | BY_PURGE
     assert set(values(Metrics(HS))) == known
     assert not BY_TROUBLE & BY_SOCKETS
 

@@ -28,8 +28,6 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
         CannotListen: the address cannot be listened on; an OSError.
     """
     # Here, because the command line only needs the client.
-    import trio
-
     from fedsender.admin.http1 import PROBES
     from fedsender.admin.serving import serve_app
 
@@ -55,10 +53,4 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
             await stack.enter_async_context(
                 serve_app(make_probes, listen, None, runtime, "metrics endpoint", PROBES)
             )
-        if config.notify.command or config.notify.url:
-            from fedsender.admin.notify import notify
-
-            nursery = await stack.enter_async_context(trio.open_nursery())
-            stack.callback(nursery.cancel_scope.cancel)
-            nursery.start_soon(notify, context)
         yield served

@@ -48,7 +48,6 @@ from fedsender.config.sections import (
     Ledger,
     Log,
     Metrics,
-    Notify,
     Pipeline,
     Presence,
     Relay,
@@ -164,7 +163,6 @@ class Config(Section):
     relay: Relay = Field(default_factory=Relay)
     admin: Admin = Field(default_factory=Admin)
     metrics: Metrics = Field(default_factory=Metrics)
-    notify: Notify = Field(default_factory=Notify)
     log: Log = Field(default_factory=Log)
 
     _document: Document = PrivateAttr(default_factory=lambda: _NO_FILE)
@@ -398,6 +396,13 @@ def _checked(document: Document, directory: Path) -> Config:
     return config
 
 
+_GONE: Final[Mapping[str, str]] = {
+    "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
+    "relay.secret_file": "each consumer has its own, relay.consumers.NAME.secret_file",
+}
+"""Settings that an older release knew, and what to do instead."""
+
+
 def _problems(document: Document, error: ErrorDetails) -> Iterator[str]:
     """One problem as pydantic tells it, as lines for an operator."""
     location, kind, context = error["loc"], error["type"], error.get("ctx", {})
@@ -406,7 +411,8 @@ def _problems(document: Document, error: ErrorDetails) -> Iterator[str]:
         for place, text in cause.found:
             yield document.problem(place, text)
     elif kind == "extra_forbidden":
-        text = f"unknown setting{_suggestion(location)}"
+        gone = _GONE.get(dotted(location))
+        text = f"unknown setting{_suggestion(location)}" if gone is None else f"is gone: {gone}"
         yield document.problem(location, text, at_key=True)
     else:
         yield document.problem(location, _sentence(kind, context, error["msg"]))
@@ -435,8 +441,6 @@ def _sentence(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 
 def _suggestion(location: tuple[str | int, ...]) -> str:
-    if location == ("relay", "secret_file"):
-        return " (did you mean relay.consumers.NAME.secret_file?)"
     names = _names_at(location[:-1])
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from fedsender.config.policy import Contradictions, Section
 from fedsender.config.values import (
@@ -30,7 +30,6 @@ from fedsender.config.values import (
     is_loopback,
     parse_network,
 )
-from fedsender.matrix import is_server_name
 
 KIB: Final = 2**10
 MIB: Final = 2**20
@@ -381,50 +380,6 @@ class Metrics(Section):
         max_length=100,
         description="Servers with metrics of their own (as Synapse's federation_metrics_domains).",
     )
-
-
-def _web_hook(value: str) -> str:
-    if not re.fullmatch(r"https://[A-Za-z0-9.\[\]:-]{1,255}(/[!-~]*)?", value):
-        raise ValueError("must be https://, a host and a path: https://hooks.example.org/fedsender")
-    return value
-
-
-WebHook = Annotated[str, AfterValidator(_web_hook)]
-
-
-class Notify(Section):
-    """Messages to an operator when something is wrong, and when it is well again."""
-
-    command: tuple[str, ...] = Field(
-        default=(),
-        max_length=100,
-        description="Program and arguments; each message is one JSON object on its standard input.",
-    )
-    url: WebHook | None = Field(
-        default=None,
-        max_length=2000,
-        description="https:// URL that each message is posted to. federation.ip_deny holds for it.",
-    )
-    not_ready_for: Seconds = Field(
-        default=120.0, ge=10, description="The daemon is told of when it is not ready for so long."
-    )
-    failing_for: Seconds = Field(
-        default=86_400.0,
-        ge=60,
-        description="A server that is owed events is told of when it fails for so long.",
-    )
-    at_most: int = Field(
-        default=10, ge=1, le=1000, description="Messages in an hour; later ones sum up the rest."
-    )
-
-    def contradictions(self) -> Contradictions:
-        if self.command and not self.command[0].startswith("/"):
-            yield ("command",), "must begin with the absolute path of a program"
-        if any("\0" in each for each in self.command):
-            yield ("command",), "must not have the character NUL"
-        # Its check has left only a host and a port before the third slash.
-        if self.url is not None and not is_server_name(self.url.split("/")[2]):
-            yield ("url",), "must have a host and, if any, a port from 1 to 65535"
 
 
 class Log(Section):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import trio
 
@@ -217,45 +217,6 @@ class FederationClient:
             told: is called at each step of opening a connection; raises nothing.
         """
         return Peer(self, destination, policy, permit, told)
-
-    async def post(self, url: str, body: bytes) -> int:
-        """The status of the answer to a POST of JSON; the deadline is the caller's.
-
-        The same rules hold as for other servers: checked addresses, the proxy, the certificate.
-
-        Args:
-            url: https:// with an ASCII host.
-
-        Raises:
-            Unreachable: no connection can be made.
-            ExchangeFailed: there is no whole answer of at most 64 KiB.
-            OutOfResources: we can open no connection now.
-            ValueError: the host cannot be looked up.
-        """
-        parts, config = urlsplit(url), self.config
-        host, port = parts.hostname or "", parts.port or 443
-        tls = TlsPolicy(
-            config.ca_file,
-            config.minimum_tls_version,
-            config.verify_certificates,
-            config.more_ca_files,
-        )
-        candidates = [(ip, port) for ip in await self.discovery.addresses(host, of=host)]
-        headers = (
-            (b"host", parts.netloc.encode("ascii")),
-            (b"user-agent", self.user_agent.encode("ascii")),
-            (b"accept-encoding", b"identity"),
-            (b"content-type", b"application/json"),
-        )
-        target = f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}"
-        connection = await self.dialer.open(candidates, host, tls, config.ip_ranges)
-        try:
-            response = await connection.exchange(
-                "POST", target, header_lines(headers), body, bounds=_GET_BOUNDS, memory=self.memory
-            )
-        finally:
-            connection.close()
-        return response.status
 
     def forget(self, destination: str) -> None:
         """Drop the cached discovery of a server that is said to be up again."""
