@@ -21,21 +21,6 @@ from fedsender.streams import FeedStatus
 
 TOKEN = "the admin token"
 OURS = "/_fedsender/admin/v1"
-SYNAPSES = "/_synapse/admin/v1/federation/destinations"
-
-
-@dataclass
-class Told:
-    """What the homeserver's other workers were told."""
-
-    backoffs: list[str] = field(default_factory=list)
-    servers_up: list[str] = field(default_factory=list)
-
-    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
-        self.backoffs.append(server)
-
-    async def publish_server_up(self, server: str) -> None:
-        self.servers_up.append(server)
 
 
 @dataclass

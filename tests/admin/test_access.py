@@ -7,7 +7,7 @@ import httpx
 import pytest
 import trio
 from starlette.types import Receive, Scope, Send
-from tests.admin.desk import OURS, SYNAPSES, TOKEN, checked, open_desk
+from tests.admin.desk import OURS, TOKEN, checked, open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
@@ -22,8 +22,6 @@ GUARDED = (
     f"{OURS}/quarantine",
     f"{OURS}/nothing/here",
     OPENAPI_PATH,
-    SYNAPSES,
-    f"{SYNAPSES}/a.example",
     "/page/overview",
     "/page.html",
     "/health/",

@@ -48,7 +48,7 @@ async def test_what_is_owed_is_counted_from_memory(
             world.metrics.sample(float(second))
         monkeypatch.setattr(HomeserverStore, "lagging", None)
         monkeypatch.setattr(HomeserverStore, "pending_counts", None)
-        monkeypatch.setattr(HomeserverStore, "destinations_page", None)
+        monkeypatch.setattr(HomeserverStore, "known_destinations", None)
         found = await desk.get("overview", behind=True)
 
         assert (found["ready"], found["reasons"], found["server_name"]) == (True, [], "hs.example")

@@ -714,37 +714,13 @@ async def test_new_to_device_rows_name_their_destinations(open_synapse: OpenSyna
         assert await synapse.store.changed_to_device(1, 3) == ["a.example", "b.example"]
 
 
-# --- pages ----------------------------------------------------------------------------------------
-
-
-async def test_destinations_are_listed_as_synapses_endpoint_does(open_synapse: OpenSynapse) -> None:
+async def test_known_destinations_come_in_parts(open_synapse: OpenSynapse) -> None:
     async with open_synapse() as synapse:
-        await synapse.store.settle([Settlement(f"{name}.example", 5) for name in "abc"])
-        await synapse.store.store_backoff("Big.Server", 10, 20, 30)
+        await synapse.store.settle([Settlement(f"{name}.example", 5) for name in "cab"])
+        await synapse.store.store_backoff("d.example", 10, 20, 30)
 
-        everything = await synapse.store.destinations_page(0, 2)
-        assert everything.total == 4
-        assert len(everything.rows) == 2
-        found = await synapse.store.destinations_page(0, 10, substring="big.s")
-        assert [row.destination for row in found.rows] == ["Big.Server"]
-        assert (found.rows[0].retry_interval, found.rows[0].failure_ts) == (30, 10)
-        by_interval = await synapse.store.destinations_page(0, 10, "failure_ts", "b", "EXAMPLE")
-        assert [row.destination for row in by_interval.rows] == [f"{x}.example" for x in "abc"]
-        assert (await synapse.store.destinations_page(0, 9, substring="100%")).total == 0
-        with pytest.raises(StoreError):
-            await synapse.store.destinations_page(0, 10, "1; DROP TABLE destinations")
-
-
-async def test_a_destinations_rooms_are_listed_by_id(open_synapse: OpenSynapse) -> None:
-    async with open_synapse() as synapse:
-        await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
-        await synapse.store.events_position()
-        await synapse.store.commit_fan_out(
-            30, {("one.example", "!a:x"): 20, ("one.example", "!b:x"): 12}
-        )
-
-        page = await synapse.store.destination_rooms_page("one.example", 0, 1, "b")
-        assert (page.rows, page.total) == ([("!b:x", 12)], 2)
+        assert await synapse.store.known_destinations("", 2) == ["a.example", "b.example"]
+        assert await synapse.store.known_destinations("b.example", 9) == ["c.example", "d.example"]
 
 
 # --- schema ---------------------------------------------------------------------------------------

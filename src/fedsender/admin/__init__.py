@@ -1,9 +1,8 @@
 """The operator's side: an HTTP endpoint on loopback or a Unix socket, and the client for it.
 
 `serving` listens; `access` is the only way in (token, sizes, deadlines); `app` puts the endpoints
-together: `endpoints` (ours), `synapse_endpoints` (those that Synapse has, too), `probes` (health,
-readiness, metrics). `client` is for the command line; `page`, `shown` and the files of `web` are
-for browsers.
+together: `endpoints`, `probes` (health, readiness, metrics). `client` is for the command line;
+`page`, `shown` and the files of `web` are for browsers.
 """
 
 from collections.abc import AsyncIterator

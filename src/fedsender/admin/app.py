@@ -6,7 +6,7 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from fedsender import version
-from fedsender.admin import bodies, endpoints, probes, shown, synapse_endpoints
+from fedsender.admin import bodies, endpoints, probes, shown
 from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
 
@@ -44,7 +44,6 @@ def build_app(context: AdminContext | None) -> FastAPI:
     app = new_app("fedsender", summary, OPENAPI_PATH, context)
     app.include_router(probes.router)
     app.include_router(endpoints.router, dependencies=DESCRIBED)
-    app.include_router(synapse_endpoints.router, dependencies=DESCRIBED)
     app.include_router(shown.router)
     return app
 

@@ -119,12 +119,10 @@ async def is_known(context: AdminContext, server: str) -> bool:
 async def known_names(context: AdminContext, pattern: str) -> list[str]:
     """Every server that we know of and `pattern` covers, by name."""
     names = set(context.sender.registry.known("*"))
-    start, more = 0, True
-    while more:
-        page = await context.homeserver.destinations_page(start, ROWS)
-        names.update(row.destination for row in page.rows)
-        start += ROWS
-        more = start < page.total
+    after = ""
+    while rows := await context.homeserver.known_destinations(after, ROWS):
+        names.update(rows)
+        after = rows[-1]
     return sorted(name for name in names if matches(pattern, name))
 
 

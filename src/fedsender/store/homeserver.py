@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import structlog
 import trio
@@ -24,7 +24,6 @@ from sqlalchemy import (
     Executable,
     FromClause,
     LargeBinary,
-    Row,
     Select,
     Table,
     Text,
@@ -62,7 +61,6 @@ from fedsender.store.engine import Database, StoreError, reading, reading_togeth
 from fedsender.store.lock import Lock, LockHeld
 from fedsender.store.records import (
     Backoff,
-    DestinationRow,
     EventRow,
     Generation,
     History,
@@ -72,7 +70,6 @@ from fedsender.store.records import (
     Lagging,
     OwedRoom,
     OwedSince,
-    Page,
     Pending,
     Receipt,
     Redelivery,
@@ -97,7 +94,6 @@ __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", 
 log = structlog.get_logger()
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 MARKS_LATE_S = 10.0
 """Seconds that marks are kept in memory; then each answer waits for its own write again."""
 TOGETHER_S = 1.0
@@ -111,13 +107,6 @@ MOST_STICKY = 50
 """Sticky events of one room that are read at a time."""
 MAX_SERVERS_KNOWN = 200_000
 """The most servers of an embedded store's rooms in memory: some 20 MB if they all differ."""
-SORTABLE = (
-    "destination",
-    "retry_last_ts",
-    "retry_interval",
-    "failure_ts",
-    "last_successful_stream_ordering",
-)
 
 destinations, destination_rooms = tables.destinations, tables.destination_rooms
 outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_pokes
@@ -1191,54 +1180,11 @@ class HomeserverStore:
         )
 
     @reading
-    def destinations_page(
-        self,
-        connection: Connection,
-        start: int,
-        limit: int,
-        order_by: str = "destination",
-        direction: Literal["f", "b"] = "f",
-        substring: str | None = None,
-    ) -> Page[DestinationRow]:
-        """Rows `start`.. of `destinations`; `substring` of the name, in any case.
-
-        Raises StoreError if `order_by` is not one of SORTABLE.
-        """
-        if order_by not in SORTABLE:
-            raise StoreError(f"order_by must be one of {', '.join(SORTABLE)}")
-        column = destinations.c[order_by]
-        query = select(
-            destinations.c.destination,
-            func.coalesce(destinations.c.retry_last_ts, 0),
-            func.coalesce(destinations.c.retry_interval, 0),
-            destinations.c.failure_ts,
-            destinations.c.last_successful_stream_ordering,
-        ).order_by(column.desc() if direction == "b" else column, destinations.c.destination)
-        if substring:
-            name = func.lower(destinations.c.destination)
-            query = query.where(name.contains(substring.lower(), autoescape=True))
-        rows, total = _page(connection, query, start, limit)
-        return Page([DestinationRow(*row) for row in rows], total)
-
-    @reading
-    def destination_rooms_page(
-        self,
-        connection: Connection,
-        destination: str,
-        start: int,
-        limit: int,
-        direction: Literal["f", "b"] = "f",
-    ) -> Page[tuple[str, int]]:
-        """Rows `start`.. of the rooms in which the destination is owed, or was sent, an event; by
-        room id."""
-        column = destination_rooms.c.room_id
-        query = (
-            select(column, destination_rooms.c.stream_ordering)
-            .where(destination_rooms.c.destination == destination)
-            .order_by(column.desc() if direction == "b" else column)
-        )
-        rows, total = _page(connection, query, start, limit)
-        return Page([(room_id, stream_ordering) for room_id, stream_ordering in rows], total)
+    def known_destinations(self, connection: Connection, after: str, limit: int) -> Sequence[str]:
+        """So many names of `destinations` behind `after`, in the database's order."""
+        name = destinations.c.destination
+        query = select(name).where(name > after).order_by(name).limit(limit)
+        return connection.scalars(query).all()
 
     # --- the feed (embedded only) -----------------------------------------------------------------
 
@@ -1692,15 +1638,6 @@ def _settle(connection: Connection, settlements: Sequence[Settlement]) -> None:
 
 
 # --- what operators ask ---------------------------------------------------------------------------
-
-
-def _page(
-    connection: Connection, query: Select[*Ts], start: int, limit: int
-) -> tuple[Sequence[Row[*Ts]], int]:
-    """The rows of the query from `start` on, and the number of all its rows."""
-    count = select(func.count()).select_from(query.order_by(None).subquery())
-    rows = connection.execute(query.offset(start).limit(limit)).all()
-    return rows, connection.execute(count).scalar_one()
 
 
 # --- a Synapse's own tables -----------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 from fedsender.console import utc_text
 from fedsender.ledger import DevicePoke
-
-X = TypeVar("X")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,24 +296,6 @@ class Pending:
     oldest_rooms: tuple[OwedRoom, ...]
     to_device: int
     device_lists: int
-
-
-@dataclass(frozen=True, slots=True)
-class DestinationRow:
-    """One row of `destinations`; its fields are those of Synapse's endpoints for destinations."""
-
-    destination: str
-    retry_last_ts: int
-    retry_interval: int
-    failure_ts: int | None
-    last_successful_stream_ordering: int | None
-
-
-class Page(NamedTuple, Generic[X]):
-    """The rows of a page, and the number of rows on all pages."""
-
-    rows: Sequence[X]
-    total: int
 
 
 # --- the sender's own database --------------------------------------------------------------------
