@@ -2,7 +2,6 @@
 
 import sqlite3
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ from tests.admin.desk import open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.health import SCHEMA, STALE_MS, ServerHealth, failure_rate, read_health
+from fedsender.health import SCHEMA, STALE_MS, ServerHealth, read_health
 
 NOW_MS = 1_767_225_600_000
 R1 = "!1:hs.example"
-A, B, C = "a.example", "b.example", "c.example"
+A, B = "a.example", "b.example"
 
 
 @pytest.fixture
@@ -46,8 +45,6 @@ def test_it_says_how_a_servers_day_went(tmp_path: Path) -> None:
         "a.example": ServerHealth(1.0, 10, 12, 30, 70, None),
         "ill.example": ServerHealth(0.25, 20, 12, 30, 70, NOW_MS - 5),
     }
-    asked = ("a.example", "ill.example", "new.example")
-    assert [failure_rate(found, server) for server in asked] == [0, 8, 0]
 
 
 @pytest.mark.parametrize("kind", ["absent", "stale", "text", "empty", "another version", "torn"])
@@ -67,16 +64,6 @@ def test_what_cannot_be_used_is_ignored(tmp_path: Path, kind: str) -> None:
             connection.execute("UPDATE meta SET value = '1' WHERE name = 'version'")
             connection.commit()
     assert read_health(path, now_ms) == {}
-
-
-async def test_those_that_did_well_are_brought_back_first(
-    world: World, autojump_clock: MockClock
-) -> None:
-    """Of servers that are otherwise alike (I8)."""
-    known = {A: ServerHealth(0.5, 10, 1, 1, 1, None), C: ServerHealth(0.8, 10, 1, 1, 1, None)}
-    async with world.run() as sender:
-        sender.registry.open_with({}, [A, B, C], lambda server: 0, partial(failure_rate, known))
-        assert [server for _, _, server in sorted(sender.registry._timer)] == [B, C, A]
 
 
 async def test_why_says_how_the_last_day_went(world: World, autojump_clock: MockClock) -> None:

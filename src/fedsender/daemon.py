@@ -31,7 +31,6 @@ from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.federation.client import open_client
 from fedsender.federation.proxy import proxies_in
 from fedsender.federation.signing import KeyRing, SigningKey, keys_of
-from fedsender.health import failure_rate, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
 from fedsender.replication.feed import Feed, open_feed
@@ -136,9 +135,6 @@ async def open_core(
             metrics=metrics,
             admission=admission,
             announcer=announcer,
-            failure_rate=partial(
-                failure_rate, read_health(config.pipeline.health, runtime.now_ms())
-            ),
             already_owed=already_owed,
         ) as sender,
         open_feed(config, runtime, store.homeserver, sender, keys=keys, metrics=metrics) as feed,

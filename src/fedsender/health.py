@@ -5,7 +5,6 @@ read-only. If it is absent, stale or damaged, no health is known, and nothing el
 """
 
 import sqlite3
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -45,12 +44,6 @@ class ServerHealth:
     p90_ms: int | None
     p99_ms: int | None
     ill_since_ms: int | None
-
-
-def failure_rate(known: Mapping[str, ServerHealth], server: str) -> int:
-    """The failed share of the server's attempts of its last day, in tenths: 0 to 10."""
-    health = known.get(server)
-    return 0 if health is None else round(10 * (1 - health.success_rate))
 
 
 def read_health(path: Path, now_ms: int) -> dict[str, ServerHealth]:

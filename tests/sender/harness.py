@@ -197,7 +197,6 @@ class World:
         self.store: Store
         self.metrics: Metrics
         self.faults: Callable[[str], None] | None = None
-        self.failure_rate: Callable[[str], int] = lambda server: 0
         self.runtime = virtual_runtime(
             random.Random(1),
             now_ms=lambda: EPOCH_MS + self.set_by_ms + round(trio.current_time() * 1000),
@@ -252,7 +251,6 @@ class World:
                 metrics=self.metrics,
                 admission=self.admission,
                 announcer=Silence(),
-                failure_rate=self.failure_rate,
             ) as self.sender,
         ):
             self.token = max(self.token, await store.homeserver.feed_position())

@@ -434,8 +434,8 @@ class Pipeline(Section):
     )
     health: FilePath = Field(
         default=Path("health.sqlite3"),
-        description="What `pipeline health` found out about servers; the daemon reads it, if it is"
-        " there.",
+        description="What `pipeline health` found out about servers; `fedsender why` shows it, if"
+        " it is there.",
     )
     keep: Seconds | None = Field(
         default=None,

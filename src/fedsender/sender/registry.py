@@ -638,7 +638,6 @@ class Registry:
         lagging: Mapping[str, Lagging],
         redeliveries: Collection[str],
         rank: Callable[[str], int],
-        failure_rate: Callable[[str], int] = lambda server: 0,
         alive: Collection[str] = (),
     ) -> None:
         """Put all servers with owed items behind at start-up, the most useful first.
@@ -649,16 +648,14 @@ class Registry:
             redeliveries: servers that are owed redeliveries.
             alive: servers that were seen since the last attempt; they need not wait.
             rank: a server's rank by the operator's priorities, the smallest first.
-            failure_rate: a server's failures in its last day, the smallest first.
         """
 
-        def usefulness(server: str) -> tuple[int, bool, int, int, bool, int, str]:
+        def usefulness(server: str) -> tuple[int, bool, int, bool, int, str]:
             """The sort key: priority; health; last success; keys that wait; size of the backlog."""
             state, lag = self.own_state(server), lagging.get(server)
             return (
                 rank(server),
                 not state.healthy,
-                failure_rate(server),
                 -(state.last_success_ms or 0) // 3_600_000,
                 not (lag is not None and lag.owes_keys),
                 lag.rooms if lag is not None else 0,

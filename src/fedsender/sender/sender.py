@@ -314,7 +314,7 @@ class Sender:
             await trio.sleep(MARKS_EVERY_S)
             await self.context.homeserver.write_marks()
 
-    async def load_registry(self, failure_rate: Callable[[str], int]) -> None:
+    async def load_registry(self) -> None:
         """Put every server with owed items behind, the most useful first."""
         context = self.context
         context.debts.begin_count()
@@ -338,7 +338,6 @@ class Sender:
             lagging,
             redeliveries,
             lambda server: -self._policies.policy_for(server).priority,
-            failure_rate,
             # Nobody says again that the columns were reset (W8).
             alive={name for name, row in backoffs.items() if row and not row.retry_last_ts},
         )
@@ -408,13 +407,11 @@ async def open_sender(
     metrics: Metrics,
     admission: Admission,
     announcer: Announcer,
-    failure_rate: Callable[[str], int] = lambda server: 0,
     already_owed: AlreadyOwed | None = None,
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
     `policies`: with the configuration of the start, which has all other settings.
-    `failure_rate`: a server's failures in its last day; servers with few are brought back first.
     `already_owed`: see `FanOut`.
 
     Draining takes at most `sending.drain`. A transaction that is then still unanswered, or when the
@@ -467,8 +464,7 @@ async def open_sender(
                 sender.registry.take_in(states, frozen)
                 await sender.registry.open()
                 await sender.edus.load()
-                load = partial(sender.load_registry, failure_rate)
-                loops = await nursery.start(_run_loops, sender, load)
+                loops = await nursery.start(_run_loops, sender)
                 with trio.move_on_after(LOAD_PATIENCE_S):
                     await sender.registry.complete.wait()
                 yield sender
@@ -486,9 +482,7 @@ async def open_sender(
 
 
 async def _run_loops(
-    sender: Sender,
-    load: Callable[[], Awaitable[None]],
-    task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED,
+    sender: Sender, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Run the fan-out and the timer in a scope of their own, so that a drain can end them first.
 
@@ -498,16 +492,16 @@ async def _run_loops(
     with trio.CancelScope() as scope:
         task_status.started(scope)
         while True:
-            await _run_until_set_back(sender, load)
+            await _run_until_set_back(sender)
             name = "the beginning anew"
             again = sender.begin_anew
             await supervise(again, name, context.metrics.crashes.inc, context.troubles, once=True)
 
 
-async def _run_until_set_back(sender: Sender, load: Callable[[], Awaitable[None]]) -> None:
-    """Run the loops. `load` comes before: a server that is not behind at the fan-out's first
-    position is level."""
-    context = sender.context
+async def _run_until_set_back(sender: Sender) -> None:
+    """Run the loops, once the registry is loaded: a server that is not behind at the fan-out's
+    first position is level."""
+    context, load = sender.context, sender.load_registry
     loops: dict[str, Callable[[], Awaitable[None]]] = {
         "fan-out": sender.follow_events,
         "ramp": sender.registry.bring_back,
