@@ -550,7 +550,9 @@ def test_a_backup_is_made_and_restored_and_says_so(
 
 def test_openapi_and_the_unit_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["openapi"]) == 0
-    assert json.loads(capsys.readouterr().out)["openapi"].startswith("3.")
+    assert "/_fedsender/admin/v1/pause" in json.loads(capsys.readouterr().out)["paths"]
+    assert run_command(["openapi", "--intake"]) == 0
+    assert "/_fedsender/intake/v1/append" in json.loads(capsys.readouterr().out)["paths"]
     assert run_command(["systemd-unit", "--executable", "/opt/fedsender", "-c", "/etc/f.yaml"]) == 0
     assert "ExecStart=/opt/fedsender run -c /etc/f.yaml\n" in capsys.readouterr().out
 

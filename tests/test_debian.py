@@ -4,7 +4,6 @@ The commands that change the machine (adduser, systemctl ...) are replaced by on
 how they are called.
 """
 
-import gzip
 import os
 import shutil
 import subprocess
@@ -127,8 +126,6 @@ def test_the_package_has_what_a_debian_user_looks_for(package: Path, tmp_path: P
         assert f"ExecStart=/usr/bin/fedsender run -c /etc/fedsender/{config}.yaml" in lines
         assert "User=fedsender" in lines
         assert "RemoveIPC=yes" in lines
-    assert b"fedsender why" in gzip.decompress((share / "man/man1/fedsender.1.gz").read_bytes())
-    assert (share / "man/man5/fedsender.yaml.5.gz").exists()
     assert "complete" in (share / "bash-completion/completions/fedsender").read_text()
     zsh = (share / "zsh/vendor-completions/_fedsender").read_text()
     assert zsh.startswith("#compdef fedsender\n")

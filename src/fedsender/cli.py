@@ -253,11 +253,18 @@ def _unit_name(loaded: "Config | None", relay: bool) -> str:
 
 
 @app.command()
-def openapi() -> int:
-    """Print the admin endpoint's OpenAPI document."""
+def openapi(
+    intake: Annotated[
+        bool, typer.Option("--intake", help="Of the endpoint that a homeserver appends to.")
+    ] = False,
+) -> int:
+    """Print the OpenAPI document of the admin endpoint."""
     import json
 
-    from fedsender.admin.app import description
+    if intake:
+        from fedsender.intake.endpoint import description
+    else:
+        from fedsender.admin.app import description
 
     say_text(json.dumps(description(), indent=1))
     return DONE
@@ -303,21 +310,6 @@ def grafana_board() -> int:
 def alert_rules() -> int:
     """Print alert rules for Prometheus, as YAML."""
     say_text((_DASHBOARDS / "rules.yaml").read_text("utf-8"))
-    return DONE
-
-
-@app.command("man-pages")
-def man_pages(
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="It must exist.")],
-) -> int:
-    """Write the man pages of the commands and of the settings."""
-    from typer.main import get_command
-
-    from fedsender import manual
-
-    for name, text in manual.pages(get_command(app)).items():
-        (directory / name).write_text(text, "utf-8")
-        say(directory / name)
     return DONE
 
 

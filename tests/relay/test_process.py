@@ -289,12 +289,3 @@ def test_the_commands_say_what_they_miss(capsys: pytest.CaptureFixture[str]) -> 
     """As all commands do: one line, exit code 2."""
     assert run_command(["relay"]) == 2
     assert capsys.readouterr().err == "fedsender: Missing option '-c' / '--config'.\n"
-
-
-@pytest.mark.parametrize("admin", [[], ["--admin"]])
-def test_both_endpoints_are_described(capsys: pytest.CaptureFixture[str], admin: list[str]) -> None:
-    """For whoever writes a client in another language."""
-    assert run_command(["relay", "openapi", *admin]) == 0
-    described = yaml.safe_load(capsys.readouterr().out)
-    wanted = "/_fedsender/admin/v1/relay/forget" if admin else "/_fedsender/intake/v1/append"
-    assert wanted in described["paths"]

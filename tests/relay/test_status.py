@@ -107,3 +107,5 @@ async def test_forgetting_by_the_endpoint(autojump_clock: Clock) -> None:
             "forgotten": "sender-1"
         }
         assert await world.relay.store.consumers() == []
+        described = (await http.get("/_fedsender/admin/v1/relay/openapi.json")).json()
+        assert forget in described["paths"]

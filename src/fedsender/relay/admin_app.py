@@ -2,7 +2,7 @@
 
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -110,18 +110,13 @@ async def forget(request: Forget, context: Reach) -> dict[str, str]:
     return {"forgotten": request.name}
 
 
-def build_app(context: RelayContext | None) -> FastAPI:
-    """The application; without `context` it can only be described."""
+def build_app(context: RelayContext) -> FastAPI:
+    """The application."""
     summary = "What a relay holds, and for whom"
     app = new_app("fedsender relay", summary, f"{PREFIX}/relay/openapi.json", context)
     app.include_router(open_router)
     app.include_router(router, dependencies=DESCRIBED)
     return app
-
-
-def description() -> dict[str, Any]:
-    """The OpenAPI document."""
-    return build_app(None).openapi()
 
 
 def open_admin(

@@ -8,7 +8,7 @@ import typer
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
 from fedsender.admin.display import Column, Sheet, duration, lasting
-from fedsender.console import Mistake, say, say_answer, say_json, say_text, show
+from fedsender.console import Mistake, say, say_answer, say_json, show
 
 Answer = Mapping[str, Any]
 
@@ -102,23 +102,6 @@ def forget(name: str, config: ConfigFile, as_json: AsJson = False) -> int:
     """Forget a consumer that is not connected; the log kept for it may go."""
     answer = _client(config).post("relay", "forget", body={"name": name})
     say_answer(answer, as_json, f"forgotten: {answer['forgotten']}")
-    return DONE
-
-
-@app.command()
-def openapi(
-    admin: Annotated[
-        bool, typer.Option("--admin", help="Of the endpoint for operators instead.")
-    ] = False,
-) -> int:
-    """Print the OpenAPI document of the endpoint that a homeserver appends to."""
-    import json
-
-    from fedsender.intake import endpoint
-    from fedsender.relay import admin_app
-
-    document: dict[str, Any] = (admin_app if admin else endpoint).description()
-    say_text(json.dumps(document, indent=1))
     return DONE
 
 
