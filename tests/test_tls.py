@@ -383,6 +383,7 @@ def read_of(
 ) -> tuple[bytes, str]:
     """What a client reads of three answers, and the name of what ends it."""
     random = Random(seed)
+    at_once = random.choice((700, 1_400, 65_536))  # A record may end with what is read at once.
     incoming, outgoing, arriving, sent = (ssl.MemoryBIO() for _ in range(4))
     we = context.wrap_bio(incoming, outgoing, server_hostname=NAME)
     it = theirs.wrap_bio(arriving, sent, server_side=True)
@@ -410,19 +411,19 @@ def read_of(
             incoming.write(wire[:size])
             wire = wire[size:]
             with suppress(ssl.SSLWantReadError):
-                if error := _read_into(data, we):
+                if error := _read_into(data, we, at_once):
                     return bytes(data), error
         we.write(b"a request")
         outgoing.read()
     incoming.write_eof()
-    return bytes(data), _read_into(data, we)
+    return bytes(data), _read_into(data, we, at_once)
 
 
-def _read_into(data: bytearray, tls: ssl.SSLObject) -> str:
+def _read_into(data: bytearray, tls: ssl.SSLObject, at_once: int) -> str:
     """The error or the end that is met; raises SSLWantReadError."""
     while True:
         try:
-            more = tls.read(65_536)
+            more = tls.read(at_once)
         except ssl.SSLWantReadError:
             raise
         except ssl.SSLError as error:

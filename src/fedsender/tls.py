@@ -99,6 +99,8 @@ class MeteredTls(ssl.SSLObject):
     _fed: ssl.MemoryBIO
     _incoming: ssl.MemoryBIO
     _ahead: bytes = b""
+    # Whether OpenSSL may have data of the record that it was given last.
+    _left = False
 
     @classmethod
     def _create(cls, fed: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> "MeteredTls":
@@ -117,7 +119,7 @@ class MeteredTls(ssl.SSLObject):
     @property
     def fed(self) -> bool:
         """Whether there are bytes of the peer, or data, that were not read."""
-        return bool(self._ahead or self._fed.pending or self.pending())
+        return bool(self._left or self._ahead or self._fed.pending)
 
     def do_handshake(self) -> None:
         """Go on with it; raises ssl.SSLError, and BrokenResourceError if it has cost too much."""
@@ -145,13 +147,18 @@ class MeteredTls(ssl.SSLObject):
                     f" more than {MAX_HANDSHAKE_CPU_S * 1000:.0f}"
                 )
 
-    def read(self, *args: Any, **kwargs: Any) -> bytes:
+    def read(self, most: int = 1024) -> bytes:  # type: ignore[override]
         """Some data; raises ssl.SSLError, and BrokenResourceError after too much that is none."""
         while True:
-            size = 0 if self.pending() else self._next_record()
+            size = 0 if self._left else self._next_record()
             try:
-                return super().read(*args, **kwargs)
+                data = super().read(most)
+                self._left = len(data) == most
+                return data
             except ssl.SSLWantReadError:
+                if self._left:
+                    self._left = False  # We had read it to its end.
+                    continue
                 self._pieces += not size
                 self._idle_records += size > 0
                 self._idle_bytes += size
@@ -180,7 +187,7 @@ class MeteredTls(ssl.SSLObject):
         if self._fed.pending:
             self._ahead += self._fed.read()
         ahead = self._ahead
-        size = 5 + int.from_bytes(ahead[3:5], "big") if len(ahead) >= 5 else _RECEIVE_BYTES
+        size = 5 + (ahead[3] << 8 | ahead[4]) if len(ahead) >= 5 else _RECEIVE_BYTES
         if ahead and not (20 <= ahead[0] <= 24 and size <= _RECEIVE_BYTES):
             size = len(ahead)
         if len(ahead) >= size:

@@ -577,7 +577,7 @@ class Destination:
             if not_before > now + LEAVE_AFTER_S and due < math.inf:
                 return False
             idle_until = now + self._context.sending.idle_destination
-            waits = Phase.LOCKED if any(map(self.outbox.locked, Kind)) else Phase.WAITING
+            waits = Phase.LOCKED if self.outbox.locked() else Phase.WAITING
             self._in_phase(Phase.IDLE if due == math.inf else waits, now)
             if not_before > now + PUT_AWAY_AFTER_S:
                 self._put_away()
@@ -592,8 +592,7 @@ class Destination:
         if self.frozen is not None:
             return self._timer.not_before
         if self.state.pdu_search is None and self.state.edu_search is None:
-            due = min(self.outbox.due(Kind.PDUS), self.outbox.due(Kind.EDUS))
-            return max(self._timer.not_before, due)
+            return max(self._timer.not_before, self.outbox.due())
         return min(self._due_with(kind) for kind in Kind)
 
     def _due_with(self, kind: Kind) -> float:

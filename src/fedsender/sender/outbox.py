@@ -214,29 +214,31 @@ class Outbox:
             or self.presence.waiting
         )
 
-    def due(self, kind: Kind) -> float:
-        """The time from which a transaction may have an item of this kind, on Trio's clock, -inf
-        for any time; inf: there is none."""
+    def due(self, kind: Kind | None = None) -> float:
+        """The time from which a transaction may have an item of this kind, or any, on Trio's clock,
+        -inf for any time; inf: there is none."""
         if not self._locks:
-            has_any = self.owes_pdus if kind is Kind.PDUS else self.has_edus
+            has_pdus = kind is not Kind.EDUS and self.owes_pdus
+            has_any = has_pdus or (kind is not Kind.PDUS and self.has_edus)
             return -math.inf if has_any else math.inf
-        if kind is Kind.EDUS and self.edus_waiting:
+        if kind is not Kind.PDUS and self.edus_waiting:
             return -math.inf
         return min(map(self._readable_at, self._owed(kind)), default=math.inf)
 
-    def locked(self, kind: Kind) -> bool:
-        """Whether items of this kind may be there that another process's lock keeps from us."""
+    def locked(self, kind: Kind | None = None) -> bool:
+        """Whether items of this kind, or any, may be there that another process's lock keeps from
+        us."""
         return bool(self._locks) and any(lane in self._locks for lane in self._owed(kind))
 
-    def _owed(self, kind: Kind) -> list[Lane]:
-        """The lanes that may have items of this kind."""
+    def _owed(self, kind: Kind | None) -> list[Lane]:
+        """The lanes that may have items of this kind, or any."""
         lanes: tuple[tuple[Lane, Kind, bool], ...] = (
             ("PDUs", Kind.PDUS, self.owes_pdus),
             ("to-device", Kind.EDUS, self.owes_to_device),
             ("device lists", Kind.EDUS, self.owes_device_lists),
             ("receipts", Kind.EDUS, self.receipts.debt is not None),
         )
-        return [lane for lane, of_kind, owed in lanes if owed and of_kind is kind]
+        return [lane for lane, of_kind, owed in lanes if owed and kind in (None, of_kind)]
 
     def _readable_at(self, lane: Lane) -> float:
         at, _ = self._locks.get(lane, (-math.inf, 0))
@@ -295,7 +297,9 @@ class Outbox:
             if self.owes_device_lists:
                 fill = self._fill_device_lists
                 await self._unless_locked("device lists", again, fill, draft, policy)
-        if draft.max_pdus > 0:
+        if draft.max_pdus > 0 and self.level and not (self.owes_redeliveries or self._locks):
+            self.queue.fill(draft)  # All from memory, as mostly.
+        elif draft.max_pdus > 0:
             undo = draft.drop_catch_up
             await self._unless_locked("PDUs", undo, self._fill_pdus, draft, policy)
         if draft.max_edus > 0 and self.receipts.debt is not None:
