@@ -38,7 +38,7 @@ from tests.synapse.world import INSTANCE
 from fedsender.bench.meter import Options, cpu_s_of, percentile, rss_kb
 from fedsender.console import say
 from fedsender.replication.protocol import Dialect, Rdata, parse_command
-from fedsender.replication.resp import NEED_DATA, ReplyReader, request
+from fedsender.replication.resp import ReplyReader, request
 from fedsender.testing.children import BenchFailed
 
 SMALL: Final = 20
@@ -192,7 +192,7 @@ class Stage:
             while data := await stream.receive_some():
                 now = time.time()
                 replies.receive_data(bytes(data))
-                while (reply := replies.next_reply()) is not NEED_DATA:
+                while (reply := replies.next_reply()) is not None:
                     match reply:
                         case [b"message", _, bytes(line)]:
                             self._note(line.decode(), now)

@@ -9,7 +9,7 @@ from functools import partial
 import trio
 from tests.servers import Valkey
 
-from fedsender.replication.resp import NEED_DATA, Reply, ReplyReader, request
+from fedsender.replication.resp import Reply, ReplyReader, request
 
 
 def bulk(*parts: str) -> bytes:
@@ -59,7 +59,7 @@ class FakeRedis:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             while data := await stream.receive_some(4096):
                 requests.receive_data(bytes(data))
-                while (one := requests.next_reply()) is not NEED_DATA:
+                while (one := requests.next_reply()) is not None:
                     await self._obey(stream, words(one))
         self._subscribers = [each for each in self._subscribers if each[0] is not stream]
 
@@ -124,7 +124,7 @@ class Process:
             with suppress(trio.BrokenResourceError):
                 while data := await subscriber.receive_some(4096):
                     replies.receive_data(bytes(data))
-                    while (one := replies.next_reply()) is not NEED_DATA:
+                    while (one := replies.next_reply()) is not None:
                         self.heard.append(words(one)[2])
             # Deaf, but it can still speak.
             await trio.sleep_forever()

@@ -28,7 +28,6 @@ from fedsender.replication.protocol import (
     parse_command,
 )
 from fedsender.replication.resp import (
-    NEED_DATA,
     BadReply,
     ErrorReply,
     Reply,
@@ -106,7 +105,7 @@ class _Redis:
     async def receive(self) -> Reply:
         """Wait for the next reply of any kind; raises Disconnected."""
         try:
-            while (reply := self._replies.next_reply()) is NEED_DATA:
+            while (reply := self._replies.next_reply()) is None:
                 with trio.fail_after(PING_EVERY_S + REPLY_S):
                     data = await self._stream.receive_some(RECEIVE_PIECE)
                 if not data:
