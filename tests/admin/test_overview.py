@@ -16,7 +16,7 @@ from tests.sender.harness import World, answer, ok
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
-from fedsender.admin.top import _Screen, keys_in
+from fedsender.admin.top import drawing
 from fedsender.sender.failure import ServerState
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
@@ -353,22 +353,38 @@ async def test_status_is_one_screen_and_its_code_says_whether_it_is_ready(
         assert await shell("destinations", "--limit", "1") == 0
         assert shell.out.splitlines()[-1].startswith("0 behind of 1")
         assert await shell("top") == 1
-        assert shell.out.splitlines()[-1].endswith("q quit")
+        assert shell.out.splitlines()[-1].startswith("0 behind of 1")
+        assert await shell("top", "--sort", "size") == 2
 
 
-async def test_top_shows_a_server_and_puts_the_terminal_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+async def test_top_is_as_large_as_the_screen(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        await fall_behind(world, B)
+        answer = await desk.get("overview", behind=True)
+    answer["page"]["destinations"] *= 40
+    lines = drawing(answer, "no newer\x1b answer", 80, 24)
+    assert len(lines) == 24
+    assert all(line.plain.isprintable() for line in lines)
+    assert lines[0].plain.startswith("fedsender")
+    assert lines[-3].plain.startswith(B)
+    assert lines[-2].plain == r"no newer\x1b answer"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+async def test_top_goes_on_and_a_signal_leaves_the_terminal_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     async with open_shell(tmp_path, capsys) as shell:
-        await shell.world.join(R1, A, B)
-        shell.world.servers[B].down = True
+        await shell.world.join(R1, A, B, C)
+        shell.world.servers[B].down = shell.world.servers[C].down = True
         await shell.world.say(R1, "one")
         end, terminal = pty.openpty()
+        before = termios.tcgetattr(terminal)
         command = [sys.executable, "-m", "fedsender", "top", "-c", str(shell.config)]
-        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
         process = await trio.lowlevel.open_process(
-            command, stdin=terminal, stdout=terminal, stderr=terminal, env=environ
-        )
+            [*command, "--pattern", "b*"], stdin=terminal, stdout=terminal, stderr=terminal,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        )  # fmt: skip
         seen = ""
 
         async def until(pattern: str) -> None:
@@ -380,137 +396,15 @@ async def test_top_shows_a_server_and_puts_the_terminal_back(
 
         try:
             await until(r"b\.example +failing[^\n]*connection refused")
-            os.write(end, b"\n")
-            await until("last error")
-            os.write(end, b" a")
-            await until("unreachable")
-            os.write(end, b" p")
-            await until("pause: b.example")
-            os.write(end, b"q")
+            assert await shell("pause", B, "--reason", "later") == 0
+            await until(r"b\.example +paused")
+            process.send_signal(number)
             await until(re.escape("\x1b[?1049l"))
-            assert await process.wait() == 0
-        finally:
-            process.kill()
-            os.close(terminal)
-            os.close(end)
-        assert shell.world.sender.registry.state_of(B).paused is not None
-
-
-class Answers:
-    """An endpoint that lists these servers, and notes what it is told."""
-
-    def __init__(
-        self, page: dict[str, Any], *names: str, why: dict[str, Any] | None = None
-    ) -> None:
-        self.page, self.names, self.why = page, list(names), why
-        self.told: list[tuple[str, object]] = []
-
-    def get(self, *path: str, **query: object) -> dict[str, Any]:
-        if path[0] == "why":
-            assert self.why is not None
-            return self.why
-        [entry] = self.page["page"]["destinations"]
-        entries = [entry | {"destination": name} for name in self.names]
-        return self.page | {"page": self.page["page"] | {"destinations": entries}}
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        self.told.append((path, body["servers"]))
-        return {"servers": body["servers"], "left_alone": {}}
-
-
-async def test_a_key_of_top_acts_on_the_server_that_was_marked(
-    world: World, autojump_clock: MockClock
-) -> None:
-    """The list is drawn anew each second, in another order if the servers' debts have changed."""
-    async with open_desk(world) as desk:
-        await fall_behind(world, B)
-        answer = await desk.get("overview", behind=True)
-    names = [f"s{number:02}.example" for number in range(40)]
-    endpoint = Answers(answer, *names)
-    screen = _Screen(endpoint)  # type: ignore[arg-type]  # answers without a daemon
-    screen.ask()
-
-    def marked() -> list[str]:
-        lines = screen.lines(100, 24)
-        assert len(lines) <= 24
-        spans = [(line, span) for line in lines for span in line.spans]
-        return [line.plain.split()[0] for line, span in spans if span.style == "reverse"]
-
-    assert marked() == ["s00.example"]
-    for _ in range(30):
-        screen.press("j")
-    assert marked() == ["s30.example"]
-    endpoint.names.reverse()
-    screen.ask()
-    assert marked() == ["s30.example"]
-    screen.press("p")
-    assert endpoint.told == [("pause", ["s30.example"])]
-    endpoint.names.remove("s30.example")
-    screen.ask()
-    assert marked() == []
-    screen.press("p")
-    assert len(endpoint.told) == 1
-    assert "s30.example is not on the list any more" in screen.said
-    screen.press("k")
-    assert marked() == ["s31.example"]
-    del endpoint.names[3:]
-    screen.ask()
-    screen.press("k")
-    assert marked() == ["s38.example"]
-
-
-async def test_top_shows_why_in_lines_as_wide_as_the_screen(
-    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_desk(world) as desk:
-        await fall_behind(world, B)
-        answers = Answers(
-            await desk.get("overview", behind=True), B, why=await desk.get(f"why/{B}")
-        )
-    monkeypatch.setattr("fedsender.admin.top.screen_width", lambda: 80)
-    screen = _Screen(answers)  # type: ignore[arg-type]  # answers without a daemon
-    screen.ask()
-    screen.lines(80, 24)
-    screen.press("\n")
-    lines = screen.lines(80, 24)
-    assert len(lines) <= 24
-    assert lines[0].plain.split() == ["server", B]
-    assert str(lines[0].spans[0].style) == "bold"
-    assert all(line.cell_len <= 80 and line.plain.isprintable() for line in lines)
-    assert [line.plain for line in lines[-2:]] == ["", "any key: back"]
-
-
-def test_arrows_that_come_together_are_all_keys() -> None:
-    assert keys_in("\x1b[A\x1b[Bjp\x1b") == ["\x1b[A", "\x1b[B", "j", "p", "\x1b"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-async def test_a_signal_leaves_the_terminal_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
-    async with open_shell(tmp_path, capsys) as shell:
-        end, terminal = pty.openpty()
-        before = termios.tcgetattr(terminal)
-        command = [sys.executable, "-m", "fedsender", "top", "-c", str(shell.config)]
-        process = await trio.lowlevel.open_process(
-            command, stdin=terminal, stdout=terminal, stderr=terminal,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
-        )  # fmt: skip
-        try:
-            seen = ""
-            with trio.fail_after(30):
-                while "q quit" not in seen:
-                    await trio.lowlevel.wait_readable(end)
-                    seen += os.read(end, 65_536).decode(errors="replace")
-                assert termios.tcgetattr(terminal) != before
-                process.send_signal(number)
-                while "\x1b[?1049l" not in seen:
-                    await trio.lowlevel.wait_readable(end)
-                    seen += os.read(end, 65_536).decode(errors="replace")
-                code = await process.wait()
+            code = await process.wait()
             assert termios.tcgetattr(terminal) == before
             assert code == (0 if number == signal.SIGINT else 128 + number)
             assert "Traceback" not in seen
+            assert "c.example" not in seen
         finally:
             process.kill()
             os.close(terminal)

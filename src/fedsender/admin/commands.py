@@ -170,11 +170,16 @@ def status(config: ConfigFile, as_json: AsJson = False) -> int:
 
 
 @app.command()
-def top(config: ConfigFile) -> int:
-    """Watch the daemon: the overview and its servers, drawn anew each second."""
+def top(
+    config: ConfigFile,
+    sort: Annotated[str, typer.Option(help="name, owed, age or fails.")] = "age",
+    state: Annotated[str | None, typer.Option(help="Only those in this state.")] = None,
+    pattern: Annotated[str, typer.Option(metavar="GLOB", help="Only those it covers.")] = "*",
+) -> int:
+    """Watch the daemon: the overview and those behind, drawn anew each second until Ctrl-C."""
     from fedsender.admin.top import watch
 
-    return DONE if watch(_client(config)) else WRONG
+    return DONE if watch(_client(config), sort=sort, state=state, pattern=pattern) else WRONG
 
 
 @app.command()
