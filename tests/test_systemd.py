@@ -252,7 +252,7 @@ def test_systemd_accepts_the_pipelines_service_and_timer(
     lines = service.splitlines()
     assert f"ExecStart={executable} pipeline run -c /etc/fedsender/config.yaml" in lines
     assert {"User=fedsender", "DynamicUser=yes", "StateDirectory=fedsender"} <= set(lines)
-    assert {"RuntimeDirectoryPreserve=yes", "RestartPreventExitStatus=1"} <= set(lines)
+    assert {"RuntimeDirectoryPreserve=yes", "RestartPreventExitStatus=1 2"} <= set(lines)
     assert {"KillMode=mixed", "MemoryMax=4G", "OOMPolicy=continue"} <= set(lines)
     assert "[Install]" not in lines
     for name, text in (("service", service), ("timer", separator + timer)):

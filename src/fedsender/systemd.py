@@ -1,14 +1,16 @@
-"""Talking to systemd: readiness, reload, stop, watchdog (sd_notify(3)), the journal, and the unit.
+"""Talking to systemd: readiness, reload, stop, watchdog (sd_notify(3)), the journal, the units.
 
 Nothing here needs systemd: without `NOTIFY_SOCKET` every notification is a no-op.
 """
 
 import os
+import re
 import shlex
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 import structlog
@@ -133,195 +135,14 @@ def _monotonic_us() -> int:
 
 # --- The unit -------------------------------------------------------------------------------------
 
-_COMMON: Final = """\
-KillMode=mixed
-Restart=on-failure
-RestartSec=5s
-# 2: the configuration is wrong, and stays so until an operator changes it.
-RestartPreventExitStatus=2
-{limits}
-{user}
-
-StateDirectory={name}
-StateDirectoryMode=0700
-RuntimeDirectory={name}
-RuntimeDirectoryMode=0750
-WorkingDirectory={state}
-UMask=0077
-
-CapabilityBoundingSet=
-AmbientCapabilities=
-DevicePolicy=closed
-NoNewPrivileges=yes
-LockPersonality=yes
-MemoryDenyWriteExecute={write_execute_denied}
-PrivateDevices=yes
-PrivateMounts=yes
-PrivateTmp=yes
-PrivateUsers=yes
-ProcSubset=pid
-ProtectClock=yes
-ProtectControlGroups=yes
-ProtectHome=yes
-ProtectHostname=yes
-ProtectKernelLogs=yes
-ProtectKernelModules=yes
-ProtectKernelTunables=yes
-ProtectProc=invisible
-ProtectSystem=strict
-RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-KeyringMode=private
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-SystemCallFilter=~@privileged @resources
-SystemCallErrorNumber=EPERM
-"""
-"""The settings that are the same for every unit: the end of [Service]."""
-
-_USER_OF_ITS_OWN: Final = """\
-# A user that exists while the service runs; `--user NAME` makes a unit for one of yours (Synapse's
-# own, say, who may read the signing key and whom the database knows).
-User={name}
-DynamicUser=yes
-RemoveIPC=yes
-
-# Secrets are read by systemd as root. The configuration names them as
-# $CREDENTIALS_DIRECTORY/signing.key and so on. Remove the lines you have no file for.
-{credentials}"""
-
-_USER_OF_YOURS: Final = """\
+_UNITS: Final = Path(__file__).with_name("units")
+_OWN_USER: Final = re.compile(r"# A user that exists .*\nLoadCredential=\S+", re.DOTALL)
+"""In the file of a unit: its own user, and the secrets that systemd hands to it."""
+_YOUR_USER: Final = """\
 # This user reads the configuration and all files that it names, secrets among them.
-User={user}"""
-
-_INSTALL: Final = """
-[Install]
-WantedBy=multi-user.target
-"""
-
-_UNIT: Final = """\
-# {title} Save it as /etc/systemd/system/{unit}.service, adjust the paths, then:
-#   systemctl daemon-reload && systemctl enable --now {started}
-# In the configuration, let sender_database, ledger.directory and federation.discovery_cache (and an
-# embedded homeserver.database) be files below {state}, which is all it may write to.
-
-[Unit]
-Description=Matrix federation sender
-Wants=network-online.target
-After=network-online.target postgresql.service redis-server.service matrix-synapse.service
-# However often it fails: starting again is cheap, and what is owed waits in the database.
-StartLimitIntervalSec=0
-
-[Service]
-Type=notify
-NotifyAccess=main
-ExecStart={command}
-ExecReload=/bin/kill -HUP $MAINPID
-WatchdogSec=60s
-TimeoutStartSec=3min
-# Draining takes up to sending.drain, then what is unanswered is written down.
-TimeoutStopSec={stop_seconds}s
-{common}{install}"""
-
-_LIMITS: Final = """\
-# For the caps of the configuration that this was printed with; what needs more has gone wrong.
-LimitNOFILE={files}
-MemoryMax={mib}M
-"""
-
-_RELAY_UNIT: Final = """\
-# A unit for a fedsender relay. Save it as /etc/systemd/system/{name}.service, adjust the
-# paths, then:
-#   systemctl daemon-reload && systemctl enable --now {name}
-# In the configuration, let relay.directory be below {state}, which is all it may
-# write to, and sockets below /run/{name}. Only its own user can open those: senders and
-# a homeserver under other users come by loopback TCP, with a secret.
-
-[Unit]
-Description=Matrix federation sender relay
-Wants=network-online.target
-After=network-online.target
-StartLimitIntervalSec=0
-
-[Service]
-Type=notify
-NotifyAccess=main
-ExecStart={command}
-ExecReload=/bin/kill -HUP $MAINPID
-WatchdogSec=60s
-# A log of some GiB is read once at the start.
-TimeoutStartSec=10min
-TimeoutStopSec=90s
-{common}{install}"""
-
-_PIPELINE_UNITS: Final = """\
-# A service and a timer for fedsender's data pipeline. Save this part as
-# /etc/systemd/system/{name}-pipeline.service and the part below as
-# /etc/systemd/system/{name}-pipeline.timer, adjust the paths, then:
-#   systemctl daemon-reload && systemctl enable --now {name}-pipeline.timer
-# In the configuration, let pipeline.lake and pipeline.health be below {state}, as the
-# ledger is: the daemon's unit and this one are of the same user and have the same directory.
-
-[Unit]
-Description=Matrix federation sender: proof of delivery
-Wants=network-online.target
-After=network-online.target postgresql.service {name}.service
-
-[Service]
-Type=oneshot
-ExecStart={command}
-# It runs beside the daemon, and must not be felt there.
-Nice=10
-IOSchedulingClass=idle
-# Java and Python stay below this, and what they have no room for goes to files. If you set
-# spark.driver.memory (in pipeline.spark.settings) to more than 2g, raise this as well; if /tmp is
-# kept in memory, set spark.local.dir to a directory that is not.
-MemoryMax=4G
-# Java alone is killed then: the job says so and ends with 1, and is not started again at once.
-OOMPolicy=continue
-TimeoutStartSec=6h
-# It ends its Java itself, which must not be gone before.
-KillMode=mixed
-# The daemon's sockets are in there.
-RuntimeDirectoryPreserve=yes
-# 1: something is missing, or a source was not there: for a person to see; the timer comes again.
-RestartPreventExitStatus=1
-# 75: another job was at work, which is no failure.
-SuccessExitStatus=75
-# Java and Spark open many files at once.
-LimitNOFILE=65536
-# Java compiles into memory that it then runs: MemoryDenyWriteExecute is off below.
-{common}
-# ---------------------- /etc/systemd/system/{name}-pipeline.timer ----------------------
-
-[Unit]
-Description=Matrix federation sender: proof of delivery, every hour
-
-[Timer]
-OnCalendar=hourly
-RandomizedDelaySec=5min
-Persistent=yes
-
-[Install]
-WantedBy=timers.target
-"""
-
-_INSTANCE: Final = "@INSTANCE@"
-"""Stands for the specifier %i until all other specifiers are escaped."""
+User=@user@"""
 
 Kind = Literal["sender", "senders", "relay", "pipeline"]
-
-_SECRETS: Final = ("signing.key", "admin.token", "database.password")
-_OF_KIND: Final[Mapping[Kind, tuple[str, Sequence[str], Sequence[str]]]] = {
-    "sender": (_UNIT, ("run",), _SECRETS),
-    "senders": (_UNIT, ("run",), _SECRETS),
-    "relay": (_RELAY_UNIT, ("relay",), ("sender-1.secret", "intake.token", "admin.token")),
-    "pipeline": (_PIPELINE_UNITS, ("pipeline", "run"), ("database.password",)),
-}
-"""The text of each kind, its command, and its secrets by their names below
-$CREDENTIALS_DIRECTORY."""
 
 
 def unit_text(
@@ -351,32 +172,29 @@ def unit_text(
         drain_s: the configured time for a sender's draining; the stop may take longer, by the time
             to store unanswered transactions.
     """
-    template, command, secrets = _OF_KIND[kind]
-    title, unit, started, place = "A unit for fedsender.", name, name, "/etc/fedsender"
+    unit, started, place, config = name, name, "/etc/fedsender", _quoted(config)
     if kind == "senders":
-        title, unit, started = "A unit for several senders.", f"{name}@", f"{name}@INSTANCE"
-        name, place = f"{name}-{_INSTANCE}", f"{place}/{_INSTANCE}"
-        config = f"{place}.yaml"
-    credentials = "\n".join(f"LoadCredential={each}:{place}/{each}" for each in secrets)
-    own = _USER_OF_ITS_OWN.format(name=name, credentials=credentials)
-    bounds = _LIMITS.format(files=limits.files, mib=limits.bytes // MIB)
-    names = {"name": name, "state": f"/var/lib/{name}"}
-    common = _COMMON.format(
-        user=own if user is None else _USER_OF_YOURS.format(user=user),
-        limits="" if kind == "pipeline" else bounds,
-        write_execute_denied="no" if kind == "pipeline" else "yes",
-        **names,
-    )
-    return template.format(
-        command=" ".join(map(_quoted, (executable, *command, "-c", config))),
-        common=common,
-        install=_INSTALL,
-        title=title,
-        unit=unit,
-        started=started,
-        stop_seconds=int(drain_s) + 40,
-        **names,
-    ).replace(_INSTANCE, "%i")
+        unit, started = f"{name}@", f"{name}@INSTANCE"
+        name, place, config = f"{name}-%i", f"{place}/%i", f"{place}/%i.yaml"
+    text = (_UNITS / f"{kind.removesuffix('s')}.service").read_text("utf-8")
+    if kind == "pipeline":
+        text += "\n" + (_UNITS / "pipeline.timer").read_text("utf-8")
+    if user is not None:
+        text = _OWN_USER.sub(_YOUR_USER, text)
+    text = text.replace("@hardening@\n", (_UNITS / "hardening.conf").read_text("utf-8"))
+    values = {
+        "fedsender": _quoted(executable),
+        "config": config,
+        "place": place,
+        "unit": unit,
+        "started": started,
+        "name": name,
+        "user": user,
+        "files": limits.files,
+        "mib": limits.bytes // MIB,
+        "stop": int(drain_s) + 40,
+    }
+    return re.sub("@([a-z]+)@", lambda found: str(values[found[1]]), text)
 
 
 def _quoted(word: str) -> str:
