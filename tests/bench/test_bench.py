@@ -84,6 +84,18 @@ def test_replay_delivers_everything_once(capfd: pytest.CaptureFixture[str]) -> N
     assert figures["wall_s"] > 0
 
 
+def test_return_tells_of_those_that_came_back_and_of_a_message_elsewhere(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cell = ("--room", "40", "--size", "2", "--receipts", "100")
+    figures = figures_of(capfd, "return", *tiny(5, 10), *cell)
+    assert (figures["servers"], figures["room"], figures["events"]) == (5, 40, 10)
+    assert figures["caught_up_s"] > 0
+    assert figures["receipts_s"] > 0
+    assert 0 < figures["elsewhere_p50_ms"] <= figures["elsewhere_p99_ms"]
+    assert figures["peak_mb"] > 0
+
+
 def test_memory_is_told_at_rest_per_server_and_per_connection(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

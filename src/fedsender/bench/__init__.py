@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -34,7 +35,10 @@ __all__ = ["Options", "main", "run_bench"]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A benchmark: its module has a function of its name. Its figure is quoted at this size."""
+    """A benchmark: its module has a function of its name (a keyword's ends in an underscore).
+
+    Its figure is quoted at this size.
+    """
 
     module: str
     servers: int
@@ -51,6 +55,8 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "restart": Bench("fedsender.bench.backlog", servers=10_000, events=1, rounds=1),
     "overview": Bench("fedsender.bench.backlog", servers=10_000, events=1, rounds=1),
     "replay": Bench("fedsender.bench.backlog", servers=415, events=4_500, rounds=1),
+    # Servers: those that come back; events: those of the room that they have missed.
+    "return": Bench("fedsender.bench.coming_back", servers=40, events=100, rounds=1),
     "memory": Bench("fedsender.bench.memory", servers=400, events=50, rounds=1),
     "pipeline": Bench("fedsender.bench.pipeline", servers=10_000, events=1_000_000, rounds=1),
     "pipeline-16": Bench("fedsender.bench.pipeline", servers=10_000, events=1_000_000, rounds=1),
@@ -80,7 +86,8 @@ def run_bench(name: str, module: str, options: Options, profile: Path | None = N
             are only good for comparing its parts.
     """
     try:
-        measure = getattr(_module(module), name.replace("-", "_"))
+        function = name.replace("-", "_") + "_" * iskeyword(name)
+        measure = getattr(_module(module), function)
     except ModuleNotFoundError as error:
         text = f"{error.name} is missing: run it in the sources, with their test extra"
         say(f"fedsender: bench {name}: {text}", error=True)
@@ -126,6 +133,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--events", type=_positive, help="events (floor: exchanges) a round")
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")
     parser.add_argument("--database", metavar="URL", help="append*: an empty PostgreSQL database")
+    parser.add_argument("--room", type=_positive, default=1_000, help="return: servers in the room")
+    parser.add_argument("--size", type=_positive, default=1, help="return: KB of an event")
+    parser.add_argument("--receipts", type=_positive, help="return: receipts that they are owed")
+    parser.add_argument("--table", action="store_true", help="return: all rooms, events and sizes")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a cProfile there")
     try:
         given = parser.parse_args(arguments)
@@ -137,6 +148,10 @@ def main(arguments: Sequence[str]) -> int:
         given.events or bench.events,
         given.rounds or bench.rounds,
         given.database,
+        given.room,
+        given.size,
+        given.receipts or 0,
+        given.table,
     )
     return run_bench(given.name, bench.module, options, given.profile)
 

@@ -50,9 +50,11 @@ class Room:
     def room_id(self) -> str:
         return self._timeline.room_id
 
-    def say(self, stamp: int | None = None) -> Event:
-        """A message; `stamp` travels with it."""
+    def say(self, stamp: int | None = None, numbers: int = 0) -> Event:
+        """A message; `stamp` travels with it, and so many numbers of one digit."""
         content: dict[str, Any] = {"msgtype": "m.text", "body": TEXT}
+        if numbers:
+            content["n"] = [number % 10 for number in range(numbers)]
         if stamp is not None:
             content["sent_us"] = stamp
         return self._append("m.room.message", content)

@@ -19,12 +19,17 @@ class Options:
 
     Attributes:
         database: URL of an empty PostgreSQL database, for those that can use one; None: SQLite.
+        room, size_kb, receipts, table: of `return`.
     """
 
     servers: int
     events: int
     rounds: int
     database: str | None = None
+    room: int = 1_000
+    size_kb: int = 1
+    receipts: int = 0
+    table: bool = False
 
 
 @dataclass(frozen=True, slots=True)

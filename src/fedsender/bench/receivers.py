@@ -10,7 +10,7 @@ import re
 import ssl
 import time
 from base64 import b64decode
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -36,6 +36,9 @@ NAMES_PER_CERTIFICATE = 100
 FLOOR = SEND + "floor"
 """A request to this path is not counted, not checked, and answered at once."""
 _PDU = b'"auth_events":'
+_RECEIPT = b'"event_ids":'
+_LARGEST_STAMPED = 65_536
+"""A full transaction of messages of the usual size; in larger ones nobody looks for stamps."""
 _STAMP = re.compile(rb'"sent_us":([0-9]+)')
 
 
@@ -44,6 +47,7 @@ class Totals:
     """The requests that all of them together got.
 
     Attributes:
+        pdus_of: PDUs by group.
         servers: how many got any transaction, answered or not.
         verified: transactions that were held against every rule.
         largest: PDUs in the fullest transaction.
@@ -51,6 +55,8 @@ class Totals:
 
     transactions: int = 0
     pdus: int = 0
+    pdus_of: list[int] = field(default_factory=list)
+    receipts: int = 0
     servers: int = 0
     verified: int = 0
     largest: int = 0
@@ -63,8 +69,11 @@ class Remote:
         latency: seconds to an answer; None: there is none.
     """
 
-    def __init__(self, name: str, latency: float | None, all_of_them: "Receivers") -> None:
+    def __init__(
+        self, name: str, group: int, latency: float | None, all_of_them: "Receivers"
+    ) -> None:
         self.name = name
+        self.group = group
         self._latency = latency
         self._all = all_of_them
         self._in_flight = 0
@@ -85,7 +94,7 @@ class Remote:
         pdus = request.body.count(_PDU)
         if request.target.startswith(FLOOR):
             return Reply(200, answer_for(pdus))
-        self._all.count(self.name, request, pdus, first=not self._known)
+        self._all.count(self, request, pdus, first=not self._known)
         self._known = True
         if self._latency is None:
             return SILENCE
@@ -136,6 +145,7 @@ class Receivers:
             port = await self._open(listens=each["listens"])
             hosts = [_address(number + index) for index in range(each["count"])]
             number += len(hosts)
+            self.totals.pdus_of.append(0)
             names.append(self._furnish(hosts, port, each["latency"], authority))
         return {"servers": names, "ca_file": str(authority.ca_file)}
 
@@ -149,7 +159,8 @@ class Receivers:
             for host in few:
                 name = f"{host}:{port}"
                 names.append(name)
-                self._remotes[name] = (Remote(name, latency, self), context)
+                group = len(self.totals.pdus_of) - 1
+                self._remotes[name] = (Remote(name, group, latency, self), context)
         return names
 
     async def _open(self, *, listens: bool) -> int:
@@ -183,18 +194,20 @@ class Receivers:
         if len(self.broken) < 20:
             self.broken.append(text)
 
-    def count(self, name: str, request: Request, pdus: int, *, first: bool) -> None:
+    def count(self, remote: Remote, request: Request, pdus: int, *, first: bool) -> None:
         """A transaction arrived whole."""
         totals = self.totals
         totals.transactions += 1
         totals.pdus += pdus
+        totals.pdus_of[remote.group] += pdus
+        totals.receipts += request.body.count(_RECEIPT)
         totals.servers += first
         totals.largest = max(totals.largest, pdus)
         if totals.transactions % self._verify_every == 0:
-            self._verify(name, request)
+            self._verify(remote.name, request)
         moved, self._moved = self._moved, trio.Event()
         moved.set()
-        if len(request.body) < 16_384:
+        if len(request.body) < _LARGEST_STAMPED:
             now_us = time.monotonic_ns() // 1000
             stamps = _STAMP.finditer(request.body)
             self.delays_us += [now_us - int(stamp[1]) for stamp in stamps]

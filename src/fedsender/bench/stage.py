@@ -25,7 +25,7 @@ from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import store_config, upgrade_databases
 from fedsender.testing.children import BenchFailed, Child, Order, open_child
 
-START_SECONDS = 120.0
+START_SECONDS, STOP_SECONDS = 120.0, 30.0
 QUIET_LOOK_SECONDS = 0.05
 VERIFY_EVERY = 50
 
@@ -128,7 +128,9 @@ async def open_process(stage: Stage) -> AsyncIterator[int]:
                 raise BenchFailed(f"the daemon did not start: {log_file.read_text()[-500:]}")
             yield process.pid
             process.terminate()
-            await process.wait()
+            with trio.move_on_after(STOP_SECONDS):
+                await process.wait()
+            process.kill()
 
 
 def checked(got: Order) -> dict[str, Any]:

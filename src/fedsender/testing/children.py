@@ -15,6 +15,10 @@ from typing import Any
 import orjson
 import trio
 
+from fedsender.config import Log
+from fedsender.runtime import real_runtime
+from fedsender.telemetry import configure_logging
+
 Order = dict[str, Any]
 Handler = Callable[..., Awaitable[Order]]
 
@@ -83,10 +87,13 @@ class Child:
 
 
 @asynccontextmanager
-async def open_child(module: str) -> AsyncIterator[Child]:
-    """`python -m MODULE`, for as long as the body runs."""
+async def open_child(
+    module: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Child]:
+    """`python -m MODULE`, for as long as the body runs; `environment` is beside our own."""
     command = [sys.executable, "-m", module]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes["env"] = {**os.environ, **(environment or {})}
     async with trio.open_nursery() as nursery:
         run = partial(trio.run_process, command, check=False, **pipes)
         child = Child(module, await nursery.start(run))
@@ -97,6 +104,8 @@ async def open_child(module: str) -> AsyncIterator[Child]:
 
 async def serve_orders(handlers: Mapping[str, Handler]) -> None:
     """In a child: carry out the signals that come in, in turn, until there are no more."""
+    # A line of the log on standard output would be taken for an answer.
+    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     async with trio.lowlevel.FdStream(os.dup(0)) as below, trio.lowlevel.FdStream(os.dup(1)) as out:
         signals = _Lines(below)
         while (line := await signals.next()) is not None:
