@@ -2,7 +2,6 @@
 
 import functools
 import json
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -44,8 +43,6 @@ WELL_KNOWN = "/.well-known/matrix/server"
 VERSION = "/_matrix/federation/v1/version"
 KEYS = "/_matrix/key/v2/server"
 YEAR_3000_MS = 32_503_680_000_000
-VERSION_3 = b"\xa0\x03\x02\x01\x02"
-"""The version of a certificate, in DER."""
 HOSTILE = "\x1b[2Jx\u202e"
 
 
@@ -112,7 +109,7 @@ class Stage:
         # What is shown at once is what is told at the end.
         assert tuple(seen) == report.steps
         assert [step.name for step in report.steps] == ORDER[: len(report.steps)]
-        assert all(step.took_ms >= 0 and step.lines for step in report.steps)
+        assert all((step.took_ms or 0) >= 0 and step.lines for step in report.steps)
         assert all(step.ok for step in report.steps[:-1])
         return report
 
@@ -168,18 +165,14 @@ async def test_every_step_to_a_server_is_shown_and_no_transaction_is_sent(tmp_pa
 
     assert report.summary == "fedsender can reach b.example"
     assert [each.name for each in report.steps] == ORDER
-    assert step(report, "allowed").lines == ["yes; this sender sends to it"]
-    [line] = step(report, ".well-known").lines
-    assert line.startswith("m.server is hs.b.example; the next request is not before 20")
-    assert step(report, "SRV").lines == [f"{srv}: 10 5 4443 node.b.example."]
+    assert step(report, "allowed").lines == ("yes; this sender sends to it",)
+    assert step(report, ".well-known").lines == ("m.server is hs.b.example",)
+    assert step(report, "SRV").lines == (f"{srv}: 10 5 4443 node.b.example.",)
     [line] = step(report, "addresses").lines
     assert line == f"{IP} port 4443: permitted: no range of ip_deny has it"
-    assert step(report, "connection").lines == [f"{IP} port 4443"]
-    first, second = step(report, "TLS").lines
-    assert first == "TLSv1.3; certificate for b.example, hs.b.example"
-    assert "days left" in second
-    assert "soon" not in second
-    assert step(report, "version").lines == ["Synapse 1.100"]
+    assert step(report, "connection").lines == (f"{IP} port 4443",)
+    assert step(report, "TLS").lines == ("the certificate is good for hs.b.example",)
+    assert step(report, "version").lines == ("Synapse 1.100",)
     [line] = step(report, "keys").lines
     assert line == "b.example: ed25519:a_1; valid until 3000-01-01 00:00:00 UTC"
     assert stage.asked == [f"GET {WELL_KNOWN}", f"GET {VERSION}", f"GET {KEYS}"]
@@ -187,42 +180,18 @@ async def test_every_step_to_a_server_is_shown_and_no_transaction_is_sent(tmp_pa
     whole = json.loads(json.dumps(report.as_json()))
     assert whole["reachable"] is True
     assert whole["failed_step"] is whole["reason"] is None
-    facts = {each["step"]: each for each in whole["steps"]}
-    assert facts[".well-known"]["server"] == "hs.b.example"
-    assert facts[".well-known"]["cached"] is False
-    assert facts["addresses"]["addresses"][0]["permitted"] is True
-    assert facts["addresses"]["tls_name"] == "hs.b.example"
-    assert facts["TLS"]["names"] == [NAME, "hs.b.example"]
-    assert facts["keys"]["key_ids"] == ["ed25519:a_1"]
-
-
-async def test_the_time_of_a_step_is_that_of_the_step(tmp_path: Path) -> None:
-    class Slow(TableNetwork):
-        async def resolve(
-            self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
-        ) -> Records:
-            if rdtype == "SRV":
-                await trio.sleep(0.2)
-            return await super().resolve(name, rdtype, nameservers)
-
-    async with open_stage(tmp_path) as stage:
-        stage.network = Slow(stage.network.records, stage.network.ports)
-        report = await stage.probe()
-    assert step(report, "SRV").took_ms >= 400
-    longest = max(report.steps, key=lambda each: each.took_ms)
-    assert longest.name == "SRV"
+    assert [each["step"] for each in whole["steps"]] == ORDER
 
 
 async def test_a_server_without_well_known_says_why(tmp_path: Path) -> None:
     async with open_stage(tmp_path) as stage:
         report = await stage.probe()
     assert report.failed is None
-    [line] = step(report, ".well-known").lines
-    assert line.startswith("none: status 404; the next request is not before 20")
-    assert step(report, "SRV").lines == [
+    assert step(report, ".well-known").lines == ("none: status 404",)
+    assert step(report, "SRV").lines == (
         f"_matrix-fed._tcp.{NAME}: no SRV record",
         f"_matrix._tcp.{NAME}: no SRV record",
-    ]
+    )
 
 
 async def test_answers_of_the_daemons_cache_are_used_and_its_file_stays_as_it_is(
@@ -244,10 +213,7 @@ async def test_answers_of_the_daemons_cache_are_used_and_its_file_stays_as_it_is
         assert report.failed is None
         assert stage.network.asked == []
         assert stage.asked == [f"GET {VERSION}", f"GET {KEYS}"]
-        [line] = step(report, ".well-known").lines
-        assert line.startswith("m.server is b.example; from the cache, which has it until 20")
-        assert step(report, ".well-known").facts["cached"] is True
-        assert all("from the cache" in line for line in step(report, "SRV").lines)
+        assert step(report, ".well-known").lines == ("m.server is b.example",)
         assert (tmp_path / "cache.sqlite3").read_bytes() == before
 
         (tmp_path / "cache.sqlite3").unlink()
@@ -267,7 +233,7 @@ async def test_an_earlier_answer_that_still_holds_is_said_to_be_one(tmp_path: Pa
         report = await stage.probe()
     assert report.failed is None
     first, second = step(report, ".well-known").lines
-    assert first.startswith("m.server is hs.b.example:8448; the next request is not before 20")
+    assert first == "m.server is hs.b.example:8448"
     assert second == "the last request failed, and an earlier answer still holds"
 
 
@@ -280,7 +246,6 @@ async def test_a_server_that_closes_after_each_answer_can_be_reached(tmp_path: P
         report = await stage.probe()
     assert report.failed is None
     assert [each.name for each in report.steps] == ORDER
-    assert len(step(report, "TLS").lines) == 2
 
 
 async def test_another_senders_server_is_said_to_be_one(tmp_path: Path) -> None:
@@ -294,8 +259,7 @@ async def test_another_senders_server_is_said_to_be_one(tmp_path: Path) -> None:
         )  # fmt: skip
         stage.settings["homeserver"] = {"federation_sender_instances": senders}
         report = await stage.probe(theirs)
-    assert step(report, "allowed").lines == ["yes; another sender, other, sends to it"]
-    assert step(report, "allowed").facts == {"sender": "other"}
+    assert step(report, "allowed").lines == ("yes; another sender, other, sends to it",)
 
 
 async def test_steps_that_are_not_needed_say_so(tmp_path: Path) -> None:
@@ -307,7 +271,7 @@ async def test_steps_that_are_not_needed_say_so(tmp_path: Path) -> None:
     assert report.failed is None
     assert stage.network.asked == []
     for name in (".well-known", "SRV"):
-        assert step(report, name).lines == ["not asked: the address or the port is known"]
+        assert step(report, name).lines == ("not asked: the address or the port is known",)
     [line] = step(report, "addresses").lines
     assert line.endswith("permitted: the configuration gives it in destinations")
 
@@ -330,7 +294,7 @@ async def test_a_server_that_is_not_allowed_is_not_asked(
     async with open_stage(tmp_path) as stage:
         stage.settings.update(settings)
         report = await stage.probe(server)
-    assert failed_at(report, "allowed").lines == [f"nothing is sent to it: {reason}"]
+    assert failed_at(report, "allowed").lines == (f"nothing is sent to it: {reason}",)
     assert stage.network.asked == []
     assert stage.network.dialled == []
 
@@ -357,19 +321,19 @@ async def test_forbidden_addresses_name_the_range(tmp_path: Path) -> None:
         report = await stage.probe()
         failed = failed_at(report, "addresses")
         assert "outside the permitted IP ranges" in failed.lines[0]
-        assert failed.lines[1:] == [
+        assert failed.lines[1:] == (
             f"{IP} port 8448: forbidden: ip_deny has 192.0.2.0/24",
             "10.5.0.1 port 8448: forbidden: ip_deny has 10.0.0.0/8",
-        ]
+        )
         assert stage.network.dialled == []
 
         stage.settings["federation"] = {"ip_deny": ["0.0.0.0/0"], "ip_allow": ["192.0.2.0/24"]}
         report = await stage.probe()
     assert report.failed is None
-    assert step(report, "addresses").lines == [
+    assert step(report, "addresses").lines == (
         f"{IP} port 8448: permitted: ip_allow has 192.0.2.0/24",
         "10.5.0.1 port 8448: forbidden: ip_deny has 0.0.0.0/0",
-    ]
+    )
 
 
 async def test_a_refused_connection_ends_there(tmp_path: Path, free_tcp_port: int) -> None:
@@ -379,14 +343,11 @@ async def test_a_refused_connection_ends_there(tmp_path: Path, free_tcp_port: in
     assert f"connection refused ({IP}:8448)" in failed_at(report, "connection").lines[0]
 
 
-async def test_a_certificate_for_another_name_is_shown_with_the_reason(tmp_path: Path) -> None:
+async def test_a_certificate_for_another_name_ends_there(tmp_path: Path) -> None:
     async with open_stage(tmp_path, "c.example", "*.c.example") as stage:
         report = await stage.probe()
-    reason, names, life = failed_at(report, "TLS").lines
+    [reason] = failed_at(report, "TLS").lines
     assert "certificate refused: Hostname mismatch" in reason
-    assert names == "TLSv1.3; certificate for c.example, *.c.example"
-    assert "days left" in life
-    # Without a check, nothing was asked.
     assert stage.asked == []
 
 
@@ -402,79 +363,24 @@ async def test_a_certificate_that_is_not_checked_is_said_to_be_so(
             stage.settings["destinations"] = {"overrides": overrides}
         report = await stage.probe()
     assert report.failed is None
-    names, _, unchecked = step(report, "TLS").lines
-    assert names == "TLSv1.3; certificate for c.example"
+    [unchecked] = step(report, "TLS").lines
     assert unchecked == "not checked: the configuration has verify_certificates: false"
 
 
-async def test_the_second_look_at_a_refused_certificate_does_not_count(tmp_path: Path) -> None:
-    class SlowAtLast(TableNetwork):
-        async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
-            if (address, port) in self.dialled:
-                await trio.sleep(0.5)
-            return await super().open_tcp(address, port)
-
-    async with open_stage(tmp_path, "c.example") as stage:
-        stage.network = SlowAtLast(stage.network.records, stage.network.ports)
-        report = await stage.probe()
-        assert stage.network.dialled.count((IP, 8448)) == 2
-    assert len(failed_at(report, "TLS").lines) == 3
-    assert step(report, "TLS").took_ms < 500
-
-
-async def test_a_certificate_of_an_unknown_authority_is_shown(tmp_path: Path) -> None:
+async def test_a_certificate_of_an_unknown_authority_ends_there(tmp_path: Path) -> None:
     async with open_stage(tmp_path) as stage:
         Authority(tmp_path)
         report = await stage.probe()
-    reason, names, life = failed_at(report, "TLS").lines
+    [reason] = failed_at(report, "TLS").lines
     assert "certificate refused: " in reason
-    assert "b.example" in names
-    assert life.startswith("issued by ")
 
 
-async def test_an_expired_certificate_is_shown_with_the_reason(tmp_path: Path) -> None:
+async def test_an_expired_certificate_ends_there(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     life = (now - timedelta(days=90), now - timedelta(days=3))
     async with open_stage(tmp_path, life=life) as stage:
         report = await stage.probe()
-    reason, _, ended = failed_at(report, "TLS").lines
-    assert "certificate refused: certificate has expired" in reason
-    assert ended.endswith(", it has ended")
-    assert failed_at(report, "TLS").facts["days_left"] == -3
-
-
-@pytest.mark.parametrize(
-    ("since_days", "left_days", "soon"), [(85, 4, True), (60, 29, False), (2, 4, False)]
-)
-async def test_a_certificate_that_ends_soon_is_said_to_do_so(
-    tmp_path: Path, since_days: int, left_days: int, soon: bool
-) -> None:
-    now = datetime.now(UTC)
-    life = (now - timedelta(days=since_days), now + timedelta(days=left_days, hours=1))
-    async with open_stage(tmp_path, life=life) as stage:
-        report = await stage.probe()
-    assert report.failed is None
-    line = step(report, "TLS").lines[1]
-    assert line.endswith(f", {left_days} days left{': it ends soon' if soon else ''}")
-    assert step(report, "TLS").facts["ends_soon"] is soon
-
-
-async def test_a_certificate_that_cannot_be_read_is_said_to_be_one(tmp_path: Path) -> None:
-    async with open_stage(tmp_path) as stage:
-        issued = Authority(tmp_path).issue(NAME)
-        der = ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
-        assert der.count(VERSION_3) == 1
-        pem = ssl.DER_cert_to_PEM_cert(der.replace(VERSION_3, VERSION_3[:-1] + b"\x07"))
-        chain = tmp_path / "chain.pem"
-        chain.write_text(issued.private_key_pem.bytes().decode() + pem)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(chain)
-        async with serving(context, homeserver([])) as odd:
-            stage.network.ports[IP, 8448] = odd.port
-            report = await stage.probe()
-    reason, what = failed_at(report, "TLS").lines
-    assert "certificate refused: " in reason
-    assert what == "TLSv1.3; the certificate has parts that cannot be read"
+    assert "certificate refused: certificate has expired" in failed_at(report, "TLS").lines[0]
 
 
 async def test_a_server_without_tls_ends_there(tmp_path: Path) -> None:
@@ -523,7 +429,7 @@ async def test_all_steps_together_have_a_bound(
     async with open_stage(tmp_path) as stage:
         stage.network = Hanging()
         report = await stage.probe()
-    assert failed_at(report, ".well-known").lines == ["the probe is not done within 0.3 s"]
+    assert failed_at(report, ".well-known").lines == ("the probe is not done within 0.3 s",)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +456,7 @@ async def test_a_server_need_not_say_what_it_runs(tmp_path: Path) -> None:
     async with open_stage(tmp_path, version=response(200, b"{}")) as stage:
         report = await stage.probe()
     assert report.failed is None
-    assert step(report, "version").lines == ["the server does not say what it runs"]
+    assert step(report, "version").lines == ("the server does not say what it runs",)
 
 
 @pytest.mark.parametrize(
@@ -573,13 +479,11 @@ async def test_keys_that_are_garbage_end_there(tmp_path: Path, body: bytes, reas
     assert reason in failed_at(report, "keys").lines[0]
 
 
-async def test_long_lists_of_names_and_keys_are_cut(tmp_path: Path) -> None:
+async def test_a_long_list_of_keys_is_cut(tmp_path: Path) -> None:
     many = keys(verify_keys={f"ed25519:{number:03}": {} for number in range(50)})
-    names = [NAME, *(f"x{number}.example" for number in range(29))]
-    async with open_stage(tmp_path, *names, keys=response(200, many)) as stage:
+    async with open_stage(tmp_path, keys=response(200, many)) as stage:
         report = await stage.probe()
     assert report.failed is None
-    assert step(report, "TLS").lines[0].endswith("x18.example and 10 more")
     assert "ed25519:019 and 30 more; valid" in step(report, "keys").lines[0]
 
 
@@ -612,7 +516,8 @@ async def test_the_command_prints_the_steps_and_the_result(
     lines = out.splitlines()
     assert [line.split()[0] for line in lines if line[0] != " "] == [*ORDER, "fedsender"]
     assert lines[-1] == "fedsender can reach b.example"
-    assert all(line.split()[2] in ("ms", "s") for line in lines[:-1] if line[0] != " ")
+    timed = [line.split()[0] for line in lines[:-1] if line.split()[2] in ("ms", "s")]
+    assert timed == ["allowed", ".well-known", "connection", "version", "keys"]
 
 
 async def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

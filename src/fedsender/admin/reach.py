@@ -1,88 +1,66 @@
 """The steps of `fedsender probe`: the way of an attempt, up to where a transaction would be sent.
 
-The client is the daemon's, by the daemon's configuration and its cache of discovery. It tells each
-step as it does it (`federation.client.Stage`). This module measures the steps and puts them into
-words. No transaction is sent, and no file is written.
+The client is the daemon's, by the daemon's configuration and its cache of discovery. This module
+puts into words what it finds. No transaction is sent, and no file is written.
 """
 
-import ssl
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 import trio
-from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 
-from fedsender.admin.display import listed, many, moment, took
-from fedsender.config import Config
-from fedsender.config.values import IPRanges
+from fedsender.admin.display import listed, moment, took
+from fedsender.config import Config, Policy
 from fedsender.federation.answer import answer_of, json_object
 from fedsender.federation.client import (
     FederationClient,
     Peer,
     SendFailed,
-    Stage,
     Unreachable,
     open_client,
 )
-from fedsender.federation.dialing import Reached, TlsPolicy
-from fedsender.federation.discovery import AskDns, AskWellKnown, Resolved
-from fedsender.federation.discovery_cache import Delegation, Lookup
+from fedsender.federation.discovery import Resolved, is_literal
+from fedsender.federation.discovery_cache import SRV_SERVICES
 from fedsender.federation.proxy import ProxyBroken
-from fedsender.federation.transport import Connection, causes, words
+from fedsender.federation.transport import words
+from fedsender.matrix import parse_server_name
 from fedsender.runtime import OutOfResources, Runtime
 from fedsender.telemetry import Metrics
-from fedsender.tls import TlsStream
 
 __all__ = ["PROBE_S", "Report", "Step", "StepName", "probe"]
 
 PROBE_S: Final = 180.0
-"""Seconds for all steps together. Each step also has the time limit that the daemon gives it. A
-look at a refused certificate comes after that, with the daemon's limits for TCP and TLS."""
+"""Seconds for all steps together. Each step also has the time limit that the daemon gives it."""
 
 StepName = Literal[
     "allowed", ".well-known", "SRV", "addresses", "connection", "TLS", "version", "keys"
 ]
 _ORDER: Final[tuple[StepName, ...]] = get_args(StepName)
+_NOT_ASKED: Final = "not asked: the address or the port is known"
 _SHOWN: Final = 20
-_DAY_MS: Final = 86_400_000
-# A certificate ends soon if less than this is left, and less than a third of its life: some
-# authorities give certificates for six days only.
-_SOON_MS: Final = 7 * _DAY_MS
 # The end of the year 9999.
 _LAST_MOMENT_MS: Final = 253_402_300_799_999
-# The errors of `cryptography` for a certificate that OpenSSL takes.
-_UNREADABLE: Final = (
-    ValueError,
-    UnsupportedAlgorithm,
-    x509.DuplicateExtension,
-    x509.InvalidVersion,
-    x509.UnsupportedGeneralNameType,
-)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step, done or failed.
 
     Attributes:
         ok: False: it failed, and it is the last one. `lines` then begin with the reason.
-        took_ms: its time in milliseconds.
+        took_ms: its time in milliseconds; None: that of the step before has it, too.
         lines: the findings in words; parts of them come from other servers.
-        facts: the findings as JSON values.
     """
 
     name: StepName
-    ok: bool = True
-    took_ms: float = 0.0
-    lines: list[str] = field(default_factory=list)
-    facts: dict[str, object] = field(default_factory=dict)
+    ok: bool
+    took_ms: float | None
+    lines: tuple[str, ...]
 
     def printed(self) -> Iterator[str]:
         """`lines` for a screen; the first begins with the name and the time."""
-        start = f"{self.name:<12}{took(self.took_ms):>8}  "
+        start = f"{self.name:<12}{'' if self.took_ms is None else took(self.took_ms):>8}  "
         for number, line in enumerate(self.lines):
             failed = "" if self.ok or number else "failed: "
             yield f"{start if number == 0 else ' ' * len(start)}{failed}{line}"
@@ -115,18 +93,33 @@ class Report:
             "reachable": failed is None,
             "failed_step": failed and failed.name,
             "reason": failed and failed.lines[0],
-            "took_ms": round(sum(step.took_ms for step in self.steps), 1),
             "steps": [
-                {
-                    "step": step.name,
-                    "ok": step.ok,
-                    "took_ms": round(step.took_ms, 1),
-                    "text": step.lines,
-                    **step.facts,
-                }
+                {"step": step.name, "ok": step.ok, "took_ms": step.took_ms, "text": step.lines}
                 for step in self.steps
             ],
         }
+
+
+class _Failed(Exception):
+    """The next step has failed; the arguments are its lines, the reason first."""
+
+
+class _Walk:
+    """The steps so far. They always come in the same order."""
+
+    def __init__(self, seen: Callable[[Step], None]) -> None:
+        self.steps: list[Step] = []
+        self._seen = seen
+        self._began = trio.current_time()
+
+    def done(self, *lines: str, ok: bool = True, timed: bool = True) -> None:
+        """The next step is over; `timed`: it took the time since the last one that was timed."""
+        took_ms = None
+        if timed:
+            now = trio.current_time()
+            took_ms, self._began = round((now - self._began) * 1000, 1), now
+        self.steps.append(Step(_ORDER[len(self.steps)], ok, took_ms, lines))
+        self._seen(self.steps[-1])
 
 
 async def probe(
@@ -138,317 +131,147 @@ async def probe(
         server: a valid server name.
         seen: is called with each step when it is over; raises nothing.
     """
-    walk = _Walk(config, runtime, server, seen)
-    refusal = config.refusal(server)
-    sender = config.sender_of(server)
-    walk.facts["sender"] = sender
+    walk, refusal = _Walk(seen), config.refusal(server)
     if refusal is not None:
-        walk.fail(f"nothing is sent to it: {refusal}")
-        return walk.report()
+        walk.done(f"nothing is sent to it: {refusal}", ok=False)
+        return Report(server, tuple(walk.steps))
+    sender = config.sender_of(server)
     who = "this sender" if config.handles(server) else f"another sender, {sender},"
-    walk.note(f"yes; {who} sends to it")
-    ours, metrics = config.server_name, Metrics(config.server_name)
-    async with open_client(config.federation, runtime, ours, None, metrics) as client:
-        await walk.go(client)
-    return walk.report()
-
-
-class _Unfit(Exception):
-    """An answer that no homeserver gives; the text is the reason in words."""
-
-
-class _Walk:
-    """The steps so far, and the one under way.
-
-    Attributes:
-        facts: those of the step under way.
-    """
-
-    def __init__(
-        self, config: Config, runtime: Runtime, server: str, seen: Callable[[Step], None]
-    ) -> None:
-        self._config = config
-        self._policy = config.policy_for(server)
-        self._runtime = runtime
-        self._server = server
-        self._seen = seen
-        self._done: list[Step] = []
-        self._step = Step(_ORDER[0])
-        self._began = trio.current_time()
-        self._client: FederationClient | None = None
-        self._question: AskDns | AskWellKnown | None = None
-        self._place: Resolved | None = None
-        self._reached: Reached | None = None
-
-    @property
-    def facts(self) -> dict[str, object]:
-        return self._step.facts
-
-    def note(self, line: str) -> None:
-        """Add a finding to the step under way."""
-        self._step.lines.append(line)
-
-    def fail(self, reason: str) -> None:
-        """End the step under way, and with it the probe."""
-        self._step.ok = False
-        self._step.lines.insert(0, reason)
-        self._end()
-
-    def report(self) -> Report:
-        return Report(self._server, tuple(self._done))
-
-    def _end(self) -> None:
-        now = trio.current_time()
-        self._step.took_ms, self._began = (now - self._began) * 1000, now
-        self._done.append(self._step)
-        self._seen(self._step)
-
-    def _enter(self, name: StepName) -> None:
-        """End the step under way and begin the step `name`, unless that is under way already."""
-        if self._step.name == name:
-            return
-        self._end()
-        for skipped in _ORDER[_ORDER.index(self._step.name) + 1 : _ORDER.index(name)]:
-            self._step = Step(
-                skipped,
-                lines=["not asked: the address or the port is known"],
-                facts={"asked": False},
-            )
-            self._end()
-        self._step = Step(name)
-
-    async def go(self, client: FederationClient) -> None:
-        """Take the steps after the first."""
-        self._client = client
-        peer = client.peer(self._server, self._policy, _Leave(), self._told)
+    walk.done(f"yes; {who} sends to it")
+    ours, policy = config.server_name, config.policy_for(server)
+    within_s = policy.request_timeout or config.federation.request_timeout
+    async with (
+        open_client(config.federation, runtime, ours, None, Metrics(ours)) as client,
+        client.peer(server, policy, _Leave()) as peer,
+    ):
         try:
             with trio.fail_after(PROBE_S):
-                async with peer:
-                    await peer.connect()
-                    self._enter("version")
-                    self._version(await self._ask(peer, "/_matrix/federation/v1/version"))
-                    self._enter("keys")
-                    self._keys(await self._ask(peer, "/_matrix/key/v2/server"))
+                place = await _find(client, peer, policy, walk)
+                await _connect(client, peer, policy, place, walk)
+                said = await _ask(peer, "/_matrix/federation/v1/version", within_s, runtime)
+                walk.done(_version(said))
+                said = await _ask(peer, "/_matrix/key/v2/server", within_s, runtime)
+                walk.done(_keys(said, server, runtime.now_ms()))
+        except _Failed as failed:
+            walk.done(*failed.args, ok=False)
         except (Unreachable, SendFailed) as failure:
-            if any(isinstance(each, ssl.SSLCertVerificationError) for each in causes(failure)):
-                await self._look_at_refused()
-            self.fail(failure.text)
-        except _Unfit as unfit:
-            self.fail(str(unfit))
+            walk.done(failure.text, ok=False)
         except trio.TooSlowError:
-            self.fail(f"the probe is not done within {PROBE_S:g} s")
+            walk.done(f"the probe is not done within {PROBE_S:g} s", ok=False)
         except ProxyBroken as broken:
-            self.fail(str(broken.strerror))
+            walk.done(str(broken.strerror), ok=False)
         except OutOfResources as lack:
-            self.fail(f"this machine has no room for a connection: {lack.strerror}")
-        else:
-            self._end()
-
-    # --- discovery, TCP and TLS -------------------------------------------------------------------
-
-    def _told(self, stage: Stage) -> None:
-        """Note a step of the client."""
-        if self._step.name in ("version", "keys"):
-            # The server closed the first connection after an answer; this is another one.
-            return
-        match stage:
-            case AskWellKnown() | AskDns():
-                self._question = stage
-                self._enter(_step_of(stage))
-            case Delegation():
-                self._delegated(stage)
-            case Lookup():
-                self._looked_up(stage)
-            case Resolved():
-                self._place = stage
-                self._found(stage)
-            case Reached(address):
-                self._reached = stage
-                self.note(f"{address[0]} port {address[1]}")
-                self.facts.update(ip=address[0], port=address[1])
-                self._enter("TLS")
-            case Connection():
-                self._secured(stage)
-                checks = self._policy.verify_certificates
-                if not (self._config.federation.verify_certificates if checks is None else checks):
-                    self.note("not checked: the configuration has verify_certificates: false")
-
-    def _until(self, moment_s: float) -> tuple[bool, int]:
-        """Whether the last answer is of the daemon's cache, and its end (ms since the epoch)."""
-        assert self._client is not None
-        cache, question = self._client.discovery.cache, self._question
-        if isinstance(question, AskDns):
-            cached = cache.from_file(question.name, question.rdtype)
-        else:
-            cached = question is not None and cache.from_file(question.host)
-        until_ms = self._runtime.now_ms() + round((moment_s - trio.current_time()) * 1000)
-        return cached, until_ms
-
-    def _delegated(self, answer: Delegation) -> None:
-        cached, until_ms = self._until(answer.refresh_at)
-        found = f"none: {answer.text}" if answer.server is None else f"m.server is {answer.server}"
-        holds = "from the cache, which has it until" if cached else "the next request is not before"
-        self.note(f"{found}; {holds} {moment(until_ms)}")
-        if answer.server is not None and answer.failures:
-            self.note("the last request failed, and an earlier answer still holds")
-        self.facts.update(
-            server=answer.server, error=answer.text or None, cached=cached, until_ts=until_ms
-        )
-
-    def _looked_up(self, answer: Lookup) -> None:
-        assert isinstance(self._question, AskDns)
-        cached, until_ms = self._until(answer.expires_at)
-        name, rdtype = self._question.name, self._question.rdtype
-        said = f"; from the cache, which has it until {moment(until_ms)}" if cached else ""
-        if rdtype == "SRV" and answer.values:
-            self.note(f"{name}: {', '.join(answer.values)}{said}")
-        elif rdtype == "SRV" or answer.failed or cached:
-            found = f"{name}: {', '.join(answer.values)}" if answer.values else answer.text
-            self.note(f"{found}{said}")
-        lookups = self.facts.setdefault("lookups", [])
-        assert isinstance(lookups, list)
-        lookups.append(
-            {
-                "name": name,
-                "type": rdtype,
-                "values": list(answer.values),
-                "error": answer.text or None,
-                "cached": cached,
-                "until_ts": until_ms,
-            }
-        )
-
-    def _found(self, place: Resolved) -> None:
-        self._enter("addresses")
-        ranges = self._config.federation.ip_ranges
-        judged: list[dict[str, object]] = []
-        for ip, port in place.candidates:
-            permitted, why = ranges.permit(ip), ranges.verdict(ip)
-            if self._policy.address is not None:
-                permitted, why = True, "the configuration gives it in destinations"
-            self.note(f"{ip} port {port}: {'permitted' if permitted else 'forbidden'}: {why}")
-            judged.append({"ip": ip, "port": port, "permitted": permitted, "why": why})
-        self.facts.update(host=place.host_header, tls_name=place.tls_name, addresses=judged)
-        if any(each["permitted"] for each in judged):
-            self._enter("connection")
-
-    def _secured(self, connection: Connection) -> None:
-        """Note the version of TLS and the certificate of a connection."""
-        stream = connection.stream
-        if not isinstance(stream, TlsStream):
-            return
-        self.facts["version"] = stream.version
-        try:
-            certificate = x509.load_der_x509_certificate(stream.certificate)
-            names = _names(certificate)
-            issuer = words(certificate.issuer.rfc4514_string())
-            life_ms = [
-                int(each.timestamp() * 1000)
-                for each in (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
-            ]
-        except _UNREADABLE:
-            self.note(f"{stream.version}; the certificate has parts that cannot be read")
-            return
-        left_ms = life_ms[1] - self._runtime.now_ms()
-        days = int(left_ms / _DAY_MS)
-        soon = 0 <= left_ms < min(_SOON_MS, (life_ms[1] - life_ms[0]) / 3)
-        self.note(f"{stream.version}; certificate for {listed(names, _SHOWN) or 'no name'}")
-        left = f"{many(days, 'day')} left" if left_ms >= 0 else "it has ended"
-        warning = ": it ends soon" if soon else ""
-        self.note(f"issued by {issuer}; good until {moment(life_ms[1])}, {left}{warning}")
-        self.facts.update(
-            names=names[:_SHOWN],
-            issuer=issuer,
-            not_before_ts=life_ms[0],
-            not_after_ts=life_ms[1],
-            days_left=days,
-            ends_soon=soon,
-        )
-
-    async def _look_at_refused(self) -> None:
-        """Note the certificate that was refused.
-
-        OpenSSL does not keep it. So the same address is connected to once more, without a check;
-        nothing is sent there.
-        """
-        assert self._client is not None
-        if self._reached is None or self._place is None or self._step.name != "TLS":
-            return
-        looks_from = trio.current_time()
-        unchecked = TlsPolicy(minimum=self._config.federation.minimum_tls_version, verify=False)
-        with suppress(Unreachable, OutOfResources):
-            connection = await self._client.dialer.open(
-                [self._reached.address], self._place.tls_name, unchecked, IPRanges()
-            )
-            try:
-                self._secured(connection)
-            finally:
-                connection.close()
-        # The time of the step is that of the handshake that failed.
-        self._began += trio.current_time() - looks_from
-
-    # --- requests ---------------------------------------------------------------------------------
-
-    async def _ask(self, peer: Peer, target: str) -> dict[str, Any]:
-        """The JSON object at `target`; raises _Unfit, and as `Peer.get`."""
-        within_s = self._policy.request_timeout or self._config.federation.request_timeout
-        try:
-            with trio.fail_after(within_s):
-                response = await peer.get(target)
-        except trio.TooSlowError:
-            raise _Unfit(f"no answer to GET {target} within {within_s:g} s") from None
-        if response.status != 200:
-            answer = answer_of(response, (), reused=False, now_ms=self._runtime.now_ms)
-            raise _Unfit(f"GET {target} was answered {response.status}: {answer.text or 'no text'}")
-        document = json_object(response.body)
-        if document is None:
-            raise _Unfit(f"the answer to GET {target} is not a JSON object, or has too many parts")
-        return document
-
-    def _version(self, document: Mapping[str, Any]) -> None:
-        server = document.get("server", {})
-        found = (
-            [server.get(key, "") for key in ("name", "version")]
-            if isinstance(server, dict)
-            else None
-        )
-        if found is None or not all(isinstance(each, str) for each in found):
-            raise _Unfit("the answer has a field server that is not an object with texts")
-        name, version = map(words, found)
-        self.note(f"{name} {version}".strip() or "the server does not say what it runs")
-        self.facts.update(name=name or None, version=version or None)
-
-    def _keys(self, document: Mapping[str, Any]) -> None:
-        name, keys = document.get("server_name"), document.get("verify_keys")
-        until = document.get("valid_until_ts")
-        if not isinstance(name, str) or name != self._server:
-            raise _Unfit(f"the field server_name is {words(repr(name))}, not {self._server}")
-        if not isinstance(keys, dict) or not keys:
-            raise _Unfit("the field verify_keys has no keys")
-        if type(until) is not int or not 0 <= until <= _LAST_MOMENT_MS:
-            raise _Unfit("the field valid_until_ts is not a time in milliseconds")
-        ids = [words(each) for each in sorted(keys)]
-        self.note(f"{name}: {listed(ids, _SHOWN)}; valid until {moment(until)}")
-        self.facts.update(server_name=name, key_ids=ids[:_SHOWN], valid_until_ts=until)
-        if until < self._runtime.now_ms():
-            raise _Unfit(f"the keys were valid until {moment(until)} only")
+            walk.done(f"this machine has no room for a connection: {lack.strerror}", ok=False)
+    return Report(server, tuple(walk.steps))
 
 
-def _step_of(question: AskDns | AskWellKnown) -> StepName:
-    if isinstance(question, AskWellKnown):
-        return ".well-known"
-    return "SRV" if question.rdtype == "SRV" else "addresses"
-
-
-def _names(certificate: x509.Certificate) -> list[str]:
-    """The host names and addresses that a certificate is for; raises as `cryptography` does."""
+async def _find(client: FederationClient, peer: Peer, policy: Policy, walk: _Walk) -> Resolved:
+    """Take the steps before the addresses. What was asked is in the client's cache afterwards."""
+    failure, cache = None, client.discovery.cache
     try:
-        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except x509.ExtensionNotFound:
-        return []
-    found = extension.value
-    addresses = map(str, found.get_values_for_type(x509.IPAddress))
-    return [words(name) for name in (*found.get_values_for_type(x509.DNSName), *addresses)]
+        place = await peer.resolve()
+    except Unreachable as unreachable:
+        failure = unreachable
+    delegation, (host, port) = None, parse_server_name(peer.destination)
+    if port is None and policy.address is None and not is_literal(host):
+        delegation = cache.delegation(host.lower())
+    if delegation is None:
+        walk.done(_NOT_ASKED)
+    elif delegation.server is None:
+        walk.done(f"none: {delegation.text}")
+    else:
+        host, port = parse_server_name(delegation.server)
+        earlier = "the last request failed, and an earlier answer still holds"
+        walk.done(f"m.server is {delegation.server}", *[earlier] * bool(delegation.failures))
+    lines = []
+    if delegation is not None and port is None and not is_literal(host):
+        for name in (f"{service}.{host.lower()}" for service in SRV_SERVICES):
+            if (lookup := cache.lookup(name, "SRV")) is not None:
+                values = ", ".join(lookup.values)
+                lines.append(f"{name}: {values}" if values else lookup.text)
+    if failure is None or not failure.text.startswith(SRV_SERVICES):
+        walk.done(*lines or [_NOT_ASKED], timed=False)
+    if failure is not None:
+        raise failure
+    return place
+
+
+async def _connect(
+    client: FederationClient, peer: Peer, policy: Policy, place: Resolved, walk: _Walk
+) -> None:
+    """Take the steps from the addresses to TLS."""
+    ranges, lines = client.config.ip_ranges, []
+    for ip, port in place.candidates:
+        verdict = f"{'permitted' if ranges.permit(ip) else 'forbidden'}: {ranges.verdict(ip)}"
+        if policy.address is not None:
+            verdict = "permitted: the configuration gives it in destinations"
+        lines.append(f"{ip} port {port}: {verdict}")
+
+    def note_connection() -> None:
+        walk.done(*lines, timed=False)
+        ports = dict(place.candidates)
+        if (ip := client.dialer.worked(place.tls_name)) in ports:
+            walk.done(f"{ip} port {ports[ip]}")
+
+    try:
+        await peer.connect()
+    except Unreachable as failure:
+        # Where .well-known says that the server is gone, its kind stands above that of the cause.
+        cause = failure.__cause__ if isinstance(failure.__cause__, Unreachable) else failure
+        if cause.kind == "blocked":
+            raise _Failed(failure.text, *lines) from failure
+        if cause.kind == "tls" or cause.text.startswith("no TLS"):
+            note_connection()
+        else:
+            walk.done(*lines, timed=False)
+        raise
+    note_connection()
+    checked = policy.verify_certificates
+    if client.config.verify_certificates if checked is None else checked:
+        walk.done(f"the certificate is good for {place.tls_name}", timed=False)
+    else:
+        walk.done("not checked: the configuration has verify_certificates: false", timed=False)
+
+
+async def _ask(peer: Peer, target: str, within_s: float, runtime: Runtime) -> dict[str, Any]:
+    """The JSON object at `target`; raises _Failed, and as `Peer.get`."""
+    try:
+        with trio.fail_after(within_s):
+            response = await peer.get(target)
+    except trio.TooSlowError:
+        raise _Failed(f"no answer to GET {target} within {within_s:g} s") from None
+    if response.status != 200:
+        answer = answer_of(response, (), reused=False, now_ms=runtime.now_ms)
+        raise _Failed(f"GET {target} was answered {response.status}: {answer.text or 'no text'}")
+    document = json_object(response.body)
+    if document is None:
+        raise _Failed(f"the answer to GET {target} is not a JSON object, or has too many parts")
+    return document
+
+
+def _version(document: Mapping[str, Any]) -> str:
+    server = document.get("server", {})
+    found = [server.get(key, "") for key in ("name", "version")] if type(server) is dict else [None]
+    texts = [words(each) for each in found if isinstance(each, str)]
+    if len(texts) < len(found):
+        raise _Failed("the answer has a field server that is not an object with texts")
+    return " ".join(texts).strip() or "the server does not say what it runs"
+
+
+def _keys(document: Mapping[str, Any], server: str, now_ms: int) -> str:
+    name, keys = document.get("server_name"), document.get("verify_keys")
+    until = document.get("valid_until_ts")
+    if name != server:
+        raise _Failed(f"the field server_name is {words(repr(name))}, not {server}")
+    if not isinstance(keys, dict) or not keys:
+        raise _Failed("the field verify_keys has no keys")
+    if type(until) is not int or not 0 <= until <= _LAST_MOMENT_MS:
+        raise _Failed("the field valid_until_ts is not a time in milliseconds")
+    ids = [words(each) for each in sorted(keys)]
+    line = f"{server}: {listed(ids, _SHOWN)}; valid until {moment(until)}"
+    if until < now_ms:
+        raise _Failed(f"the keys were valid until {moment(until)} only", line)
+    return line
 
 
 class _Leave:

@@ -406,7 +406,7 @@ class Peer:
 
     async def _open(self) -> Live:
         client = self._client
-        resolved = await self._resolve()
+        resolved = await self.resolve()
         # An address of the configuration is permitted; one from the DNS is checked.
         ranges = self._ranges if self._address is None else IPRanges()
         try:
@@ -433,7 +433,13 @@ class Peer:
         )
         return Live(connection, lines, self._opened_by)
 
-    async def _resolve(self) -> Resolved:
+    async def resolve(self) -> Resolved:
+        """The place of the server, from the cache if that knows it.
+
+        Raises:
+            Unreachable: it has none.
+            OutOfResources: we can ask nobody.
+        """
         result = "found"
         try:
             return await self._client.discovery.resolve(
