@@ -32,6 +32,7 @@ import trio
 from dns.nameserver import Do53Nameserver
 
 from fedsender.config.document import OUR_LACK
+from fedsender.fairness import Payer, Turns, site_of
 from fedsender.tls import MeteredTls, TlsStream
 
 T = TypeVar("T")
@@ -109,11 +110,18 @@ class Network(Protocol):
         ...
 
     async def start_tls(
-        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+        self,
+        stream: trio.abc.Stream,
+        context: ssl.SSLContext,
+        server_hostname: str,
+        payer: Payer | None = None,
     ) -> trio.abc.Stream:
         """Finish a TLS handshake on `stream`; raises ssl.SSLError, trio.BrokenResourceError.
 
         The stream may be a TLS stream of this network: then the new one runs inside it.
+
+        Args:
+            payer: whoever is charged for the time that the peer costs; None: it is one of ours.
         """
         ...
 
@@ -160,6 +168,7 @@ class Runtime:
         entropy: random bytes of the operating system, for transaction ids and boot ids.
         run_sync: the thread seam.
         network: the socket seam.
+        turns: the time of the event loop, for what others can make dear.
     """
 
     now_ms: Callable[[], int]
@@ -167,10 +176,16 @@ class Runtime:
     entropy: Callable[[int], bytes]
     run_sync: RunSync
     network: Network
+    turns: Turns
 
 
 class _Nameserver(Do53Nameserver):
-    """A DNS server whose answers are looked at before dnspython makes anything of them."""
+    """A DNS server whose answers are looked at before dnspython makes anything of them; they are
+    read in turns, for which the site of the name pays."""
+
+    def __init__(self, address: str, port: int, turns: Turns) -> None:
+        super().__init__(address, port)
+        self._turns = turns
 
     async def async_query(
         self,
@@ -185,8 +200,13 @@ class _Nameserver(Do53Nameserver):
     ) -> dns.message.Message:
         with trio.fail_after(timeout):
             answer = await (self._by_tcp if max_size else self._by_udp)(request.to_wire())
-        check_dns_answer(answer)
-        response = dns.message.from_wire(answer)
+
+        def read() -> dns.message.Message:
+            check_dns_answer(answer)
+            return dns.message.from_wire(answer)
+
+        payers = (site_of(request.question[0].name.to_text(omit_final_dot=True)),)
+        response = await self._turns.take(payers, self._turns.lookup, read)
         if not request.is_response(response):
             raise dns.query.BadResponse
         return response
@@ -273,7 +293,9 @@ def _pass_name(wire: bytes, at: int, labels: int) -> tuple[int, int]:
 class RealNetwork:
     """Sockets and resolver of the operating system, TLS of the standard library."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
+        """Args: turns: in which is done what others can make dear; None: turns of its own."""
+        self._turns = turns or Turns(time.thread_time)
         self._outgoing = ssl.MemoryBIO()
         self._dns: tuple[int, dns.asyncresolver.Resolver] | None = None
         self._hosts: tuple[int, dict[tuple[str, RecordType], tuple[str, ...]]] | None = None
@@ -290,7 +312,11 @@ class RealNetwork:
         return await trio.open_unix_socket(path)
 
     async def start_tls(
-        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+        self,
+        stream: trio.abc.Stream,
+        context: ssl.SSLContext,
+        server_hostname: str,
+        payer: Payer | None = None,
     ) -> trio.abc.Stream:
         # What serves us itself, Redis say, is not metered: it may send without a request for ever.
         metered = context.sslobject_class is MeteredTls
@@ -301,7 +327,7 @@ class RealNetwork:
             await inner.do_handshake()
             return inner
         raw = socket.socket(fileno=stream.socket.detach())
-        tls = TlsStream(raw, context, server_hostname, self._outgoing)
+        tls = TlsStream(raw, context, server_hostname, self._outgoing, self._turns, payer)
         try:
             await tls.do_handshake()
         except BaseException:
@@ -333,14 +359,14 @@ class RealNetwork:
         # No cache: what we learn is kept by server discovery, which bounds and expires it.
         if nameservers:
             resolver = dns.asyncresolver.Resolver(configure=False)
-            resolver.nameservers = [_Nameserver(*each) for each in nameservers]
+            resolver.nameservers = [_Nameserver(*each, self._turns) for each in nameservers]
             return resolver
         # A DHCP client may rewrite the file.
         stamp = _changed_at(Path("/etc/resolv.conf"))
         if self._dns is None or self._dns[0] != stamp:
             resolver = dns.asyncresolver.Resolver()
             resolver.nameservers = [
-                _Nameserver(each, resolver.port) if isinstance(each, str) else each
+                _Nameserver(each, resolver.port, self._turns) if isinstance(each, str) else each
                 for each in resolver.nameservers
             ]
             self._dns = (stamp, resolver)
@@ -452,10 +478,12 @@ async def listen_unix(path: Path, mode: int = 0o600) -> trio.SocketListener:
 
 def real_runtime() -> Runtime:
     """The runtime of a daemon in production."""
+    turns = Turns(time.thread_time)
     return Runtime(
         now_ms=lambda: time.time_ns() // 1_000_000,
         random=random.Random(),
         entropy=os.urandom,
         run_sync=_run_in_thread,
-        network=RealNetwork(),
+        network=RealNetwork(turns),
+        turns=turns,
     )

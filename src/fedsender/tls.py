@@ -17,9 +17,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import trio
+
+from fedsender.fairness import Payer, Turns, Usual
 
 T = TypeVar("T")
 
@@ -242,14 +245,19 @@ class TlsStream(Stream):
         context: ssl.SSLContext,
         server_hostname: str,
         outgoing: ssl.MemoryBIO,
+        turns: Turns,
+        payer: Payer | None,
     ) -> None:
         """Raises ssl.SSLError or ValueError: the server name can be no server's.
 
+        What the peer can make dear is done in turns, if there is a payer.
         `outgoing`: shared by all streams of a loop, because one keeps 11 KB and is used for a
         moment only. It is empty between the steps.
         """
         self.socket = sock
         self._outgoing = outgoing
+        self._turns = turns
+        self._payer = payer
         # What it is wrapped in is fed to it without the memory that `wrap_bio` asks for.
         made = context.wrap_bio(_UNUSED, self._outgoing, server_hostname=server_hostname)
         assert isinstance(made, MeteredTls)
@@ -272,7 +280,7 @@ class TlsStream(Stream):
         """Shake hands; raises trio.BrokenResourceError, with the error of TLS as its cause."""
         while True:
             try:
-                self._step(self._tls.do_handshake)
+                await self._in_turn(self._turns.handshake, self._shake_hands)
             except ssl.SSLWantReadError:
                 await self._flush()
                 await trio.lowlevel.wait_readable(self.socket)
@@ -336,13 +344,13 @@ class TlsStream(Stream):
         try:
             if self._ended or self._tls.fed:
                 await trio.lowlevel.checkpoint()
-                data = self._read(most)
+                data = await self._in_turn(self._turns.answer, partial(self._read, most))
             else:
                 data = None
             while data is None:
                 await trio.lowlevel.wait_readable(self.socket)
                 self._take_in()
-                data = self._read(most)
+                data = await self._in_turn(self._turns.answer, partial(self._read, most))
             return data
         finally:
             self._receiving = False
@@ -369,6 +377,14 @@ class TlsStream(Stream):
         """Close at once, without a goodbye; a checkpoint."""
         self.close()
         await trio.lowlevel.checkpoint()
+
+    async def _in_turn(self, usual: Usual, step: Callable[[], T]) -> T:
+        if self._payer is None:
+            return step()
+        return await self._turns.take(self._payer.accounts, usual, step)
+
+    def _shake_hands(self) -> None:
+        self._step(self._tls.do_handshake)
 
     def _check_open(self) -> None:
         if self.socket.fileno() < 0:

@@ -25,6 +25,7 @@ import trustme
 
 from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
+from fedsender.fairness import Payer
 from fedsender.federation.client import Answer, FederationClient, Peer, open_client
 from fedsender.federation.signing import KeyRing, signing_key_from_seed
 from fedsender.runtime import (
@@ -255,6 +256,7 @@ class AnybodyMay:
     def __init__(self) -> None:
         self.handshakes = 0
         self.turns = 0
+        self.payer = Payer("anybody.example")
 
     def at_once(self) -> bool:
         return True
@@ -264,10 +266,8 @@ class AnybodyMay:
     async def turn(self) -> None:
         self.turns += 1
 
-    async def handshake(self, address: str | None) -> None:
+    async def handshake(self) -> None:
         self.handshakes += 1
-
-    def reached(self, address: str | None) -> None: ...
 
     def asked(self) -> None: ...
 

@@ -19,6 +19,7 @@ from tests.federation.servers import Authority, answering, response, serving
 
 from fedsender.config import Federation
 from fedsender.config.values import IPRanges
+from fedsender.fairness import Payer
 from fedsender.federation.dialing import (
     Address,
     Dialer,
@@ -111,7 +112,11 @@ class Roads(RealNetwork):
         return stream
 
     async def start_tls(
-        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+        self,
+        stream: trio.abc.Stream,
+        context: ssl.SSLContext,
+        server_hostname: str,
+        payer: Payer | None = None,
     ) -> trio.abc.Stream:
         return stream
 

@@ -7,7 +7,7 @@ import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ class World:
                     await trio.sleep(self.thread_s)
                 return function()
 
-        return Runtime(plain.now_ms, plain.random, plain.entropy, run_sync, plain.network)
+        return replace(plain, run_sync=run_sync)
 
     # --- the homeserver ---------------------------------------------------------------------------
 

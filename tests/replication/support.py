@@ -14,6 +14,7 @@ import trio
 import trio.testing
 
 from fedsender.config import TcpAddress
+from fedsender.fairness import Payer
 from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import NameNotFound, Records, RecordType, Runtime, real_runtime
 from fedsender.store.records import PresenceState
@@ -173,7 +174,11 @@ class HandNetwork:
         return await self.open_tcp(str(path), 0)
 
     async def start_tls(
-        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+        self,
+        stream: trio.abc.Stream,
+        context: ssl.SSLContext,
+        server_hostname: str,
+        payer: Payer | None = None,
     ) -> trio.abc.Stream:
         raise NotImplementedError
 

@@ -120,7 +120,7 @@ class FakePeer:
         return False
 
     async def connect(self) -> None:
-        await self.permit.handshake(None)
+        await self.permit.handshake()
         await trio.sleep(0.01)
         self.server.attempts.append(trio.current_time())
         if self.server.connecting is not None:

@@ -1,4 +1,4 @@
-"""Who waits for whom: lanes by how long a server takes, shares of neighbours, the line for new
+"""Who waits for whom: lanes by how long a server takes, sites that hold much, the line for new
 connections; and what that means for a whole sender. All on the virtual clock."""
 
 import math
@@ -17,7 +17,6 @@ from trio.testing import MockClock
 
 from fedsender.config import Sending
 from fedsender.federation.client import FederationClient
-from fedsender.matrix import network_of
 from fedsender.sender.admission import (
     QUICK_S,
     Admission,
@@ -25,7 +24,6 @@ from fedsender.sender.admission import (
     Pace,
     Permit,
     not_now,
-    site_of,
 )
 from fedsender.sender.context import Phase
 from fedsender.sender.destination import Exchange
@@ -70,7 +68,7 @@ def endable(permits: Sequence[Permit]) -> list[Permit]:
 @asynccontextmanager
 async def holding(*permits: Permit) -> AsyncIterator[None]:
     for permit in permits:
-        await permit.handshake(None)
+        await permit.handshake()
     yield
     for permit in permits:
         permit.let_go()
@@ -79,7 +77,7 @@ async def holding(*permits: Permit) -> AsyncIterator[None]:
 async def waits(permit: Permit, seconds: float = 0.01) -> bool:
     """Whether it gets no place for so long; if it gets one, it gives it back."""
     with trio.move_on_after(seconds) as scope:
-        await permit.handshake(None)
+        await permit.handshake()
         permit.let_go()
     return scope.cancelled_caught
 
@@ -201,120 +199,147 @@ async def test_known_servers_in_places_of_the_known_do_not_give_way_to_the_unkno
         assert not ended
 
 
-# --- neighbours -----------------------------------------------------------------------------------
+# --- whoever costs --------------------------------------------------------------------------------
 
 
-def test_what_servers_have_in_common() -> None:
-    assert site_of("a.b.Example.org:8448") == site_of("example.org.") == "example.org"
-    assert site_of("10.0.0.1:8449") == "10.0.0.1"
-    assert site_of("[2001:db8::1]:8449") == site_of("[2001:0db8:0:0::0:1]") == "2001:db8::1"
-    assert site_of("[::ffff:10.0.0.1]:8449") == "10.0.0.1"
-    assert network_of("10.0.0.1") == network_of("::ffff:a00:1") == "10.0.0.1"
-    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db9::1")
+class Siege:
+    """Servers that come again and again to a lane, and hold each place for `hold_s`."""
+
+    def __init__(self, lane: Lane, permits: Sequence[Permit], hold_s: float) -> None:
+        self.lane = lane
+        self.permits = permits
+        self.hold_s = hold_s
+
+    async def go_on(self, permit: Permit) -> None:
+        while True:
+            await self.lane.enter(permit, first=False)
+            await trio.sleep(self.hold_s)
+            self.lane.go(permit)
+
+    @asynccontextmanager
+    async def __call__(self, before_s: float) -> AsyncIterator[None]:
+        async with trio.open_nursery() as nursery:
+            for permit in self.permits:
+                nursery.start_soon(self.go_on, permit)
+                # They do not come in one moment, nor leave in one.
+                await trio.sleep(before_s / len(self.permits))
+            yield
+            nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("common", ["site", "address"])
-async def test_neighbours_have_a_quarter_of_the_lanes_where_attempts_take_long(
-    common: str, autojump_clock: MockClock
-) -> None:
-    lane = Lane(40)
-    admission = admission_of()
-
-    def neighbour(number: int) -> Permit:
-        site, address = f"x{number}", "10.0.0.1"
-        if common == "site":
-            site, address = "evil.example", f"10.0.1.{number}"
-        permit = admission.permit(f"{number}.{site}")
-        permit.reached(address)
-        return permit
-
-    held = [neighbour(number) for number in range(10)]
-    for permit in held:
-        assert lane.at_once(permit, first=False)
-    # Hundreds of honest servers behind one address, all at once.
-    for number in range(10, 40):
-        assert admission.quick.at_once(neighbour(number), first=False)
-    late = [neighbour(number) for number in range(20, 23)]
-    order: list[int] = []
-
-    async def enter(number: int) -> None:
-        await lane.enter(late[number], first=False)
-        order.append(number)
-
-    async with trio.open_nursery() as nursery:
-        for number in range(3):
-            nursery.start_soon(enter, number)
-            await trio.sleep(1)
-        assert not order
-        assert lane.at_once(admission.permit("honest.org"), first=False)
-        assert not lane.at_once(neighbour(30), first=True)
-        lane.go(held[0])
-        await trio.sleep(0.1)
-        assert order == [0]
-        # It need not stay for long, and calls the next.
-        lane.go(late[0])
-        await trio.sleep(0.1)
-        assert order == [0, 1]
-        lane.go(held[1])
-    assert order == [0, 1, 2]
+async def waited(lane: Lane, permit: Permit) -> float:
+    """Seconds for which it waits for a place, which it gives back."""
+    began = trio.current_time()
+    await lane.enter(permit, first=False)
+    lane.go(permit)
+    return trio.current_time() - began
 
 
-async def test_one_held_up_that_gives_up_calls_the_next(autojump_clock: MockClock) -> None:
-    admission, lane = admission_of(), Lane(8)
-
-    def evil(number: int) -> Permit:
-        return admission.permit(f"{number}.evil.example")
-
-    held = [evil(0), evil(1)]
-    others = [admission.permit(f"a.b{number}") for number in range(6)]
-    for permit in (*held, *others):
-        assert lane.at_once(permit, first=True)
-    entered = trio.Event()
-
-    async def enter() -> None:
-        await lane.enter(evil(3), first=True)
-        entered.set()
-
-    async with trio.open_nursery() as nursery:
-        with trio.move_on_after(5):
-            nursery.start_soon(enter)
-            await lane.enter(evil(2), first=True)
-        lane.go(held[0])
-        await trio.sleep(0.1)
-        assert not entered.is_set() or len(lane) == 8
-        lane.go(held[1])
-        await entered.wait()
+def of_names(admission: Admission, count: int, form: str, address: str = "") -> list[Permit]:
+    """Permits of servers that have shown a good certificate at this address, if there is one."""
+    permits = [admission.permit(form.format(number)) for number in range(count)]
+    for permit in permits:
+        if address:
+            permit.payer.proved(permit.server, address)
+    return permits
 
 
-async def test_one_called_up_that_another_neighbour_holds_up_calls_the_next(
+@pytest.mark.slow
+async def test_a_network_of_literals_does_not_keep_a_slow_server_waiting(
     autojump_clock: MockClock,
 ) -> None:
-    """Else the next would wait, with free places, for servers that it has nothing to do with."""
-    admission, lane = admission_of(), Lane(4)
+    """An owner of one /48 has 65,536 /64; 3,000 of them answer after 55 s each."""
+    admission = admission_of(2000, slow_share=0.5)
+    evil = of_names(admission, 3000, "[2001:db8:1:{:x}::1]:8448")
+    async with Siege(admission.slow, evil, 55)(120):
+        for number in range(10):
+            assert await waited(admission.slow, admission.permit(f"a.honest{number}")) < 1
+            await trio.sleep(5)
 
-    def neighbour(number: int, site: str, address: str) -> Permit:
-        permit = admission.permit(f"{number}.{site}")
-        permit.reached(address)
-        return permit
 
-    of_site = neighbour(0, "evil.example", "10.0.0.1")
-    at_address = neighbour(1, "good.example", "10.0.0.2")
-    assert lane.at_once(of_site, first=True)
-    assert lane.at_once(at_address, first=True)
-    both = neighbour(2, "evil.example", "10.0.0.2")
-    next_of_site = neighbour(3, "evil.example", "10.0.0.3")
+async def test_ever_new_sites_do_not_keep_one_out_that_has_many_servers(
+    autojump_clock: MockClock,
+) -> None:
+    """Twice as many as there are places want one all the time, each time under another name."""
+    admission, lane = admission_of(), Lane(20)
     async with trio.open_nursery() as nursery:
-        for permit in (both, next_of_site):
-            nursery.start_soon(partial(lane.enter, permit, first=True))
-            await trio.sleep(0.1)
-        assert len(lane) == 2
-        lane.go(of_site)
+
+        async def come(number: int) -> None:
+            for again in range(10_000):
+                permit = admission.permit(f"new{number}and{again}.example")
+                await lane.enter(permit, first=False)
+                await trio.sleep(5)
+                lane.go(permit)
+
+        for number in range(40):
+            nursery.start_soon(come, number)
+        hoster = of_names(admission, 40, "{}.hoster.example")
+        async with Siege(lane, hoster, 5)(60):
+            late = of_names(admission, 10, "late{}.hoster.example")
+            assert max([await waited(lane, permit) for permit in late]) <= 40
+        nursery.cancel_scope.cancel()
+
+
+async def test_names_at_an_address_without_its_certificate_do_not_make_it_pay(
+    autojump_clock: MockClock,
+) -> None:
+    admission, lane = admission_of(), Lane(40)
+    evil = of_names(admission, 300, "a{}.evil.example")
+    for permit in evil:
+        # It was delegated to the victim, where the certificate is good for the victim's own name.
+        permit.payer.proved("victim.org", "192.0.2.1")
+    (victim,) = of_names(admission, 1, "victim.org", "192.0.2.1")
+    async with Siege(lane, evil, 55)(30):
+        await trio.sleep(60)
+        assert await waited(lane, victim) < 1
+
+
+async def test_an_honest_site_in_the_network_of_an_attacker_goes_first_there(
+    autojump_clock: MockClock,
+) -> None:
+    admission, lane = admission_of(), Lane(40)
+    evil = of_names(admission, 300, "a{}.evil.example", "192.0.2.1")
+    (honest,) = of_names(admission, 1, "honest.org", "192.0.2.77")
+    async with Siege(lane, evil, 55)(110):
+        for _ in range(10):
+            assert await waited(lane, honest) < 1
+            await trio.sleep(7)
+    # Two sites have all that the network may: then the next place in it is for the honest one.
+    more = of_names(admission, 300, "a{}.more.example", "192.0.2.2")
+    async with Siege(lane, [*evil, *more], 55)(1000):
+        for _ in range(10):
+            assert await waited(lane, honest) <= 55
+            await trio.sleep(7)
+
+
+async def test_of_a_lane_without_an_overflow_a_site_leaves_as_much_as_it_takes(
+    autojump_clock: MockClock,
+) -> None:
+    admission, lane = admission_of(), Lane(40)
+    evil = of_names(admission, 40, "a{}.evil.example")
+    more = of_names(admission, 40, "a{}.more.example", "192.0.2.1")
+    assert sum(lane.at_once(permit, first=False) for permit in evil) == 20
+    assert sum(lane.at_once(permit, first=False) for permit in more) == 10
+    late: list[int] = []
+
+    async def enter(number: int) -> None:
+        await lane.enter(evil[number], first=False)
+        late.append(number)
+
+    async with trio.open_nursery() as nursery:
+        for number in (30, 31):
+            nursery.start_soon(enter, number)
+            await trio.sleep(1)
+        assert not late
+        assert lane.at_once(admission.permit("honest.org"), first=False)
+        # One that gave up is in nobody's way.
+        with trio.move_on_after(5):
+            await lane.enter(evil[32], first=True)
+        for permit in evil[:12]:
+            lane.go(permit)
         await trio.sleep(0.1)
-        assert len(lane) == 2, "there are two free places, and nobody of its site has one"
-        lane.go(next_of_site)
-        lane.go(at_address)
-    lane.go(both)
-    assert len(lane) == 0
+        assert sorted(late) == [30, 31]
+    assert len(lane) == 20 + 10 + 1 - 12 + 2
 
 
 async def test_one_that_was_let_in_and_has_not_noticed_is_not_moved_elsewhere(
@@ -338,12 +363,12 @@ async def test_one_that_was_let_in_and_has_not_noticed_is_not_moved_elsewhere(
     assert admission.in_flight == 0
 
 
-async def test_one_that_is_hastened_goes_before_others_that_neighbours_hold_up(
+async def test_one_that_is_hastened_goes_before_others_of_its_site(
     autojump_clock: MockClock,
 ) -> None:
-    admission, lane = admission_of(), Lane(4)
+    admission, lane = admission_of(), Lane(2)
     held, *others = [admission.permit(f"{number}.evil.example") for number in range(4)]
-    assert lane.at_once(held, first=False)
+    await lane.enter(held, first=False)
     passed: list[Permit] = []
 
     async def attempt(permit: Permit) -> None:
@@ -393,7 +418,7 @@ async def test_one_that_is_hastened_does_not_stay_where_it_stood(
     passed: list[Permit] = []
 
     async def attempt(permit: Permit) -> None:
-        await permit.handshake(None)
+        await permit.handshake()
         passed.append(permit)
         permit.let_go()
 

@@ -12,6 +12,7 @@ import trio
 
 from fedsender.admin.display import listed, moment, took
 from fedsender.config import Config, Policy
+from fedsender.fairness import Payer
 from fedsender.federation.answer import answer_of, json_object
 from fedsender.federation.client import (
     FederationClient,
@@ -142,7 +143,7 @@ async def probe(
     within_s = policy.request_timeout or config.federation.request_timeout
     async with (
         open_client(config.federation, runtime, ours, None, Metrics(ours)) as client,
-        client.peer(server, policy, _Leave()) as peer,
+        client.peer(server, policy, _Leave(server)) as peer,
     ):
         try:
             with trio.fail_after(PROBE_S):
@@ -279,6 +280,9 @@ class _Leave:
 
     hurried = False
 
+    def __init__(self, server: str) -> None:
+        self.payer = Payer(server)
+
     def at_once(self) -> bool:
         return True
 
@@ -286,8 +290,6 @@ class _Leave:
 
     async def turn(self) -> None: ...
 
-    async def handshake(self, address: str | None) -> None: ...
-
-    def reached(self, address: str | None) -> None: ...
+    async def handshake(self) -> None: ...
 
     def asked(self) -> None: ...

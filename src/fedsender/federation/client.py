@@ -21,6 +21,7 @@ import trio
 from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
+from fedsender.fairness import Payer
 from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, Reached, TlsPolicy, Unreachable, unheard
@@ -101,7 +102,13 @@ class Stale(SendFailed):
 
 
 class Permit(Protocol):
-    """The permission that the client asks for before it uses a connection, or opens one."""
+    """The permission that the client asks for before it uses a connection, or opens one.
+
+    Attributes:
+        payer: is charged for what the server costs.
+    """
+
+    payer: Payer
 
     def at_once(self) -> bool:
         """Whether a live connection may be used now."""
@@ -115,12 +122,8 @@ class Permit(Protocol):
         """Return when a connection may be opened for a moment."""
         ...
 
-    async def handshake(self, address: str | None) -> None:
-        """Return when a connection may be opened and used, to that address if it is known."""
-        ...
-
-    def reached(self, address: str | None) -> None:
-        """Note the address that a connection was opened to."""
+    async def handshake(self) -> None:
+        """Return when a connection may be opened and used."""
         ...
 
     def asked(self) -> None:
@@ -319,7 +322,12 @@ class Peer:
         longest = min(client.config.max_answer_bytes, longest_answer(len(event_ids)))
         lines = self._signed(live, "PUT", target, body)
         response = await self._exchange("PUT", target, lines, body, Bounds(body_bytes=longest))
-        return answer_of(response, event_ids, reused=reused, now_ms=client.runtime.now_ms)
+        turns = client.runtime.turns
+        return await turns.take(
+            self._permit.payer.accounts,
+            turns.answer,
+            lambda: answer_of(response, event_ids, reused=reused, now_ms=client.runtime.now_ms),
+        )
 
     def cut(self) -> None:
         """End the exchange under way, with `SendFailed`; another task may do so."""
@@ -410,14 +418,16 @@ class Peer:
         # An address of the configuration is permitted; one from the DNS is checked.
         ranges = self._ranges if self._address is None else IPRanges()
         try:
-            await self._permit.handshake(
-                client.dialer.worked(resolved.tls_name) or resolved.candidates[0][0]
-            )
+            await self._permit.handshake()
             async with client.connections.place():
                 connection = await client.dialer.open(
-                    resolved.candidates, resolved.tls_name, self._tls, ranges, self._told
+                    resolved.candidates,
+                    resolved.tls_name,
+                    self._tls,
+                    ranges,
+                    self._told,
+                    self._permit.payer,
                 )
-            self._permit.reached(client.dialer.worked(resolved.tls_name))
         except Unreachable as failure:
             client.discovery.invalidate(self.destination)
             note = f"; {resolved.note}" if resolved.note else ""
@@ -493,7 +503,9 @@ class Peer:
         scope.deadline = trio.current_time() + left_s
         candidates = [(ip, port) for ip in await client.discovery.addresses(host, self.destination)]
         async with client.web_places.hold(host):
-            connection = await client.dialer.open(candidates, host, self._tls, self._ranges)
+            connection = await client.dialer.open(
+                candidates, host, self._tls, self._ranges, payer=Payer(host)
+            )
             try:
                 yield connection
             finally:

@@ -22,6 +22,7 @@ import trio
 from cachetools import LRUCache
 
 from fedsender.config.values import IPRanges
+from fedsender.fairness import Payer
 from fedsender.federation.proxy import Proxy, ProxyRefused
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.limits import MAX_CONNECTING
@@ -132,12 +133,14 @@ class Dialer:
         tls: TlsPolicy,
         ranges: IPRanges,
         told: Callable[[Reached | Connection], None] = unheard,
+        payer: Payer | None = None,
     ) -> Connection:
         """Connect to the first of `candidates` that answers and check that it is `tls_name`.
 
         Args:
             told: is called with the address when TCP stands, and with the connection when TLS
                 does; raises nothing.
+            payer: is charged for the time of the loop; and hears where the certificate was good.
 
         Raises:
             Unreachable: refused, timeout, blocked or tls.
@@ -158,7 +161,7 @@ class Dialer:
         where = f"({_place(address)} as {tls_name})"
         try:
             with trio.fail_after(self.handshake_s):
-                connection = Connection(await self.network.start_tls(stream, context, tls_name))
+                shaken = await self.network.start_tls(stream, context, tls_name, payer)
         except trio.TooSlowError as error:
             await trio.aclose_forcefully(stream)
             text = f"no TLS handshake within {self.handshake_s:g} s {where}"
@@ -169,6 +172,9 @@ class Dialer:
         except BaseException:
             await trio.aclose_forcefully(stream)
             raise
+        if payer is not None and tls.verify:
+            payer.proved(tls_name, address[0])
+        connection = Connection(shaken)
         told(connection)
         return connection
 

@@ -14,14 +14,14 @@ takes longer goes on in the second lane if there is room. Otherwise it is ended 
 there. So the third lane never stands still, whatever its servers were before.
 
 Every line has two classes: three attempts of the first are let in for each one of the second. In
-one class the order is that of arrival. So the first class hardly waits, and the second never waits
-for ever.
+one class whoever held places for longer than the usual goes behind the others: the order is that of
+`fairness`. So the first class hardly waits, and the second never waits for ever.
 """
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from typing import Final
@@ -29,7 +29,7 @@ from typing import Final
 import trio
 from cachetools import LRUCache
 
-from fedsender.matrix import address_of, host_and_port, network_of
+from fedsender.fairness import Accounts, Line, Payer, Payers, Usual, anybody
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
@@ -41,6 +41,7 @@ _LEAST_BYTES: Final = 65_536
 _LOOK_AT: Final = 20
 _LOOK_EACH_S: Final = 0.05
 _MADE_UP_S: Final = 0.2
+_CHARGE_EACH_S: Final = 1.0
 
 
 class Pace:
@@ -112,19 +113,15 @@ class Gate:
             await self._opened.wait()
 
 
-@dataclass(slots=True)
 class _Waiting:
-    """An attempt in a line.
+    """An attempt in a line; `called` when it is let in, or has to look again whether it is."""
 
-    Attributes:
-        called: set when it is let in, or has to look again whether it is.
-        held_up_by: the neighbour that has its share of the lane, or None.
-    """
+    __slots__ = ("called", "let_in", "permit")
 
-    first: bool
-    called: trio.Event = field(default_factory=trio.Event)
-    let_in: bool = False
-    held_up_by: str | None = None
+    def __init__(self, permit: "Permit") -> None:
+        self.permit = permit
+        self.called = trio.Event()
+        self.let_in = False
 
     def let(self) -> None:
         """Let it in."""
@@ -132,27 +129,35 @@ class _Waiting:
         self.called.set()
 
 
-_Class = OrderedDict["Permit", _Waiting]
-
-
-class _Line:
+class _Lines:
     """The attempts that wait, in two classes: three of the first go for each one of the second."""
 
-    def __init__(self) -> None:
-        self._classes: tuple[_Class, _Class] = (OrderedDict(), OrderedDict())
+    def __init__(self, accounts: Accounts) -> None:
+        self._classes: tuple[Line[Permit], Line[Permit]] = (Line(accounts), Line(accounts))
+        self._waiting: dict[Permit, _Waiting] = {}
         self._turn = 0
         # Of all who wait, one watches the clock.
         self._watching: _Waiting | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._classes))
+        return len(self._waiting)
 
     async def wait(
-        self, waiting: _Waiting, serve: Callable[[], None], due: Callable[[], float]
+        self,
+        permit: "Permit",
+        serve: Callable[[], None],
+        due: Callable[[], float],
+        *,
+        first: bool,
     ) -> None:
-        """Return when `serve` has let it in; `serve` is called again at `due()` (trio's clock)."""
-        serve()
+        """Return when `serve` has let it in; `serve` is called again at `due()` (trio's clock).
+
+        If it is cancelled it may have been let in: `serve` is told of neither.
+        """
+        waiting = self._waiting[permit] = _Waiting(permit)
+        self._classes[not first].add(permit, permit.payer.accounts)
         try:
+            serve()
             while not waiting.let_in:
                 self._watching = self._watching or waiting
                 with trio.move_on_at(due() if self._watching is waiting else math.inf):
@@ -163,46 +168,44 @@ class _Line:
                 if not waiting.let_in:
                     waiting.called = trio.Event()
         finally:
+            if self._waiting.get(permit) is waiting:
+                self._remove(permit)
             if self._watching is waiting:
                 self._watching = None
+            self.be_watched()
 
     def be_watched(self) -> None:
         """Have one of the waiting attempts watch the clock, if none does."""
-        waiting = (each for line in self._classes for each in line.values())
-        if self._watching is None and (found := next(waiting, None)) is not None:
-            found.called.set()
+        if self._watching is None and self._waiting:
+            next(iter(self._waiting.values())).called.set()
 
     def waits(self, *, first: bool) -> bool:
         """Whether any attempt of this class waits."""
         return bool(self._classes[not first])
 
-    def add(self, permit: "Permit", waiting: _Waiting, *, ahead: bool = False) -> None:
-        """Let one wait behind, or ahead of, all others of its class."""
-        line = self._classes[not waiting.first]
-        line[permit] = waiting
-        if ahead:
-            line.move_to_end(permit, last=False)
-
-    def remove(self, permit: "Permit") -> None:
-        """Take the attempt out of the line."""
-        for line in self._classes:
-            line.pop(permit, None)
-
     def hasten(self, permit: "Permit") -> None:
         """Move an attempt that waits to the first class."""
-        waiting = self._classes[1].pop(permit, None)
-        if waiting is not None:
-            waiting.first = True
-            self.add(permit, waiting)
+        if self._classes[1].remove(permit):
+            self._classes[0].add(permit, permit.payer.accounts)
 
-    def pop(self, *, second: bool = True) -> tuple["Permit", _Waiting] | None:
-        """Take out the next attempt, or None; without `second`, only one of the first class."""
-        first, rest = self._classes
-        line = rest if rest and second and not (first and self._turn % 4) else first
-        if not line:
-            return None
-        self._turn += 1
-        return line.popitem(last=False)
+    def let_one(
+        self, may: Callable[[Payers], bool] = anybody, *, second: bool = True
+    ) -> tuple["Permit", bool] | None:
+        """Let in the next attempt that may; it and its class, or None; without `second`, only
+        one of the first class."""
+        lines = self._classes if self._turn % 4 or not second else self._classes[::-1]
+        for line in lines if second else lines[:1]:
+            permit = line.pop(may)
+            if permit is not None:
+                self._turn += 1
+                self._waiting.pop(permit).let()
+                return permit, line is self._classes[0]
+        return None
+
+    def _remove(self, permit: "Permit") -> None:
+        del self._waiting[permit]
+        for line in self._classes:
+            line.remove(permit)
 
 
 class Turns:
@@ -211,34 +214,44 @@ class Turns:
     def __init__(self, per_second: float) -> None:
         self._gap_s = 1 / per_second
         self._next = -math.inf
-        self._line = _Line()
+        self._lines = _Lines(Accounts())
 
     async def take(self, permit: "Permit", *, first: bool) -> None:
         """Wait for a turn."""
-        waiting = _Waiting(first)
-        self._line.add(permit, waiting)
-        try:
-            await self._line.wait(waiting, self._serve, lambda: self._next)
-        finally:
-            self._line.remove(permit)
-            self._line.be_watched()
+        await self._lines.wait(permit, self._serve, lambda: self._next, first=first)
 
     def hasten(self, permit: "Permit") -> None:
         """Move an attempt that waits to the first class."""
-        self._line.hasten(permit)
+        self._lines.hasten(permit)
 
     def _serve(self) -> None:
         now = trio.current_time()
-        while self._next <= now and (found := self._line.pop()) is not None:
-            found[1].let()
+        while self._next <= now and self._lines.let_one() is not None:
             self._next = max(self._next, now - _MADE_UP_S) + self._gap_s
+
+
+@dataclass(slots=True)
+class _Stay:
+    """An attempt that has a place.
+
+    Attributes:
+        first: its class.
+        payers: the accounts for which the place is counted as held.
+        since, charged_until: trio's clock.
+    """
+
+    first: bool
+    payers: Payers
+    since: float
+    charged_until: float
 
 
 class Lane:
     """A fixed number of places, and the line of the attempts that wait for one.
 
     With an overflow, no attempt keeps its place for longer than `QUICK_S` while others wait.
-    Without one, servers that share a site or an address have at most a quarter of the places.
+    Without one, what is held is held for long: so that others find a place at once, no site takes
+    more of them than it leaves free, unless it has less than a quarter; a network, twice as many.
     """
 
     def __init__(
@@ -252,19 +265,19 @@ class Lane:
         """
         self._places = places
         self._second = places if second is None else second
-        self._share = max(1, places // 4)
         self._overflow = overflow
-        # Each with its class, and its neighbours when it came in.
-        self._inside: dict[Permit, tuple[bool, tuple[str, ...]]] = {}
+        self._inside: dict[Permit, _Stay] = {}
         self._second_inside = 0
-        # With an overflow: those inside for less than `QUICK_S` and since when, and the others of
-        # the first and of the second class; oldest first.
-        self._fresh: dict[Permit, float] = {}
+        # With an overflow: those inside for less than `QUICK_S`, and the others of the first and
+        # of the second class; oldest first.
+        self._fresh: dict[Permit, None] = {}
         self._long: tuple[dict[Permit, None], dict[Permit, None]] = ({}, {})
-        # Without one: places held by each site and address, and who waits for them to go.
+        # Without one: places held, by site and by network.
         self._held: Counter[str] = Counter()
-        self._held_up: dict[str, _Class] = {}
-        self._line = _Line()
+        self._accounts = Accounts()
+        self._usual = Usual(QUICK_S)
+        self._charged_at = -math.inf
+        self._lines = _Lines(self._accounts)
 
     def __len__(self) -> int:
         return len(self._inside)
@@ -272,48 +285,35 @@ class Lane:
     @property
     def waiting(self) -> int:
         """The number of attempts that wait for a place."""
-        return len(self._line) + sum(map(len, self._held_up.values()))
+        return len(self._lines)
 
     def at_once(self, permit: "Permit", *, first: bool) -> bool:
-        """Take a place if one is free and no other attempt waits for it."""
-        if self._line.waits(first=first) or not self._has_place(first=first):
-            return False
-        if self._neighbour(permit) is not None:
+        """Take a place if there is one for it; those that wait have none at this moment."""
+        if not (self._has_place(first=first) and self._may(permit.payer.accounts)):
             return False
         self._let_in(permit, first=first)
         return True
 
     async def enter(self, permit: "Permit", *, first: bool) -> None:
         """Wait for a place and take it."""
-        waiting = _Waiting(first)
-        self._line.add(permit, waiting)
         try:
-            await self._line.wait(waiting, self._serve, self._due)
+            await self._lines.wait(permit, self._serve, self._due, first=first)
         except BaseException:
-            if waiting.let_in:
+            if permit in self._inside:
                 self.go(permit)
-            else:
-                self._stop_waiting(permit, waiting)
             raise
-        finally:
-            self._line.be_watched()
 
     def hasten(self, permit: "Permit") -> None:
         """Move an attempt that waits to the first class."""
-        self._line.hasten(permit)
-        for each in permit.neighbours:
-            held_up = self._held_up.get(each, OrderedDict())
-            if permit in held_up:
-                held_up[permit].first = True
-                held_up.move_to_end(permit, last=False)
+        self._lines.hasten(permit)
         self._serve()
 
     def go(self, permit: "Permit") -> None:
         """Give a place back."""
         self._let_out(permit)
-        if self._line:
+        if self._lines:
             self._serve()
-            self._line.be_watched()
+            self._lines.be_watched()
 
     # --- Who is next ------------------------------------------------------------------------------
 
@@ -321,63 +321,75 @@ class Lane:
         free = len(self._inside) < self._places
         return free and (first or self._second_inside < self._second)
 
-    def _neighbour(self, permit: "Permit") -> str | None:
-        """The site or address of this server that has its share of places already, or None."""
-        if not self._held:
-            return None
-        full = (each for each in permit.neighbours if self._held[each] >= self._share)
-        return next(full, None)
+    def _may(self, payers: Payers) -> bool:
+        """Whether a site in these networks may have one more place."""
+        if self._overflow is not None:
+            return True
+        share = max(self._places - len(self._inside), self._places // 4)
+        site, *networks = (self._held[each] for each in payers)
+        return site < share and all(each < 2 * share for each in networks)
 
     def _serve(self) -> None:
         """Let in the attempts that there are places for."""
         self._ripen()
-        while self._line:
+        self._charge()
+        while self._lines:
             found = None
             if self._has_place(first=True):
-                found = self._line.pop(second=self._has_place(first=False))
-            if found is None:
-                if not self._relieve():
-                    return
-                continue
-            permit, waiting = found
-            waiting.held_up_by = self._neighbour(permit)
-            if waiting.held_up_by is None:
-                self._let_in(permit, first=waiting.first)
-                waiting.let()
-            else:
-                self._held_up.setdefault(waiting.held_up_by, OrderedDict())[permit] = waiting
-                # It may have been called up where there is room; that is for the next then.
-                others = (each for each in permit.neighbours if each != waiting.held_up_by)
-                self._call_up(tuple(others))
+                found = self._lines.let_one(self._may, second=self._has_place(first=False))
+            if found is not None:
+                self._let_in(found[0], first=found[1])
+            elif not self._relieve():
+                return
 
     def _let_in(self, permit: "Permit", *, first: bool) -> None:
-        self._inside[permit] = first, permit.neighbours
+        now = trio.current_time()
+        self._inside[permit] = _Stay(first, permit.payer.accounts, now, now)
         self._second_inside += not first
         if self._overflow is None:
-            self._held.update(permit.neighbours)
+            self._held.update(permit.payer.accounts)
         else:
-            self._fresh[permit] = trio.current_time()
+            self._fresh[permit] = None
 
     def _let_out(self, permit: "Permit") -> None:
-        first, neighbours = self._inside.pop(permit)
-        self._second_inside -= not first
+        stay = self._inside.pop(permit)
+        self._charge_one(permit, stay)
+        self._second_inside -= not stay.first
         self._fresh.pop(permit, None)
-        self._long[not first].pop(permit, None)
+        self._long[not stay.first].pop(permit, None)
         if self._overflow is None:
-            for each in neighbours:
+            for each in stay.payers:
                 self._held[each] -= 1
                 if not self._held[each]:
                     del self._held[each]
-            self._call_up(neighbours)
+        if self._accounts.calm:
+            self._usual.vote(stay.payers[0], trio.current_time() - stay.since)
+
+    def _charge(self) -> None:
+        """Charge what those inside have held until now, as somebody waits."""
+        now = trio.current_time()
+        if self._lines and now >= self._charged_at + _CHARGE_EACH_S:
+            self._charged_at = now
+            for permit, stay in self._inside.items():
+                self._charge_one(permit, stay)
+
+    def _charge_one(self, permit: "Permit", stay: _Stay) -> None:
+        if self._accounts.calm:
+            return
+        now, free_until = trio.current_time(), stay.since + self._usual.cost
+        held, above = now - stay.charged_until, now - max(stay.charged_until, free_until)
+        stay.charged_until = now
+        self._accounts.charge(permit.payer.accounts, held / self._places, above / self._places)
 
     def _relieve(self) -> bool:
-        """Take the place of an attempt that has it for long, if one that waits can use it."""
+        """Take the place of an attempt that has it for long, if one that waits can use it: of the
+        oldest the one of the dearest site."""
         if self._overflow is None:
             return False
         first, second = self._long
-        any_helps = self._line.waits(first=True) or self._second_inside < self._second
+        any_helps = self._lines.waits(first=True) or self._second_inside < self._second
         for long in (second, first) if any_helps else (second,):
-            for permit in islice(long, _LOOK_AT):
+            for permit in sorted(islice(long, _LOOK_AT), key=self._debt, reverse=True):
                 # One that was let in and has not noticed yet would note the wrong lane.
                 if permit.lane is not self:
                     continue
@@ -388,13 +400,17 @@ class Lane:
                     return True
         return False
 
+    def _debt(self, permit: "Permit") -> float:
+        return self._accounts.mark(permit.payer.accounts)
+
     def _due(self) -> float:
         """The time to look again, by trio's clock."""
         if self._overflow is None:
             return math.inf
         now = trio.current_time()
-        oldest = next(iter(self._fresh.values()), now)
-        return max(oldest + QUICK_S, now + _LOOK_EACH_S)
+        oldest = next(iter(self._fresh), None)
+        since = now if oldest is None else self._inside[oldest].since
+        return max(since + QUICK_S, now + _LOOK_EACH_S)
 
     def _ripen(self) -> None:
         """Move attempts that have had their places for `QUICK_S` from `_fresh` to `_long`."""
@@ -402,37 +418,12 @@ class Lane:
             return
         long_ago = trio.current_time() - QUICK_S
         while self._fresh:
-            permit, since = next(iter(self._fresh.items()))
-            if since > long_ago:
+            permit = next(iter(self._fresh))
+            stay = self._inside[permit]
+            if stay.since > long_ago:
                 return
             del self._fresh[permit]
-            first, _ = self._inside[permit]
-            self._long[not first][permit] = None
-
-    def _stop_waiting(self, permit: "Permit", waiting: _Waiting) -> None:
-        self._line.remove(permit)
-        if waiting.held_up_by is not None:
-            held_up = self._held_up[waiting.held_up_by]
-            del held_up[permit]
-            if not held_up:
-                del self._held_up[waiting.held_up_by]
-        # It may have been the one whose turn its neighbours waited for.
-        self._call_up(permit.neighbours)
-        self._serve()
-
-    def _call_up(self, neighbours: tuple[str, ...]) -> None:
-        """Put attempts that were held up back at the head of the line, as many as may get in."""
-        for each in neighbours:
-            held_up = self._held_up.get(each)
-            if held_up is None:
-                continue
-            room = self._share - self._held[each]
-            called = [held_up.popitem(last=False) for _ in range(min(room, len(held_up)))]
-            if not held_up:
-                del self._held_up[each]
-            for permit, waiting in reversed(called):
-                waiting.held_up_by = None
-                self._line.add(permit, waiting, ahead=True)
+            self._long[not stay.first][permit] = None
 
 
 class _Pace(Enum):
@@ -460,7 +451,7 @@ class Permit:
     """The permit of one server's attempts: a place, and the right to open a connection.
 
     Attributes:
-        neighbours: the server's site and address, which other servers may share.
+        payer: the accounts that are charged for the server.
         lane: the lane in which it has a place, or None.
         ill: whether the last attempt failed.
         lately: whether an attempt of the last day was answered.
@@ -475,13 +466,12 @@ class Permit:
         "_bytes",
         "_known",
         "_line",
-        "_site",
         "end",
         "hurried",
         "ill",
         "lane",
         "lately",
-        "neighbours",
+        "payer",
         "server",
         "told",
     )
@@ -494,8 +484,7 @@ class Permit:
         self.told = nobody_told
         self.end = not_now
         self._admission = admission
-        self._site = site_of(server)
-        self.neighbours: tuple[str, ...] = (self._site,)
+        self.payer = Payer(server)
         self.lane: Lane | None = None
         self._line: Lane | Turns | None = None
         self._bytes = 0
@@ -534,21 +523,16 @@ class Permit:
         finally:
             self.told(False)
 
-    async def handshake(self, address: str | None) -> None:
-        """Wait for a place and the right to open one connection to this address (None: unknown)."""
+    async def handshake(self) -> None:
+        """Wait for a place and the right to open one connection."""
         # What is held meanwhile, others would wait for.
         self.let_go()
-        self.reached(address)
         self.told(True)
         try:
             await self._take_turn()
             await self._take_place()
         finally:
             self.told(False)
-
-    def reached(self, address: str | None) -> None:
-        """Note the address that its connection leads to; None: unknown."""
-        self.neighbours = (self._site,) if address is None else (self._site, network_of(address))
 
     def asked(self) -> None:
         """Note that a request leaves now."""
@@ -690,11 +674,3 @@ class Admission:
         64 KiB are always granted: the largest event, or some dozens of common ones.
         """
         return min(most, max(_LEAST_BYTES, (self._in_flight_bytes - self.bodies) // 8))
-
-
-def site_of(server: str) -> str:
-    """The site of a server: the last two labels of its name, or its IP. Servers of one owner share
-    it."""
-    host, _ = host_and_port(server)
-    ip = address_of(host)
-    return ".".join(host.split(".")[-2:]) if ip is None else str(ip)

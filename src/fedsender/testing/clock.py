@@ -6,11 +6,14 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import count
 from typing import TypeVar
 
 import trio
 import trio.testing
 
+from fedsender.fairness import Turns
 from fedsender.runtime import Network, RunSync, Runtime
 
 T = TypeVar("T")
@@ -43,6 +46,11 @@ def now_ms() -> int:
     return EPOCH_MS + round(trio.current_time() * 1000)
 
 
+def turns_cpu(step_s: float = 0.0002) -> Callable[[], float]:
+    """A clock of CPU time by which each turn costs the same."""
+    return partial(next, count(0.0, step_s))
+
+
 async def inline(
     function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
 ) -> T:
@@ -65,6 +73,7 @@ def virtual_runtime(
         entropy=rng.randbytes,
         run_sync=run_sync,
         network=network,  # type: ignore[arg-type]  # where there is none, its use is an error
+        turns=Turns(turns_cpu()),
     )
 
 

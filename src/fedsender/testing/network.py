@@ -10,6 +10,7 @@ from typing import Protocol
 
 import trio
 
+from fedsender.fairness import Payer
 from fedsender.runtime import NameNotFound, Records, RecordType, ResolveFailed
 from fedsender.tls import Stream
 
@@ -251,7 +252,11 @@ class MemoryNetwork:
         return stream
 
     async def start_tls(
-        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+        self,
+        stream: trio.abc.Stream,
+        context: ssl.SSLContext,
+        server_hostname: str,
+        payer: Payer | None = None,
     ) -> trio.abc.Stream:
         assert isinstance(stream, MemoryStream)
         await trio.sleep(self._internet.round_trip_s())

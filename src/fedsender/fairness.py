@@ -1,0 +1,396 @@
+"""Whoever costs waits: lines in which those stand back who had more than the usual.
+
+What is scarce, places or the time of the loop, is shared by start-time fair queueing over *sites*.
+Each scarce thing has its `Accounts`. There a site's mark is how far it has got, in shares of that
+thing, and a clock runs on with what is used of it. A site that begins to wait starts at the larger
+of the two, and the one that started earliest is served. So whoever took much goes behind whoever
+comes new, and whoever comes new goes behind those that have waited since before.
+
+Only what is above the usual is charged. The usual is the median over sites, one vote each, from
+times when nobody waits. Nothing is remembered for longer than `MEMORY_S` after anybody waited.
+
+A site is the part of a name that somebody registered, or of an IP literal the network. A network
+that a name leads to is charged too, but only once the certificate was good for the name: else
+anybody could have any network pay.
+"""
+
+import ipaddress
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from heapq import heapify, heappop, heappush, nlargest
+from statistics import median_low
+from typing import Any, Final, Generic, TypeVar
+
+import trio
+from publicsuffixlist import PublicSuffixList
+
+from fedsender.matrix import address_of, host_and_port, ip_of
+
+T = TypeVar("T")
+
+PATIENT_S: Final = 30.0
+"""Of those served every second one is who waits longest, if that is for longer than this."""
+PASS_S: Final = 0.02
+"""The CPU time of turns in one pass of the event loop."""
+MEMORY_S: Final = 30.0
+"""So long after anybody waited it is remembered who had how much."""
+_MOST_ACCOUNTS: Final = 65_536
+_VOTES: Final = 1024
+_COUNTED_EACH: Final = 32
+_FEWEST_VOTES: Final = 16
+
+Payers = tuple[str, ...]
+"""The accounts that are charged for one server: of its site, then of the networks it is in."""
+
+
+# --- who pays -------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _suffixes() -> PublicSuffixList:
+    # The list comes with the package.
+    return PublicSuffixList()
+
+
+@lru_cache(maxsize=16_384)
+def site_of(server: str) -> str:
+    """The site of a server name, or of a host: below a public suffix the name that was registered;
+    of an IP its /24, or the /48 of IPv6."""
+    host, _ = (server, None) if networks_of(server) else host_and_port(server)
+    ip = address_of(host)
+    if networks := networks_of(server if ip is None else str(ip)):
+        # Not the account of the network itself: anybody can name an IP that is not theirs.
+        return f"IPs of {networks[0]}"
+    return _suffixes().privatesuffix(host) or host
+
+
+def networks_of(address: str) -> Payers:
+    """The networks of an IP, widest first: /24 of IPv4, /48 and /64 of IPv6; a name has none."""
+    try:
+        ip = ip_of(address)
+    except ValueError:
+        return ()
+    sizes = (24,) if ip.version == 4 else (48, 64)
+    return tuple(str(ipaddress.ip_network((int(ip), size), strict=False)) for size in sizes)
+
+
+class Payer:
+    """The accounts of one server.
+
+    Attributes:
+        accounts: its site's, and those of the network of its latest connection.
+    """
+
+    __slots__ = ("accounts",)
+
+    def __init__(self, server: str) -> None:
+        self.accounts: Payers = (site_of(server),)
+
+    def proved(self, name: str, address: str) -> None:
+        """Note that at this address there was a good certificate for this name; it counts if it is
+        one of the site, as a server may be delegated to a name that knows nothing of it."""
+        site = self.accounts[0]
+        if site_of(name) == site:
+            self.accounts = (site, *networks_of(address))
+
+
+# --- accounts -------------------------------------------------------------------------------------
+
+
+class Usual:
+    """The usual cost of one kind of work: the median over sites of what each cost last.
+
+    Attributes:
+        cost: what it is, in seconds.
+    """
+
+    def __init__(self, cost: float) -> None:
+        """Args: cost: until enough sites are known."""
+        self.cost = cost
+        self._votes: dict[str, float] = {}
+        self._news = 0
+
+    def vote(self, site: str, cost: float) -> None:
+        """Note the cost of work for a site; in times when nobody waits."""
+        votes = self._votes
+        votes[site] = cost
+        self._news += 1
+        if self._news >= max(_COUNTED_EACH, len(votes) // 2) and len(votes) >= _FEWEST_VOTES:
+            self._news = 0
+            while len(votes) > _VOTES:
+                del votes[next(iter(votes))]
+            self.cost = median_low(votes.values())
+
+
+class Accounts:
+    """What each site and network had of one scarce thing, above the usual.
+
+    Attributes:
+        clock: the share of it that each who waits could have had so far.
+        waiting: the number of sites that wait.
+    """
+
+    def __init__(self) -> None:
+        self.clock = 0.0
+        self.waiting = 0
+        self._marks: dict[str, float] = {}
+        self._calm_since = 0.0
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody waits, nor did lately."""
+        if self.waiting:
+            return False
+        if self._marks and trio.current_time() - self._calm_since >= MEMORY_S:
+            self._marks.clear()
+        return not self._marks
+
+    def charge(self, payers: Payers, seconds: float, above: float) -> None:
+        """Note that somebody had so many seconds of it all, and how many of them are charged."""
+        marks, clock = self._marks, self.clock
+        if above > 0:
+            for each in payers:
+                marks[each] = max(marks.get(each, clock), clock) + above
+            if len(marks) > _MOST_ACCOUNTS:
+                self._forget_some()
+        # Half of what is just: who costs twice the usual is still ahead of the clock by it.
+        self.clock = clock + seconds / (2 * (self.waiting + 1))
+
+    def mark(self, payers: Payers) -> float:
+        """How far the furthest of them has got; 0: none was charged lately."""
+        return max([self._marks.get(each, 0.0) for each in payers])
+
+    def has_come(self) -> None:
+        """Note that one more site waits."""
+        if not self.waiting:
+            _ = self.calm
+        self.waiting += 1
+
+    def has_gone(self) -> None:
+        """Note that one site waits no more."""
+        self.waiting -= 1
+        self._calm_since = trio.current_time()
+
+    def _forget_some(self) -> None:
+        # Those behind the clock start at the clock anyhow.
+        ahead = ((mark, each) for each, mark in self._marks.items() if mark > self.clock)
+        self._marks = {each: mark for mark, each in nlargest(_MOST_ACCOUNTS // 2, ahead)}
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+class _Site(Generic[T]):
+    """Those of one site that wait, in their order, and where on the clock it starts."""
+
+    __slots__ = ("in_heap", "items", "start")
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.in_heap = False
+        self.items: dict[T, None] = {}
+
+
+_Entry = tuple[float, float, int, str, _Site[T]]
+
+
+def anybody(_: Payers) -> bool:
+    return True
+
+
+class Line(Generic[T]):
+    """Those who wait for something, in the order of these accounts.
+
+    A step costs as many steps as sites have been charged since, never one for each that waits.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._items: dict[T, tuple[Payers, float, int]] = {}
+        self._sites: dict[str, _Site[T]] = {}
+        # Keys that were right once; they only grow.
+        self._heap: list[_Entry[T]] = []
+        self._count = 0
+        self._oldest_next = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+    def add(self, item: T, payers: Payers) -> None:
+        """Let one wait."""
+        self._count += 1
+        self._items[item] = payers, trio.current_time(), self._count
+        site = self._sites.get(payers[0])
+        if site is None:
+            self._accounts.has_come()
+            site = self._sites[payers[0]] = _Site(self._accounts.clock)
+            site.items[item] = None
+            self._push(payers[0], site)
+        else:
+            site.items[item] = None
+
+    def remove(self, item: T) -> bool:
+        """Take one out; False: it was not here."""
+        known = self._items.pop(item, None)
+        if known is None:
+            return False
+        name = known[0][0]
+        site = self._sites[name]
+        del site.items[item]
+        if not site.items:
+            del self._sites[name]
+            self._accounts.has_gone()
+        return True
+
+    def pop(self, may: Callable[[Payers], bool] = anybody) -> T | None:
+        """Take out the next of those that `may` have it, or None."""
+        if not self._items:
+            return None
+        oldest = self._in_vain(may) if self._oldest_next else None
+        item = self._earliest(may) if oldest is None else oldest
+        if item is not None:
+            self._oldest_next = oldest is None
+            name = self._items[item][0][0]
+            site = self._sites[name]
+            self.remove(item)
+            if site.items:
+                site.start = self._accounts.clock
+                if not site.in_heap:
+                    self._push(name, site)
+        return item
+
+    def _in_vain(self, may: Callable[[Payers], bool]) -> T | None:
+        """Who has waited longest, if that was for long."""
+        item, (payers, since, _) = next(iter(self._items.items()))
+        return item if trio.current_time() - since >= PATIENT_S and may(payers) else None
+
+    def _earliest(self, may: Callable[[Payers], bool]) -> T | None:
+        heap, aside, found = self._heap, [], None
+        while heap:
+            entry = heappop(heap)
+            name, site = entry[3:]
+            if self._sites.get(name) is not site:
+                continue
+            entry = self._entry(name, site)
+            if heap and entry[:3] > heap[0][:3]:
+                heappush(heap, entry)
+                continue
+            item = next(iter(site.items))
+            if may(self._items[item][0]):
+                found, site.in_heap = item, False
+                self._accounts.clock = max(self._accounts.clock, entry[0])
+                break
+            aside.append(entry)
+        for entry in aside:
+            heappush(heap, entry)
+        return found
+
+    def _entry(self, name: str, site: _Site[T]) -> _Entry[T]:
+        payers, _, count = self._items[next(iter(site.items))]
+        # Of those in one network, or with one start, who is dear itself is last.
+        mark = max(site.start, self._accounts.mark(payers))
+        return mark, self._accounts.mark(payers[:1]), count, name, site
+
+    def _push(self, name: str, site: _Site[T]) -> None:
+        if len(self._heap) > 2 * len(self._sites) + 64:
+            self._heap = [self._entry(*each) for each in self._sites.items() if each[1] is not site]
+            heapify(self._heap)
+        site.in_heap = True
+        heappush(self._heap, self._entry(name, site))
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+class _Turn(Generic[T]):
+    """A turn that waits; `called` when it was had, or to have it lead."""
+
+    __slots__ = ("body", "called", "error", "had", "payers", "result", "usual")
+
+    def __init__(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> None:
+        self.payers, self.usual, self.body = payers, usual, body
+        self.called = trio.Event()
+        self.had = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+
+class Turns:
+    """The time of the event loop, for all that a server can make dear.
+
+    A pass of the loop has `PASS_S` of it, and one turn more. What is beyond that waits for a later
+    pass, in fair order.
+
+    Attributes:
+        handshake, lookup, answer: the usual cost of a step of each kind.
+        waited: the number of turns that had to wait.
+    """
+
+    def __init__(self, cpu_s: Callable[[], float]) -> None:
+        """Args: cpu_s: the CPU time of this thread, in seconds."""
+        self.handshake, self.lookup, self.answer = Usual(0.001), Usual(0.001), Usual(0.001)
+        self.waited = 0
+        self._cpu_s = cpu_s
+        self._accounts = Accounts()
+        self._line: Line[_Turn[Any]] = Line(self._accounts)
+        self._spent_s = 0.0
+        self._led = False
+
+    async def take(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> T:
+        """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""
+        if self._spent_s < PASS_S and not self._line:
+            return self._have(payers, usual, body)
+        return await self._wait(_Turn(payers, usual, body))
+
+    def _have(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> T:
+        began = self._cpu_s()
+        try:
+            return body()
+        finally:
+            cost = self._cpu_s() - began
+            self._spent_s += cost
+            if self._accounts.calm:
+                usual.vote(payers[0], cost)
+            else:
+                self._accounts.charge(payers, cost, cost - usual.cost)
+
+    async def _wait(self, turn: _Turn[T]) -> T:
+        # Those who wait serve themselves: one of them leads, pass by pass, until it has had its
+        # own turn.
+        self.waited += 1
+        self._line.add(turn, turn.payers)
+        try:
+            while not turn.had:
+                if self._led:
+                    await turn.called.wait()
+                    turn.called = trio.Event()
+                else:
+                    self._led = True
+                    try:
+                        await trio.lowlevel.checkpoint()
+                        self._serve()
+                    finally:
+                        self._led = False
+        finally:
+            self._line.remove(turn)
+            if not self._led and (following := next(iter(self._line), None)) is not None:
+                following.called.set()
+        if turn.error is not None:
+            raise turn.error
+        return turn.result  # type: ignore[return-value]  # it was had
+
+    def _serve(self) -> None:
+        self._spent_s = 0.0
+        while self._spent_s < PASS_S and (turn := self._line.pop()) is not None:
+            try:
+                turn.result = self._have(turn.payers, turn.usual, turn.body)
+            except BaseException as error:
+                turn.error = error
+            turn.had = True
+            turn.called.set()

@@ -1,0 +1,237 @@
+"""Turns of the loop and lines in fair order, on the virtual clock and a clock of CPU time that only
+moves when work is done."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from fedsender.fairness import PASS_S, Accounts, Line, Payer, Turns, Usual, networks_of, site_of
+from fedsender.testing.clock import run_virtually
+
+
+class Loop(trio.abc.Instrument):
+    """A loop in which only turns cost time, with a clock for both."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self.turns = Turns(lambda: self.cpu_s)
+        self.passes: list[float] = []
+        self._began = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.cpu_s += seconds
+
+    async def take(self, site: str, seconds: float) -> None:
+        await self.turns.take((site,), self.turns.handshake, partial(self.work, seconds))
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Note the time of each pass of the loop until then."""
+        trio.lowlevel.add_instrument(self)
+        while not holds():
+            await trio.lowlevel.checkpoint()
+        trio.lowlevel.remove_instrument(self)
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._began = self.cpu_s
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.passes.append(self.cpu_s - self._began)
+
+
+def test_a_site_is_what_somebody_registered() -> None:
+    assert site_of("a.b.Example.org:8448") == site_of("example.org.") == "example.org"
+    # A suffix under which anybody registers is nobody's.
+    assert site_of("a.b.co.uk") == "b.co.uk"
+    assert site_of("me.github.io") == "me.github.io" != site_of("you.github.io")
+    assert site_of("_matrix._tcp.a.example.org") == "example.org"
+    assert site_of("localhost") == "localhost"
+    assert site_of("co.uk") == "co.uk"
+
+
+def test_an_ip_is_of_its_network() -> None:
+    assert site_of("10.0.0.1:8449") == site_of("10.0.0.9") != site_of("10.0.1.1")
+    assert site_of("[::ffff:10.0.0.1]:8449") == site_of("10.0.0.1")
+    assert site_of("[2001:db8::1]:8449") == site_of("[2001:db8:0:7::1]") == site_of("2001:db8::1")
+    assert site_of("[2001:db8:1::1]") != site_of("[2001:db8::1]")
+    assert networks_of("10.0.0.1") == ("10.0.0.0/24",)
+    assert networks_of("2001:db8:0:7::1") == ("2001:db8::/48", "2001:db8:0:7::/64")
+    assert networks_of("example.org") == ()
+
+
+def test_a_network_pays_once_it_has_shown_a_certificate_of_the_site() -> None:
+    payer = Payer("a.example.org:8448")
+    payer.proved("matrix.victim.org", "192.0.2.1")
+    assert list(payer.accounts) == ["example.org"]
+    payer.proved("matrix.example.org", "192.0.2.1")
+    assert list(payer.accounts) == ["example.org", "192.0.2.0/24"]
+    # Whoever names an IP that is not theirs does not use the account of its network.
+    assert list(Payer("192.0.2.1").accounts) == ["IPs of 192.0.2.0/24"]
+
+
+def test_the_usual_is_the_median_of_sites_however_often_one_votes() -> None:
+    usual = Usual(1.0)
+    for number in range(100):
+        usual.vote(f"site{number}", 0.002)
+    for _ in range(5000):
+        usual.vote("evil.example", 5.0)
+    assert usual.cost == 0.002
+
+
+async def test_nobody_waits_while_a_pass_has_time_for_all(autojump_clock: MockClock) -> None:
+    loop = Loop()
+    with trio.CancelScope() as scope:
+        # A checkpoint would end it.
+        scope.cancel()
+        for _ in range(100):
+            await loop.take("a.example", PASS_S / 101)
+    assert not scope.cancelled_caught
+    assert loop.turns.waited == 0
+
+
+async def test_a_pass_of_the_loop_has_one_turn_more_than_its_time(
+    autojump_clock: MockClock,
+) -> None:
+    loop, done = Loop(), 0
+
+    async def shake_hands(number: int) -> None:
+        nonlocal done
+        for _ in range(3):
+            await loop.take(f"evil{number}.example", 0.004)
+        done += 1
+
+    async with trio.open_nursery() as nursery:
+        for number in range(300):
+            nursery.start_soon(shake_hands, number)
+        await loop.until(lambda: done == 300)
+    assert max(loop.passes) <= PASS_S + 0.004 + 1e-9
+    assert sum(loop.passes) == pytest.approx(3 * 300 * 0.004)
+    # No pass is left unused while somebody waits.
+    assert len([each for each in loop.passes if each]) <= 3 * 300 * 0.004 / PASS_S + 2
+
+
+@pytest.mark.parametrize("sites", [1, 30])
+async def test_dear_handshakes_do_not_delay_an_honest_one(
+    sites: int, autojump_clock: MockClock
+) -> None:
+    """300 names that take 50 ms for each step, again and again; an honest one needs 3 steps."""
+    loop = Loop()
+
+    async def shake_hands_for_ever(number: int) -> None:
+        while True:
+            await loop.take(f"evil{number % sites}.example", 0.05)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(300):
+            nursery.start_soon(shake_hands_for_ever, number)
+        await loop.until(lambda: loop.cpu_s > 10)
+        for number in range(10):
+            began = loop.cpu_s
+            for _ in range(3):
+                await loop.take(f"honest{number}.example", 0.001)
+            # Each step at the next pass, if it has to wait at all.
+            assert loop.cpu_s - began <= 3 * (PASS_S + 2 * 0.05)
+            await loop.until(lambda since=loop.cpu_s: loop.cpu_s > since + 1)  # type: ignore[misc]
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_fails_or_is_cancelled_is_charged_and_in_nobodys_way(
+    autojump_clock: MockClock,
+) -> None:
+    loop = Loop()
+
+    def fail(seconds: float) -> None:
+        loop.work(seconds)
+        raise ValueError("refused")
+
+    async def fail_for_ever() -> None:
+        while True:
+            with pytest.raises(ValueError, match="refused"):
+                await loop.turns.take(("evil.example",), loop.turns.handshake, partial(fail, 0.05))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(100):
+            nursery.start_soon(fail_for_ever)
+        await loop.until(lambda: loop.cpu_s > 2)
+        began = loop.cpu_s
+        await loop.take("honest.example", 0.001)
+        assert loop.cpu_s - began <= PASS_S + 2 * 0.05
+        nursery.cancel_scope.cancel()
+    # Also when the one that led was cancelled.
+    await loop.take("honest.example", 0.001)
+
+
+async def test_who_leads_may_be_cancelled(autojump_clock: MockClock) -> None:
+    loop, had = Loop(), []
+
+    async def take(number: int, scope: trio.CancelScope) -> None:
+        with scope:
+            await loop.take(f"a{number}.example", 0.001)
+            had.append(number)
+
+    loop.work(1)
+    await loop.take("a.example", 2 * PASS_S)
+    scopes = [trio.CancelScope() for _ in range(5)]
+    async with trio.open_nursery() as nursery:
+        for number, scope in enumerate(scopes):
+            nursery.start_soon(take, number, scope)
+        scopes[0].cancel()
+        scopes[3].cancel()
+    assert set(had) <= {1, 2, 4} | {0, 3}
+    assert {1, 2, 4} <= set(had)
+    assert len(loop.turns._line) == 0
+
+
+async def test_every_second_time_goes_who_has_waited_for_thirty_seconds(
+    autojump_clock: MockClock,
+) -> None:
+    """Also one that had much, behind ever new ones that had nothing."""
+    accounts = Accounts()
+    line: Line[str] = Line(accounts)
+    line.add("waits", ("waits.example",))
+    accounts.charge(("hoster.example",), 0.0, 1000.0)
+    line.add("hoster", ("hoster.example",))
+    since = trio.current_time()
+    for number in range(10_000):
+        line.add(f"new{number}", (f"new{number}.example",))
+        if line.pop() == "hoster":
+            break
+        await trio.sleep(0.1)
+    assert 29 < trio.current_time() - since < 31
+
+
+async def test_what_one_had_is_forgotten_when_nobody_has_waited_for_long(
+    autojump_clock: MockClock,
+) -> None:
+    accounts = Accounts()
+    line: Line[str] = Line(accounts)
+    line.add("a", ("a.example",))
+    accounts.charge(("a.example",), 1.0, 1.0)
+    assert line.pop() == "a"
+    assert not accounts.calm
+    await trio.sleep(31)
+    assert accounts.calm
+    assert accounts.mark(("a.example",)) == 0
+
+
+def test_a_run_with_the_same_seed_is_the_same() -> None:
+    def order(seed: int) -> list[int]:
+        had: list[int] = []
+
+        async def main() -> None:
+            loop = Loop()
+
+            async def take(number: int) -> None:
+                await loop.take(f"a{number % 7}.example", 0.001 * (number % 5))
+                had.append(number)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(100):
+                    nursery.start_soon(take, number)
+
+        run_virtually(seed, main)
+        return had
+
+    assert order(1) == order(1) != order(2)
