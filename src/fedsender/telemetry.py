@@ -25,6 +25,7 @@ from collections.abc import (
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
@@ -255,10 +256,17 @@ _LEDGER_BUCKETS: Final = (0.0001, 0.001, 0.01, 0.1, 1, 10)
 _ATTEMPT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
 
 
-STATES: Final = (
-    *("level", "sending", "catching_up", "failing", "gone", "waiting", "parked", "paused"),
-)
-"""The values of the label `state` of `fedsender_destinations`."""
+class Standing(StrEnum):
+    """Where a server stands, for lists, `why`, `trace`, the page and `fedsender_destinations`."""
+
+    LEVEL = "level"
+    SENDING = "sending"
+    CATCHING_UP = "catching_up"
+    FAILING = "failing"
+    GONE = "gone"
+    WAITING = "waiting"
+    PARKED = "parked"
+    PAUSED = "paused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -614,7 +622,7 @@ class Metrics:
             "fedsender_full_quarantines", "Servers with an item that quarantine has no room for"
         )
         self.destinations_by_state = self._gauge(
-            "fedsender_destinations", f"Destinations by state: {', '.join(STATES)}", "state"
+            "fedsender_destinations", f"Destinations by state: {', '.join(Standing)}", "state"
         )
         self.servers_lately = self._gauge(
             "fedsender_servers_lately",

@@ -147,7 +147,7 @@ async def test_why_says_what_is_wrong_with_a_server(
         await settle(60)
         why = await desk.get(f"why/{B}")
 
-        assert why["state"] == "waiting after a failure"
+        assert (why["state"], why["doing"]) == ("failing", None)
         assert why["depth"] | {"queued_pdus": 0} == {
             "rooms": 1,
             "queued_pdus": 0,
@@ -191,22 +191,36 @@ async def test_nothing_is_tried_next_at_a_server_that_nothing_may_be_sent_to(
         assert [entry["next_attempt_ts"] for entry in page["destinations"]] == [None, None]
 
 
-@pytest.mark.parametrize(("after_s", "before"), [(5, "idle"), (600, "level")])
+async def test_every_list_has_the_word_of_why(world: World, autojump_clock: MockClock) -> None:
+    """`doing` is there where it says more: a server that fails is being tried again."""
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        world.servers[B].down, world.servers[B].latency = False, 60.0
+        world.sender.registry.wake([B], by_admin=True)
+        await settle(5)
+        why, overview = await desk.get(f"why/{B}"), await desk.get("overview", behind=True)
+        assert (why["state"], why["doing"]) == ("failing", "sending")
+        assert overview["states"]["failing"] == 1
+        assert overview["page"]["destinations"][0]["state"] == "failing"
+
+
+@pytest.mark.parametrize("after_s", [5, 600])
 async def test_a_server_with_a_frozen_transaction_is_neither_idle_nor_level(
-    world: World, autojump_clock: MockClock, after_s: float, before: str
+    world: World, autojump_clock: MockClock, after_s: float
 ) -> None:
     """Although the database owes it nothing else: EDUs alone may have been frozen."""
     async with open_desk(world) as desk:
         await world.join(R1, A)
         await world.say(R1, "one")
         await settle(after_s)
-        assert (await desk.get(f"why/{A}"))["state"] == before
+        why = await desk.get(f"why/{A}")
+        assert (why["state"], why["doing"]) == ("level", None)
         frozen = FrozenRecord(A, "m1", b"{}", {}, frozen_ms=world.runtime.now_ms(), attempts=3)
         await world.store.sender.save_frozen(frozen)
         why = await desk.get(f"why/{A}")
 
     assert why["in_flight"]["transaction_id"] == "m1"
-    assert why["state"] == "waiting"
+    assert (why["state"], why["doing"]) == ("waiting", None)
     assert why["summary"].endswith("; waiting: 1 frozen transaction.")
 
 
@@ -272,7 +286,7 @@ async def test_trace_tells_every_servers_fate_of_an_event(
             "paused.example": "paused",
         }
         assert fates[A]["transaction_id"] == world.servers[A].requests[0].id
-        assert "waiting after a failure" in fates[B]["reason"]
+        assert fates[B]["reason"].startswith("failing: ")
         assert fates[C]["reason"] == "no, thanks"
         assert fates["paused.example"]["reason"] == "later"
         assert found["fanned_out"]

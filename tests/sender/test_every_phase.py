@@ -146,7 +146,7 @@ async def is_catching_up(scene: Scene) -> None:
 async def is_held(scene: Scene) -> None:
     status = scene.sender.registry.status(scene.name)
     assert status is not None
-    assert status.phase in ("paused", "parked")
+    assert status.standing in ("paused", "parked")
 
 
 async def is_quarantined(scene: Scene) -> None:
@@ -328,7 +328,7 @@ async def test_every_order_in_this_phase(
         for scene in held:
             status = sender.registry.status(scene.name)
             assert status is not None
-            assert status.phase == ("paused" if scene.order == "pause" else "parked")
+            assert status.standing == ("paused" if scene.order == "pause" else "parked")
             assert len(scene.server.attempts) == tries[scene.order]
         await all_well(scenes)
         for scene in scenes:

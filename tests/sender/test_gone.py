@@ -17,6 +17,7 @@ from fedsender.sender.failure import (
     after_failure,
     judge_status,
 )
+from fedsender.telemetry import Standing
 
 A = "a.example"
 ROOM = "!r:hs.example"
@@ -61,8 +62,8 @@ async def test_it_is_shown_as_gone_and_each_sign_of_life_brings_it_back(
         await world.join(ROOM, A)
         await world.say(ROOM, "one")
         await trio.sleep(20 * HOUR)
-        assert sender.registry.label(A) == "gone"
-        assert sender.registry.counts()["gone"] == 1
+        assert sender.registry.standing(A) == "gone"
+        assert sender.registry.counts()[Standing.GONE] == 1
         for _ in range(3):
             row = await world.store.homeserver.backoff(A)
             assert row is not None
@@ -80,7 +81,7 @@ async def test_it_is_shown_as_gone_and_each_sign_of_life_brings_it_back(
         sender.registry.wake([A], by_admin=True)
         await trio.sleep(10)
         assert server.got == ["one"]
-        assert sender.registry.label(A) == "level"
+        assert sender.registry.standing(A) == "level"
 
 
 async def test_a_name_that_is_gone_at_well_known_and_is_not_reached_is_gone(
@@ -94,5 +95,5 @@ async def test_a_name_that_is_gone_at_well_known_and_is_not_reached_is_gone(
         await world.join(ROOM, A)
         await world.say(ROOM, "one")
         await trio.sleep(10)
-        assert sender.registry.label(A) == "gone"
+        assert sender.registry.standing(A) == "gone"
     assert [line["outcome"] for line in world.ledger(A)] == ["gone"]

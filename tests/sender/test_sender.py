@@ -1037,7 +1037,7 @@ async def test_pause_holds_across_a_restart_and_resume_sends_what_came_meanwhile
         assert world.servers[A].attempts == []
         status = sender.registry.status(A)
         assert status is not None
-        assert status.phase == "paused"
+        assert status.standing == "paused"
         await sender.operations.hold(A, paused=None, parked=None)
         await settle()
 

@@ -19,6 +19,7 @@ from fedsender.sender.debts import Debt
 from fedsender.sender.failure import ServerState
 from fedsender.sender.isolation import Kind
 from fedsender.sender.sender import Status
+from fedsender.telemetry import Standing
 
 ROWS = 1_000
 """Rows of the destinations table that are read at once."""
@@ -30,7 +31,6 @@ UNKNOWN = "not a server that we know of"
 
 Sort = Literal["name", "owed", "age", "fails"]
 """The order of a list: by name; or the most rooms, the oldest event, the longest failure first."""
-State = Literal["level", "sending", "catching_up", "failing", "gone", "waiting", "parked", "paused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Summary:
     """One destination in a list; times in milliseconds since the epoch.
 
     Attributes:
-        state: a value of the metric `fedsender_destinations`, "not allowed" or "another sender's".
+        state: where it stands, "not allowed" or "another sender's".
         behind: whether it is owed anything.
         rooms_owed: rooms with an event that it had not answered for at the last sweep; null: it
             has fallen behind since.
@@ -102,7 +102,7 @@ class Listing:
     """
 
     behind: bool = False
-    state: State | None = None
+    state: Standing | None = None
     sort: Sort = "name"
     after: str = ""
     limit: int = 100
@@ -208,7 +208,7 @@ async def list_page(
     keys: list[tuple[float, float, str]] = []
     async for part in in_turns(names):
         if listing.state is not None:
-            part = [name for name in part if registry.label(name) == listing.state]
+            part = [name for name in part if registry.standing(name) is listing.state]
         if listing.pattern != "*":
             part = [name for name in part if matches(listing.pattern, name)]
         total += len(part)
@@ -238,7 +238,7 @@ def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -
     again = None if debt is None else debt.again
     return Summary(
         destination=name,
-        state=_not_ours(context, name) or registry.label(name),
+        state=where_it_stands(context, name),
         behind=debt is not None,
         rooms_owed=0 if debt is None else debt.rooms or None,
         events_owed=0 if debt is None else debt.events,
@@ -290,24 +290,15 @@ def age_class(age_s: float) -> str:
     return AGES[bisect_right(AGE_ENDS, age_s)][0]
 
 
-def _not_ours(context: AdminContext, name: str) -> str | None:
-    """Why this sender never sends to it; None: it does."""
+def where_it_stands(context: AdminContext, name: str, *, owed: bool = False) -> str:
+    """A `Standing`, or why this sender never sends to it; `owed`: the database has items for it."""
     if not context.config.allows(name):
         return "not allowed"
-    return None if context.config.handles(name) else "another sender's"
-
-
-def state_in_words(context: AdminContext, name: str, status: Status | None, *, owed: bool) -> str:
-    """The activity of a destination, in one or a few words."""
-    if (refusal := _not_ours(context, name)) is not None:
-        return refusal
-    phase = "level" if status is None else status.phase
-    if owed and phase in ("level", "idle"):
-        # Its task has not looked yet, or its turn after a start has not come.
-        phase = "waiting"
-    if phase == "waiting" and status is not None and status.state.failing_since_ms is not None:
-        return "gone" if status.state.outcome == "gone" else "waiting after a failure"
-    return phase
+    if not context.config.handles(name):
+        return "another sender's"
+    standing = context.sender.registry.standing(name)
+    # Its task has not looked yet, or its turn after a start has not come.
+    return (Standing.WAITING if owed and standing is Standing.LEVEL else standing).value
 
 
 def next_attempt_ms(context: AdminContext, name: str, status: Status | None) -> int | None:

@@ -339,7 +339,8 @@ def owed_rooms(entries: Iterable[Answer]) -> Sheet:
 def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
     yield "server", answer["destination"]
     yield "in short", answer["summary"]
-    yield "state", answer["state"]
+    yield "state", answer["state"].replace("_", " ")
+    yield "doing", answer["doing"]
     yield "since", moment(answer["since_ts"])
     for name, number in answer["depth"].items():
         yield name.replace("_", " "), number or None

@@ -32,7 +32,6 @@ from fedsender.admin.destinations import (
     Listing,
     Page,
     Sort,
-    State,
     chosen,
     is_known,
     left_alone,
@@ -47,6 +46,7 @@ from fedsender.config.values import ServerName, ServerPattern
 from fedsender.matrix import matches
 from fedsender.sender.operations import Freed
 from fedsender.store.records import Quarantined
+from fedsender.telemetry import Standing
 
 log = structlog.get_logger()
 
@@ -92,7 +92,7 @@ async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
 # Async, or FastAPI would go through a thread for it.
 async def _listing(
     behind: Annotated[bool, Query(description="Only those that are owed something.")] = False,
-    state: Annotated[State | None, Query(description="Only those in this state.")] = None,
+    state: Annotated[Standing | None, Query(description="Only those in this state.")] = None,
     sort: Annotated[
         Sort, Query(description="name; or first the most rooms, the oldest, the longest failing.")
     ] = "name",

@@ -129,7 +129,7 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         in_flight=sender.context.admission.in_flight,
         rates=context.metrics.rates(),
         signing_keys=_signing_keys(context),
-        states=dict(sender.registry.counts()),
+        states={each.value: number for each, number in sender.registry.counts().items()},
         owed_by_age=owed,
         failing_by_age=failing,
         quarantine_items=sender.quarantine_items,

@@ -12,7 +12,7 @@ from fedsender.admin.context import AdminContext, Follows
 from fedsender.admin.display import listed, many
 from fedsender.sender.sender import Sender
 from fedsender.streams import FeedStatus
-from fedsender.telemetry import EXPOSITION_TYPE, STATES, Metrics
+from fedsender.telemetry import EXPOSITION_TYPE, Metrics, Standing
 
 router = APIRouter(tags=["probes"])
 
@@ -64,8 +64,8 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     metrics.pending_edus.set(sum(one.outbox.edus_waiting for one in active))
     metrics.in_flight.set(sender.context.admission.in_flight)
     counts = sender.registry.counts()
-    for state in STATES:
-        metrics.destinations_by_state.labels(state).set(counts[state])
+    for standing in Standing:
+        metrics.destinations_by_state.labels(standing).set(counts[standing])
     for result, servers in sender.registry.lately()._asdict().items():
         metrics.servers_lately.labels(result).set(servers)
     owed = sender.owed()

@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from fedsender.admin.context import AdminContext
-from fedsender.admin.destinations import state_in_words
+from fedsender.admin.destinations import where_it_stands
 from fedsender.ledger import EVERY_SERVER
 from fedsender.segments import open_segment, segments
 from fedsender.sender.failure import ServerState
@@ -272,8 +272,9 @@ def _waiting(context: AdminContext, name: str, attempts: int) -> Fate:
         return Fate(name, "paused", None, None, attempts, state.paused)
     if state.parked is not None:
         return Fate(name, "parked", None, None, attempts, state.parked)
-    words = state_in_words(context, name, status, owed=True)
-    if words in ("not allowed", "another sender's"):
-        return Fate(name, "not allowed", None, None, attempts, words)
+    stands = where_it_stands(context, name, owed=True)
+    if stands in ("not allowed", "another sender's"):
+        return Fate(name, "not allowed", None, None, attempts, stands)
+    words = stands.replace("_", " ")
     reason = words if state.reason is None else f"{words}: {state.reason}"
     return Fate(name, "pending", None, None, attempts, reason)

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from fedsender.admin.context import AdminContext
-from fedsender.admin.destinations import held, is_known, next_attempt_ms, state_in_words
+from fedsender.admin.destinations import held, is_known, next_attempt_ms, where_it_stands
 from fedsender.admin.display import duration, many
 from fedsender.health import ServerHealth, read_health
+from fedsender.sender.context import Phase
 from fedsender.sender.failure import RULES, Outcome, ServerState
 from fedsender.sender.sender import Status
 from fedsender.store.records import OwedRoom
+from fedsender.telemetry import Standing
 
 COUNTED = 1_000
 """Redeliveries and quarantined items are counted up to here."""
@@ -111,7 +113,8 @@ class Why:
     """Everything about one destination; times (`_ts`) in milliseconds since the epoch.
 
     Attributes:
-        state: its activity, in words.
+        state: where it stands, "not allowed" or "another sender's".
+        doing: what its task does now, in words; null: that says no more, or it has none.
         since_ts: since when, where that is known.
         oldest_rooms: of the rooms of `depth` the 100 that have waited the longest.
         summary: all of it in one sentence.
@@ -127,6 +130,7 @@ class Why:
 
     destination: str
     state: str
+    doing: str | None
     since_ts: int | None
     summary: str
     depth: Depth
@@ -181,18 +185,22 @@ async def explain(context: AdminContext, server: str) -> Why | None:
     owed = bool(
         depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries or in_flight
     )
-    words = state_in_words(context, server, status, owed=owed)
+    stands = where_it_stands(context, server, owed=owed)
+    phase, doing = None if status is None else status.phase, None
+    if phase not in (None, Phase.WAITING, Phase.IDLE, Phase.LEAVING):
+        doing = None if phase.value == stands.replace("_", " ") else phase.value
     error = _last_error(state)
     next_ts = next_attempt_ms(context, server, status)
     now_ms = context.runtime.now_ms()
     waits = _waits(depth, oldest, in_flight)
-    if words == "another sender's":
+    if stands == "another sender's":
         sentence = f"The federation sender {context.config.sender_of(server)} handles it."
     else:
-        sentence = _sentence(words, state, waits, error, next_ts, now_ms)
+        sentence = _sentence(stands, doing, state, waits, error, next_ts, now_ms)
     return Why(
         destination=server,
-        state=words,
+        state=stands,
+        doing=doing,
         since_ts=_since(context, status, now_ms),
         summary=" ".join((sentence, *held(state), *_given_up(state, now_ms))),
         depth=depth,
@@ -287,7 +295,8 @@ async def _oldest(context: AdminContext, server: str) -> Oldest | None:
 
 
 def _sentence(
-    words: str,
+    stands: str,
+    doing: str | None,
     state: ServerState,
     waits: str,
     error: LastError | None,
@@ -295,7 +304,7 @@ def _sentence(
     now_ms: int,
 ) -> str:
     """The summary in one sentence."""
-    if words == "not allowed":
+    if stands == "not allowed":
         return f"The configuration forbids sending to it; {waits}."
     if state.paused is not None:
         left_s = state.pause_left_s(now_ms)
@@ -313,9 +322,10 @@ def _sentence(
         )
         what = "Gone" if error.outcome == Outcome.GONE.value else "Failing"
         return f"{what} for {since}: {error.reason or error.meaning}; {waits}; {when}."
-    if words in ("level", "idle", "leaving") and waits == "nothing waits":
+    if stands == Standing.LEVEL and waits == "nothing waits":
         return f"Up to date{_answered(state, now_ms)}."
-    return f"It is {words}{_answered(state, now_ms)}; {waits}."
+    what = doing or stands.replace("_", " ")
+    return f"It is {what}{_answered(state, now_ms)}; {waits}."
 
 
 def _given_up(state: ServerState, now_ms: int) -> Iterator[str]:

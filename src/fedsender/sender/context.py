@@ -137,7 +137,7 @@ class Context:
 
 
 class Phase(Enum):
-    """The phase of a destination, in the operator's words."""
+    """What the task of a destination does now, in the operator's words."""
 
     IDLE = "idle"
     CONNECTING = "connecting"

@@ -27,6 +27,7 @@ from fedsender.sender.destination import LEAVE_AFTER_S, Destination
 from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, take_wake, well_lately
 from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
+from fedsender.telemetry import Standing
 from fedsender.waiting import BeginAnew, Signal
 
 log = structlog.get_logger()
@@ -40,15 +41,15 @@ class Status:
     """One destination as it is in memory now; the command `why` adds the databases' records.
 
     Attributes:
-        phase: the phase, in words.
-        for_s: seconds since the phase began.
+        phase, for_s: of its task, and the seconds since it began; None: it has no task.
         queued: live PDUs in memory.
         retry_in_s: seconds until our own timer tries again; None: not by a timer.
         in_flight: the frozen transaction's id, if there is one in memory.
     """
 
     destination: str
-    phase: str
+    standing: Standing
+    phase: Phase | None
     for_s: float
     level: bool
     queued: int
@@ -148,7 +149,8 @@ class Registry:
         if destination is not None:
             return Status(
                 destination=server,
-                phase=destination.phase.value,
+                standing=_standing(destination.state, destination),
+                phase=destination.phase,
                 for_s=now - destination.since,
                 level=destination.outbox.level,
                 queued=destination.outbox.queued,
@@ -161,11 +163,11 @@ class Registry:
         if due is None and state is None:
             return None
         state = state or ServerState(server)
-        phase = "level" if due is None else "waiting"
-        if state.paused or state.parked:
-            phase = "paused" if state.paused else "parked"
+        standing = Standing.LEVEL if due is None else _standing(state, None)
         wait = None if due is None or due == NEVER else max(0.0, due - now)
-        return Status(server, phase, 0.0, due is None, 0, wait, None, self.state_of(server))
+        return Status(
+            server, standing, None, 0.0, due is None, 0, wait, None, self.state_of(server)
+        )
 
     def progress(self, fanned_out: int) -> Progress | None:
         """The progress, with events fanned out up to this token; None: the backlog is not known.
@@ -206,45 +208,46 @@ class Registry:
         return destination is not None and destination.outbox.owes_keys
 
     def failing(self) -> list[str]:
-        """The servers that fail and are not held, each once; `label` calls some of them gone."""
-        return [name for name, _, label in self._labelled() if label in ("failing", "gone")]
+        """The servers that fail and are not held, each once, those that are gone among them."""
+        failing = (Standing.FAILING, Standing.GONE)
+        return [name for name, _, standing in self._standings() if standing in failing]
 
     def names(self) -> set[str]:
         """The servers that are active, behind or have a record."""
         return {*self.active, *self._behind, *self._states}
 
-    def label(self, server: str) -> str:
-        """One of `telemetry.STATES`, from memory alone."""
+    def standing(self, server: str) -> Standing:
+        """Where this server stands, from memory alone."""
         destination = self.active.get(server)
         if destination is None and server not in self._behind:
-            return "level"
-        return _state(self.own_state(server), destination)
+            return Standing.LEVEL
+        return _standing(self.own_state(server), destination)
 
-    def _labelled(self) -> Iterator[tuple[str, ServerState, str]]:
-        """Each server that is active, behind or has a record, its state, and its label.
+    def _standings(self) -> Iterator[tuple[str, ServerState, Standing]]:
+        """Each server that is active, behind or has a record, its state, and where it stands.
 
         Without sets of all names: there may be 50,000.
         """
         active, behind, states = self.active, self._behind, self._states
         for name, each in active.items():
-            yield name, each.state, _state(each.state, each)
+            yield name, each.state, _standing(each.state, each)
         for name in behind:
             if name not in active:
                 state = states.get(name) or ServerState(name)
-                yield name, state, _state(state, None)
+                yield name, state, _standing(state, None)
         for name, state in states.items():
             if name not in active and name not in behind:
-                yield name, state, "level"
+                yield name, state, Standing.LEVEL
 
-    def counts(self) -> Counter[str]:
-        """The number of servers in each of `telemetry.STATES`, from memory alone."""
-        return Counter(label for _, _, label in self._labelled())
+    def counts(self) -> Counter[Standing]:
+        """The number of servers of each standing, from memory alone."""
+        return Counter(standing for _, _, standing in self._standings())
 
     def lately(self) -> Lately:
         """How the servers fare that have answered within the last day, from memory alone."""
         now_ms = self._context.clock.now_ms()
         answered, failing, newest_ms, began_ms = 0, 0, 0, []
-        for _, state, _ in self._labelled():
+        for _, state, _ in self._standings():
             newest_ms = max(newest_ms, state.last_success_ms or 0)
             if state.paused or state.parked:
                 continue
@@ -694,16 +697,16 @@ class Registry:
         return min(waits, default=0.0)
 
 
-def _state(state: ServerState, destination: Destination | None) -> str:
-    """One of `telemetry.STATES`; None: no task works on it, and it is owed something."""
+def _standing(state: ServerState, destination: Destination | None) -> Standing:
+    """Where a server stands; None: no task works on it, and it is owed something."""
     if state.paused or state.parked:
-        return "paused" if state.paused else "parked"
+        return Standing.PAUSED if state.paused else Standing.PARKED
     if not state.healthy:
-        return "gone" if state.outcome == Outcome.GONE.value else "failing"
+        return Standing.GONE if state.outcome == Outcome.GONE.value else Standing.FAILING
     if destination is None:
-        return "waiting"
+        return Standing.WAITING
     if not destination.owes:
-        return "level"
+        return Standing.LEVEL
     if destination.phase in (Phase.WAITING, Phase.QUEUED, Phase.LOCKED):
-        return "waiting"
-    return "sending" if destination.outbox.level else "catching_up"
+        return Standing.WAITING
+    return Standing.SENDING if destination.outbox.level else Standing.CATCHING_UP
