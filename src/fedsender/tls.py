@@ -266,16 +266,6 @@ class TlsStream(Stream):
         self._sending = self._receiving = False
         self._broken = self._ended = False
 
-    @property
-    def version(self) -> str:
-        """The version of TLS that was agreed, such as "TLSv1.3"; "" before the handshake."""
-        return self._tls.version() or ""
-
-    @property
-    def certificate(self) -> bytes:
-        """The certificate of the peer in DER, checked or not; raises ValueError before it came."""
-        return self._tls.getpeercert(binary_form=True) or b""
-
     async def do_handshake(self) -> None:
         """Shake hands; raises trio.BrokenResourceError, with the error of TLS as its cause."""
         while True:

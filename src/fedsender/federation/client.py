@@ -10,7 +10,7 @@ No request looks through the connections of other destinations.
 """
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, Protocol
@@ -24,18 +24,15 @@ from fedsender.config.values import IPRanges
 from fedsender.fairness import Payer
 from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.connections import Connections, Live
-from fedsender.federation.dialing import Dialer, Reached, TlsPolicy, Unreachable, unheard
+from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
 from fedsender.federation.discovery import (
     WELL_KNOWN_BOUNDS,
     Discovery,
-    Question,
     Resolved,
     all_here,
 )
 from fedsender.federation.discovery_cache import (
-    Delegation,
     DiscoveryCache,
-    Lookup,
     keep_saved,
     load_cache,
     save_cache,
@@ -62,7 +59,6 @@ __all__ = [
     "FederationClient",
     "Peer",
     "SendFailed",
-    "Stage",
     "Stale",
     "Unreachable",
     "open_client",
@@ -76,9 +72,6 @@ _LOOKUP_S: Final = 10.0
 # For the whole of it, redirects included; most of those that take longer never answer.
 _WELL_KNOWN_S: Final = 15.0
 _GET_BOUNDS: Final = Bounds(body_bytes=65_536, framing_bytes=16_384)
-
-Stage = Question | Delegation | Lookup | Resolved | Reached | Connection
-"""A step on the way to a server: a question and its answer, its place, TCP, and then TLS."""
 
 
 class SendFailed(Exception):
@@ -207,19 +200,9 @@ class FederationClient:
         )
         metrics.connections.set_function(lambda: self.connections.open)
 
-    def peer(
-        self,
-        destination: str,
-        policy: Policy,
-        permit: Permit,
-        told: Callable[[Stage], None] = unheard,
-    ) -> "Peer":
-        """The peer at `destination`, for one task at a time, which enters it with `async with`.
-
-        Args:
-            told: is called at each step of opening a connection; raises nothing.
-        """
-        return Peer(self, destination, policy, permit, told)
+    def peer(self, destination: str, policy: Policy, permit: Permit) -> "Peer":
+        """The peer at `destination`, for one task at a time, which enters it with `async with`."""
+        return Peer(self, destination, policy, permit)
 
     def forget(self, destination: str) -> None:
         """Drop the cached discovery of a server that is said to be up again."""
@@ -238,17 +221,11 @@ class Peer:
     """
 
     def __init__(
-        self,
-        client: FederationClient,
-        destination: str,
-        policy: Policy,
-        permit: Permit,
-        told: Callable[[Stage], None],
+        self, client: FederationClient, destination: str, policy: Policy, permit: Permit
     ) -> None:
         self.destination = destination
         self.sent = False
         self._permit = permit
-        self._told = told
         self._client = client
         self._address = None if policy.address is None else str(policy.address)
         config = client.config
@@ -425,7 +402,6 @@ class Peer:
                     resolved.tls_name,
                     self._tls,
                     ranges,
-                    self._told,
                     self._permit.payer,
                 )
         except Unreachable as failure:
@@ -453,10 +429,7 @@ class Peer:
         result = "found"
         try:
             return await self._client.discovery.resolve(
-                self.destination,
-                self._fetch_well_known,
-                fixed_address=self._address,
-                told=self._told,
+                self.destination, self._fetch_well_known, fixed_address=self._address
             )
         except Unreachable as failure:
             result = failure.kind

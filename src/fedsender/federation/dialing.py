@@ -13,7 +13,7 @@ import errno
 import math
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -36,17 +36,6 @@ Address = tuple[str, int]
 _STAGGER_S: Final = 0.25
 _CLOSING_S: Final = 1.0
 _REMEMBERED: Final = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """A TCP connection to this address stands."""
-
-    address: Address
-
-
-def unheard(_: object) -> None:
-    """Do nothing: for callers that need not be told of the steps."""
 
 
 class Unreachable(Exception):
@@ -132,14 +121,11 @@ class Dialer:
         tls_name: str,
         tls: TlsPolicy,
         ranges: IPRanges,
-        told: Callable[[Reached | Connection], None] = unheard,
         payer: Payer | None = None,
     ) -> Connection:
         """Connect to the first of `candidates` that answers and check that it is `tls_name`.
 
         Args:
-            told: is called with the address when TCP stands, and with the connection when TLS
-                does; raises nothing.
             payer: is charged for the time of the loop; and hears where the certificate was good.
 
         Raises:
@@ -157,7 +143,6 @@ class Dialer:
             raise Unreachable("blocked", f"address outside the permitted IP ranges: {addresses}")
         stream, address = await self._race(self._in_order(permitted, tls_name), tls_name)
         self._remember(tls_name, address, permitted)
-        told(Reached(address))
         where = f"({_place(address)} as {tls_name})"
         try:
             with trio.fail_after(self.handshake_s):
@@ -174,9 +159,7 @@ class Dialer:
             raise
         if payer is not None and tls.verify:
             payer.proved(tls_name, address[0])
-        connection = Connection(shaken)
-        told(connection)
-        return connection
+        return Connection(shaken)
 
     def worked(self, tls_name: str) -> str | None:
         """The IP of the last connection for this name."""

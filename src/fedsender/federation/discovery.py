@@ -18,7 +18,7 @@ from typing import Final, Literal
 import trio
 
 from fedsender.federation.answer import json_object, moment_s, said_at_s
-from fedsender.federation.dialing import Unreachable, UnreachableKind, unheard
+from fedsender.federation.dialing import Unreachable, UnreachableKind
 from fedsender.federation.discovery_cache import (
     ERROR_MAX_S,
     SRV_SERVICES,
@@ -376,37 +376,25 @@ class Discovery:
         fetch: FetchWellKnown | None,
         *,
         fixed_address: str | None = None,
-        told: Callable[[Question | Answer | Resolved], None] = unheard,
     ) -> Resolved:
         """The place of `server_name`.
 
         Args:
             fetch: makes the .well-known request; None: the name has a port, and needs none.
-            told: is called with each question, then with its answer, and with the place at the
-                end; raises nothing.
 
         `fixed_address`, and the errors: as in `Resolution.steps`.
         """
         steps = Resolution(self._random, self._resolves).steps(server_name, fixed_address)
-        return await self._follow(steps, fetch, told)
+        return await self._follow(steps, fetch)
 
-    async def _follow(
-        self,
-        steps: _Steps,
-        fetch: FetchWellKnown | None,
-        told: Callable[[Question | Answer | Resolved], None],
-    ) -> Resolved:
+    async def _follow(self, steps: _Steps, fetch: FetchWellKnown | None) -> Resolved:
         try:
             question = next(steps)
             while True:
-                told(question)
-                answer = await self._find_out(question, fetch)
-                told(answer)
-                question = steps.send(answer)
+                question = steps.send(await self._find_out(question, fetch))
         except StopIteration as end:
             place: Resolved = end.value
-        told(place)
-        return place
+            return place
 
     async def addresses(self, host: str, of: str) -> list[str]:
         """The addresses of a host name or literal, or the name for the proxy.
@@ -422,7 +410,7 @@ class Discovery:
         resolution = Resolution(self._random, self._resolves if own else all_here)
         # A name with a port is one whose resolution asks for addresses and nothing else.
         name = f"[{host}]:1" if ":" in host else f"{host}:1"
-        place = await self._follow(resolution.steps(name), None, unheard)
+        place = await self._follow(resolution.steps(name), None)
         return [ip for ip, _ in place.candidates]
 
     def invalidate(self, server_name: str) -> None:

@@ -220,10 +220,6 @@ class DiscoveryCache:
         """Whether any entry differs from the file."""
         return bool(self._changed)
 
-    def from_file(self, name: str, rdtype: RecordType | None = None) -> bool:
-        """Whether an entry is the same in the file: of a DNS name and type, or of a .well-known."""
-        return (rdtype or _WELL_KNOWN, name) not in self._changed
-
     def _differs(self, kind: str, name: str) -> None:
         self._changed[kind, name] = None
         if len(self._changed) > self.most:
