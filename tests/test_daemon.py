@@ -30,7 +30,7 @@ from fedsender.demo import process
 from fedsender.demo.process import SERVER_NAME, write_signing_key
 from fedsender.federation.signing import signing_key_from_seed
 from fedsender.ledger import NOTES
-from fedsender.runtime import RealNetwork, real_runtime
+from fedsender.runtime import Limiter, RealNetwork, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.admission import Admission
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
@@ -567,7 +567,7 @@ async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
     ready = trio.Event()
 
     async def run_or_fail(
-        function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+        function: Callable[[], Any], /, *, limiter: Limiter, abandon: bool = False
     ) -> Any:
         if away and getattr(function, "__name__", "") != "dispose":
             failure = sqlite3.OperationalError("disk I/O error")

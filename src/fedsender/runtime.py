@@ -15,10 +15,10 @@ import ssl
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import dns.asyncresolver
 import dns.exception
@@ -140,6 +140,14 @@ class Network(Protocol):
         ...
 
 
+class Limiter(AbstractAsyncContextManager[None], Protocol):
+    """A bound on worker threads: `trio.CapacityLimiter`, or `waiting.Slots`."""
+
+    async def acquire_on_behalf_of(self, borrower: Any) -> None: ...
+
+    def release_on_behalf_of(self, borrower: Any) -> None: ...
+
+
 class RunSync(Protocol):
     """Runs a blocking function in a worker thread (or inline, in a simulation).
 
@@ -152,7 +160,7 @@ class RunSync(Protocol):
         function: Callable[[], T],
         /,
         *,
-        limiter: trio.CapacityLimiter,
+        limiter: Limiter,
         abandon: bool = False,
     ) -> Awaitable[T]: ...
 
@@ -448,9 +456,11 @@ def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
 
 
 async def _run_in_thread(
-    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+    function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
 ) -> T:
-    return await trio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=abandon)
+    # Trio wants no more of it than these two methods, whatever its annotation says.
+    trios = cast(trio.CapacityLimiter, limiter)
+    return await trio.to_thread.run_sync(function, limiter=trios, abandon_on_cancel=abandon)
 
 
 async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:

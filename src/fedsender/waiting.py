@@ -1,11 +1,12 @@
-"""Waiting: for a signal of another task, for the next try, and after an error."""
+"""Waiting: for a signal of another task, for a slot, for the next try, and after an error."""
 
 import heapq
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 
 import structlog
 import trio
@@ -61,6 +62,74 @@ class Signal:
     def _give_up(self, _: object) -> trio.lowlevel.Abort:
         self._waits = None
         return trio.lowlevel.Abort.SUCCEEDED
+
+
+_GOES_FIRST: ContextVar[bool] = ContextVar("_GOES_FIRST", default=False)
+
+
+@contextmanager
+def right_of_way() -> Iterator[None]:
+    """Have the body's task go before all others where it waits for `Slots`: for live traffic.
+
+    Tasks that the body starts have it too.
+    """
+    token = _GOES_FIRST.set(True)
+    try:
+        yield
+    finally:
+        _GOES_FIRST.reset(token)
+
+
+class Slots:
+    """A lock, or a number of connections or threads, each held by one task at a time.
+
+    The next free one goes to who has the right of way; nothing is taken from its holder. Of several
+    slots these tasks leave one to the others, and the others one to them, so that neither kind ever
+    waits for the other alone. Otherwise who came first goes first.
+
+    It serves as Trio's limiter of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        # By whether they have the right of way.
+        self._taken = [0, 0]
+        self._waiting = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+        self._holders: dict[object, bool] = {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits who has the right of way. May be asked in any thread."""
+        return bool(self._waiting[True])
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        """Wait for a slot. `borrower`: who gives it back."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        first = _GOES_FIRST.get()
+        if self._may_take(first):
+            self._taken[first] += 1
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await self._waiting[first].park()  # Whoever gave it back has counted it.
+        self._holders[borrower] = first
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        """Give the borrower's slot to the next."""
+        self._taken[self._holders.pop(borrower)] -= 1
+        for first in (True, False):
+            if self._waiting[first] and self._may_take(first):
+                self._taken[first] += 1
+                self._waiting[first].unpark()
+                return
+
+    def _may_take(self, first: bool) -> bool:
+        return sum(self._taken) < self._count and self._taken[first] < max(1, self._count - 1)
+
+    async def __aenter__(self) -> None:
+        await self.acquire_on_behalf_of(trio.lowlevel.current_task())
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release_on_behalf_of(trio.lowlevel.current_task())
 
 
 class Alarms:

@@ -20,7 +20,7 @@ from tests.replication.support import Netcat
 from fedsender.config import Config, from_values
 from fedsender.facts import prepare
 from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
-from fedsender.runtime import Runtime
+from fedsender.runtime import Limiter, Runtime
 from fedsender.streams import Json
 from fedsender.testing.clock import now_ms
 
@@ -166,7 +166,7 @@ class World:
         plain = runtime(self.starts, now_ms=lambda: now_ms() + self.ahead_ms)
 
         async def run_sync(
-            function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+            function: Callable[[], Any], /, *, limiter: Limiter, abandon: bool = False
         ) -> Any:
             async with limiter:
                 if self.thread_s:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import trio
 from sqlalchemy import delete, update
-from tests.sender.harness import World, answer, ok
+from tests.sender.harness import HS, World, answer, ok
+from tests.sender.synapse_world import SynapseWorld
 from trio.testing import MockClock
 
 from fedsender.store import tables
 from fedsender.store.records import STANDS_ABOVE, HostsUnknown
+from fedsender.store.room_servers import StateGroups
 
 R1, A, B = "!1:hs.example", "a.example", "b.example"
 
@@ -285,3 +287,33 @@ async def test_what_stands_in_for_events_that_never_came_says_so_also_when_it_is
     of_it = [each for each in sent if each["event_id"] == pdu.event_id]
     assert [each["lane"] for each in of_it] == ["catch_up", "redelivery"]
     assert [each["supersedes"] for each in of_it] == [[3, token]] * 2
+
+
+async def test_the_fan_out_goes_before_all_who_wait_for_state_groups(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, looked = SynapseWorld(tmp_path), list[list[str]]()
+    look = StateGroups.servers_before
+
+    def watched(self: StateGroups, *args: Any) -> Any:
+        looked.append([event.event_id for event in args[2]])
+        return look(self, *args)
+
+    async with world.open():
+        await world.found(R1, 1, f"@a:{HS}", f"@x:{A}")
+        old = await world.message(R1, 1, "old")
+    async with world.run(), trio.open_nursery() as nursery:
+        homeserver = world.store.homeserver
+        await trio.sleep(2)
+        assert world.servers[A].got == ["old"]
+        rows = list((await homeserver.events_by_id([old])).values())
+        monkeypatch.setattr(StateGroups, "servers_before", watched)
+        async with homeserver._groups_lock:
+            for _ in range(5):
+                nursery.start_soon(homeserver.servers_before, rows)
+            await trio.sleep(1)
+            new = await world.message(R1, 1, "new")
+            await trio.sleep(1)
+            assert homeserver._groups_lock.wanted
+        await trio.sleep(1)
+        assert looked == [[new], *([[old]] * 5)]

@@ -2,15 +2,17 @@
 
 import sqlite3
 import stat
+import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import psycopg
 import pytest
 import trio
+import trio.testing
 from sqlalchemy import Connection, select, text
 from structlog.testing import capture_logs
 from tests.servers import Databases
@@ -26,6 +28,7 @@ from fedsender.store.engine import (
     not_waiting_for_locks,
     open_database,
 )
+from fedsender.waiting import right_of_way
 
 
 def make_table(connection: Connection) -> None:
@@ -663,3 +666,28 @@ async def test_errors_and_their_tracebacks_do_not_show_what_was_written(
             await database.write(lambda connection: connection.execute(text(statement), written))
 
         assert written["note"] not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("busy", ["catch-ups", "fan-out"])
+async def test_a_reader_is_left_to_who_has_the_right_of_way_and_one_to_the_others(
+    new_url: NewUrl, busy: str
+) -> None:
+    go_on = threading.Event()
+
+    def for_long(connection: Connection) -> None:
+        connection.execute(text("SELECT 1"))
+        go_on.wait(60)
+
+    def way(first: bool) -> AbstractContextManager[None]:
+        return right_of_way() if first else nullcontext()
+
+    async with open_database(new_url(), real_runtime(), name="test") as database:
+        await database.write(make_table)
+        async with trio.open_nursery() as nursery:
+            with way(busy == "fan-out"):
+                for _ in range(20):
+                    nursery.start_soon(database.read, for_long)
+            await trio.testing.wait_all_tasks_blocked()
+            with way(busy != "fan-out"):
+                assert await database.read(notes) == []
+            go_on.set()

@@ -1,8 +1,12 @@
 """Servers in the room before an event, from state groups written by hand."""
 
+import threading
 import tracemalloc
+from collections.abc import Sequence
 
 import pytest
+import trio
+import trio.testing
 from sqlalchemy import Connection, delete, event, text
 from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room, put_group
@@ -10,7 +14,8 @@ from tests.store.rooms import ROOM, Room, put_group
 from fedsender.store import room_servers, tables
 from fedsender.store.homeserver import EventRow, HostsUnknown
 from fedsender.store.records import Hosts
-from fedsender.store.room_servers import StateGroups
+from fedsender.store.room_servers import EventStates, StateGroups
+from fedsender.waiting import right_of_way
 
 ME, OTHER = "@me:us.example", "@other:us.example"
 BOB, BEN = "@bob:b.example", "@ben:b.example"
@@ -324,11 +329,13 @@ async def test_who_asks_another_database_for_long_is_not_cut_off_as_idle(
     """With a separate database of state groups the main transaction idles while it is read."""
     found: list[object] = []
 
-    def look(_: StateGroups, main: Connection, *__: object) -> dict[str, Hosts]:
+    def look(
+        _: StateGroups, main: Connection, __: Connection, events: Sequence[EventRow], *___: object
+    ) -> dict[str, Hosts]:
         if main.dialect.name == "postgresql":
             query = "SHOW idle_in_transaction_session_timeout"
             found.append(main.execute(text(query)).scalar())
-        return {}
+        return {event.event_id: frozenset() for event in events}
 
     monkeypatch.setattr(StateGroups, "servers_before", look)
     async with open_synapse(split=True) as synapse:
@@ -336,3 +343,54 @@ async def test_who_asks_another_database_for_long_is_not_cut_off_as_idle(
         (row,) = await synapse.store.read_events(0, 100, 10)
         await synapse.store.servers_before([row])
     assert found == (["1h"] if synapse.database.dialect == "postgresql" else [])
+
+
+async def test_the_fan_out_is_next_whoever_waits_for_state_groups(
+    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the one event that is being looked at; and all the others get all their answers."""
+    asked: list[str] = []
+    began, go_on = trio.Event(), threading.Event()
+    look = room_servers._Look.before
+
+    def watched(self: room_servers._Look, event: EventRow, states: EventStates) -> Hosts:
+        asked.append(event.event_id)
+        if len(asked) == 1:
+            trio.from_thread.run_sync(began.set)
+            go_on.wait(60)
+        return look(self, event, states)
+
+    monkeypatch.setattr(room_servers._Look, "before", watched)
+    answers: list[int] = []
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            story = Story(connection, connection)
+            for user in (BOB, CAT, BEN):
+                story.joins(user)
+            story.says()
+
+        await synapse.database.write(write)
+        *page, newest = await synapse.store.read_events(0, 100, 10)
+
+        async def catch_up() -> None:
+            answers.append(len(await synapse.store.servers_before(page)))
+
+        async def fan_out() -> None:
+            after = page[-1].stream_ordering
+            with right_of_way():
+                rows, found = await synapse.store.read_to_route(after, 100, 10, lambda _: True)
+            assert [row.event_id for row in rows] == list(found) == [newest.event_id]
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(catch_up)
+            await began.wait()
+            nursery.start_soon(fan_out)
+            with trio.fail_after(60):
+                while not synapse.store._groups_lock.wanted:
+                    await trio.testing.wait_all_tasks_blocked()
+            go_on.set()
+    assert asked[:2] == [page[0].event_id, newest.event_id]
+    assert len(asked) == 6 * len(page) + 1
+    assert answers == [len(page)] * 6

@@ -37,7 +37,7 @@ from fedsender.store.engine import StoreError
 from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
 from fedsender.streams import Watermark
-from fedsender.waiting import BeginAnew
+from fedsender.waiting import BeginAnew, right_of_way
 
 log = structlog.get_logger()
 
@@ -200,21 +200,22 @@ class FanOut:
 
     async def _step(self, upto: int, limit: int) -> None:
         """Fan out the first `limit` events above the position, at most up to `upto`."""
-        await self._look_at_quarantine()
-        told = sorted(self._redacted)
-        limit = min(limit, self._fit)
-        rows, before = await self._homeserver.read_to_route(
-            self.position, upto, limit, self._router.is_ours
-        )
-        position = rows[-1].stream_ordering if len(rows) == limit else upto
-        items = await self._router.route(rows, before)
-        cut = self._too_many(items, len(rows))
-        if cut is not None:
-            rows = [row for row in rows if row.stream_ordering < cut]
-            items = [item for item in items if item.stream_ordering < cut]
-            position = rows[-1].stream_ordering
-        routed = await self._sort_out(items)
-        await self._notice_redactions(rows, told)
+        with right_of_way():  # Of the tasks that are started below none has it.
+            await self._look_at_quarantine()
+            told = sorted(self._redacted)
+            limit = min(limit, self._fit)
+            rows, before = await self._homeserver.read_to_route(
+                self.position, upto, limit, self._router.is_ours
+            )
+            position = rows[-1].stream_ordering if len(rows) == limit else upto
+            items = await self._router.route(rows, before)
+            cut = self._too_many(items, len(rows))
+            if cut is not None:
+                rows = [row for row in rows if row.stream_ordering < cut]
+                items = [item for item in items if item.stream_ordering < cut]
+                position = rows[-1].stream_ordering
+            routed = await self._sort_out(items)
+            await self._notice_redactions(rows, told)
         owed: dict[tuple[str, str], int] = {}
         first: dict[str, int] = {}
         for item in routed:

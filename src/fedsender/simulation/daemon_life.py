@@ -18,7 +18,7 @@ import trio
 
 from fedsender.config import Config
 from fedsender.daemon import Daemon, open_core
-from fedsender.runtime import Runtime
+from fedsender.runtime import Limiter, Runtime
 from fedsender.simulation.checks import CommitChecks, WireChecks
 from fedsender.simulation.disk import Disk
 from fedsender.simulation.observations import Observations
@@ -205,7 +205,7 @@ class Life:
         )
 
     async def _run_sync(
-        self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+        self, function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
     ) -> T:
         """Do the work of a worker thread, at some moment of a short while, and all at once."""
         holder = object()

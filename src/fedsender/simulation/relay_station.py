@@ -25,7 +25,7 @@ from fedsender.config import Config
 from fedsender.facts import rows_of
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.log import Collected
-from fedsender.runtime import real_runtime
+from fedsender.runtime import Limiter, real_runtime
 from fedsender.simulation.daemon_life import Crash, copy_files, disk_full
 from fedsender.simulation.relay_checks import Files, RelayChecks, RelayViews, name_of
 from fedsender.store.relay import LogRecord
@@ -168,7 +168,7 @@ class Steps:
         self.fail.clear()
 
     async def run_sync(
-        self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+        self, function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
     ) -> T:
         """Do the work of a worker thread, all at once: killed before it, or after it."""
         async with limiter:

@@ -62,7 +62,7 @@ from fedsender.store.group_commit import (
     run_writes,
 )
 from fedsender.store.statements import having_rows
-from fedsender.waiting import pause_s
+from fedsender.waiting import Slots, pause_s
 
 __all__ = [
     "Database",
@@ -129,7 +129,7 @@ class _Lane:
 
     kind: str
     engine: Engine
-    limiter: trio.CapacityLimiter
+    limiter: Slots
     away_since: float | None = None
     trouble: str | None = None
 
@@ -548,7 +548,7 @@ async def _plain_errors() -> AsyncIterator[None]:
 def _make_lane(
     kind: Literal["read", "write"], url: URL, size: int, options: DatabaseOptions
 ) -> _Lane:
-    return _Lane(kind, make_engine(kind, url, size, options), trio.CapacityLimiter(size))
+    return _Lane(kind, make_engine(kind, url, size, options), Slots(size))
 
 
 def _sqlite_code(error: DBAPIError) -> int:

@@ -88,6 +88,7 @@ from fedsender.store.statements import (
     upsert,
 )
 from fedsender.streams import HostsRow, RedactionRow
+from fedsender.waiting import Slots, right_of_way
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
@@ -206,7 +207,7 @@ class HomeserverStore:
         # Synapse's caches of backoff rows live in other processes only with PostgreSQL.
         self._tells_caches = not self._embedded and database.dialect == "postgresql"
         self._groups = room_servers.StateGroups()
-        self._groups_lock = trio.Lock()
+        self._groups_lock = Slots(1)
         self._schema = event_rows.Schema()
         self.warnings: Sequence[str] = ()
         """What `check_schema` found that an operator should know, in sentences."""
@@ -608,8 +609,15 @@ class HomeserverStore:
     # --- servers in rooms -------------------------------------------------------------------------
 
     async def servers_before(self, events: Sequence[EventRow]) -> dict[str, Hosts]:
-        """By event id the servers joined in the state before it, or why they are unknown."""
-        return await self._read_with_groups(partial(self._servers_before, events=events))
+        """By event id the servers joined in the state before it, or why they are unknown.
+
+        Between two events it makes room for who has the right of way.
+        """
+        found: dict[str, Hosts] = {}
+        while rest := [event for event in events if event.event_id not in found]:
+            look = partial(self._servers_before, events=rest, enough=self._groups_wanted)
+            found |= await self._read_with_groups(look)
+        return found
 
     async def read_to_route(
         self, after: int, upto: int, limit: int, wanted: Callable[[EventRow], bool]
@@ -642,22 +650,30 @@ class HomeserverStore:
         if self._embedded:
             return await self._database.read(look)
         async with self._groups_lock:  # One thread at a time.
-            return await self._database.read(look)
+            # The fan-out, which may wait for this lock, must not wait for a connection with us.
+            with right_of_way():
+                return await self._database.read(look)
+
+    def _groups_wanted(self) -> bool:
+        return self._groups_lock.wanted
 
     def _servers_before(
-        self, connection: Connection, events: Sequence[EventRow]
+        self,
+        connection: Connection,
+        events: Sequence[EventRow],
+        enough: Callable[[], bool] = lambda: False,
     ) -> dict[str, Hosts]:
         if not events:
             return {}
         if self._embedded:
             return room_servers.embedded_servers_before(connection, events)
         if self._state_database is None:
-            return self._groups.servers_before(connection, connection, events)
+            return self._groups.servers_before(connection, connection, events, enough)
         if connection.dialect.name == "postgresql":
             # It is idle while the other database is asked, which may take longer.
             connection.execute(_IDLE_FOR_LONG)
         with self._state_database.reading() as state:
-            return self._groups.servers_before(connection, state, events)
+            return self._groups.servers_before(connection, state, events, enough)
 
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
         """By room the servers in it now; of a partial-state room all that may be in it."""

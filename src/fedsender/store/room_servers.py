@@ -8,7 +8,7 @@ is resolved.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, exists, func, or_, select
@@ -259,11 +259,23 @@ class StateGroups:
         self._servers: LRUCache[int, frozenset[str]] = LRUCache(cache_bytes, getsizeof=_size)
 
     def servers_before(
-        self, main: Connection, state: Connection, events: Sequence[EventRow]
+        self,
+        main: Connection,
+        state: Connection,
+        events: Sequence[EventRow],
+        enough: Callable[[], bool] = lambda: False,
     ) -> dict[str, Hosts]:
-        """By event id the servers before it. `state`: to the database of the state groups."""
+        """By event id the servers before it; of the first events alone once there is `enough`.
+
+        `state`: to the database of the state groups.
+        """
         states, look = load_states(main, events), _Look(main, state, self._servers)
-        return {event.event_id: look.before(event, states) for event in events}
+        found: dict[str, Hosts] = {}
+        for event in events:
+            found[event.event_id] = look.before(event, states)
+            if enough():
+                break
+        return found
 
 
 def _size(servers: frozenset[str]) -> int:

@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from fedsender.fairness import Turns
-from fedsender.runtime import Network, RunSync, Runtime
+from fedsender.runtime import Limiter, Network, RunSync, Runtime
 
 T = TypeVar("T")
 
@@ -51,9 +51,7 @@ def turns_cpu(step_s: float = 0.0002) -> Callable[[], float]:
     return partial(next, count(0.0, step_s))
 
 
-async def inline(
-    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
-) -> T:
+async def inline(function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False) -> T:
     """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
     async with limiter:
         return function()
