@@ -520,6 +520,9 @@ def demo(
         bool, typer.Option("--hostile", help="Beside three hostile servers for each one.")
     ] = False,
     seconds: Annotated[float, typer.Option(help="With --hostile: for so long.")] = 600.0,
+    proxy: Annotated[
+        bool, typer.Option("--proxy", help="With --hostile: through a forward proxy.")
+    ] = False,
     relay: Annotated[bool, typer.Option("--relay", help="Through the relay.")] = False,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave all files here.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed makes the same history.")] = 1,
@@ -536,6 +539,7 @@ def demo(
             chaos=chaos,
             hostile=hostile,
             seconds=seconds,
+            proxy=proxy,
             relay=relay,
             keep=keep,
             as_json=as_json,

@@ -53,6 +53,7 @@ def test_in_a_calm_plot_nobody_is_ever_ill() -> None:
         DemoOptions(chaos=True, events=MIN_EVENTS - 1),
         DemoOptions(hostile=True, chaos=True),
         DemoOptions(hostile=True, seconds=0),
+        DemoOptions(proxy=True),
     ],
 )
 def test_options_that_cannot_be_followed_are_refused_in_a_sentence(

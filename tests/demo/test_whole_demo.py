@@ -64,8 +64,16 @@ def test_chaos_loses_nothing() -> None:
 
 def test_honest_servers_do_not_notice_the_hostile_ones_beside_them() -> None:
     """Every attack once or more, over real TLS, and local ones on the admin endpoint."""
-    *said, summary = demo("--hostile", "--servers=10", "--seconds=30")
+    *said, summary = demo("--hostile", "--servers=10", "--seconds=20")
 
     attacks = {line["attack"]: line for line in said if line["kind"] == "attack"}
     assert summary["deliveries"] == 10 * summary["events"]
     assert all(line["times"] for line in attacks.values())
+
+
+def test_behind_a_proxy_servers_that_speak_first_stop_nobody() -> None:
+    *said, summary = demo("--hostile", "--proxy", "--servers=5", "--seconds=8")
+
+    spoke = [line["times"] for line in said if line.get("attack") == "speaks_first"]
+    assert summary["deliveries"] == 5 * summary["events"]
+    assert spoke[0] > 0

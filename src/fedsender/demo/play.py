@@ -176,6 +176,7 @@ class DemoOptions:
         events: the number of actions once the rooms are there.
         hostile: three hostile servers for each one, for so many `seconds`; that run has rooms and
             events of its own.
+        proxy: the hostile run goes through a forward proxy.
         keep: a directory to leave all files in; None: they are deleted at the end.
         seed: the same seed makes the same history.
     """
@@ -186,6 +187,7 @@ class DemoOptions:
     chaos: bool = False
     hostile: bool = False
     seconds: float = 600.0
+    proxy: bool = False
     relay: bool = False
     keep: Path | None = None
     as_json: bool = False
@@ -209,7 +211,8 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
     try:
         if options.hostile:
             rng = random.Random(options.seed)
-            return trio.run(run_hostile, options.servers, options.seconds, rng, directory, report)
+            servers, seconds = options.servers, options.seconds
+            return trio.run(run_hostile, servers, seconds, rng, directory, report, options.proxy)
         return trio.run(_run, options, directory, report)
     except* DaemonDied as group:
         for text in texts_of(group):
@@ -222,6 +225,8 @@ def _check(options: DemoOptions) -> None:
         raise Mistake(f"needs 1 to {MAX_SERVERS} servers, a room, and no negative events")
     if options.hostile and (options.chaos or options.relay or options.seconds < 1):
         raise Mistake("--hostile is a run of its own, without --chaos and --relay")
+    if options.proxy and not options.hostile:
+        raise Mistake("--proxy is of --hostile")
     if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
         raise Mistake(f"{options.keep} is not empty: --keep wants a directory of its own")
     if options.chaos:

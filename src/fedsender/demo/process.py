@@ -198,6 +198,19 @@ class DaemonProcess:
         Raises:
             DaemonDied: it does not answer with 200.
         """
+        answer = await self._ask(method, target, body)
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise DaemonDied(f"admin endpoint: {answer[:500].decode(errors='replace')}")
+        return answer
+
+    async def not_ready(self) -> str | None:
+        """Its answer to `/ready`, in its own words; None: it is ready. Raises DaemonDied."""
+        answer = await self._ask("GET", "/ready", b"")
+        if answer.startswith(b"HTTP/1.1 200"):
+            return None
+        return answer.partition(b"\r\n\r\n")[2][:500].decode(errors="replace")
+
+    async def _ask(self, method: str, target: str, body: bytes) -> bytes:
         head = (
             f"{method} {target} HTTP/1.1\r\n"
             f"Host: localhost\r\nAuthorization: Bearer {self._token}\r\n"
@@ -206,12 +219,9 @@ class DaemonProcess:
         )
         try:
             with trio.fail_after(ADMIN_SECONDS):
-                answer = await self._ask_when_up(head.encode() + body)
+                return await self._ask_when_up(head.encode() + body)
         except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
             raise DaemonDied(f"admin endpoint: {error!r}\n{self.last_words()}") from error
-        if not answer.startswith(b"HTTP/1.1 200"):
-            raise DaemonDied(f"admin endpoint: {answer[:500].decode(errors='replace')}")
-        return answer
 
     async def _ask_when_up(self, request: bytes) -> bytes:
         """The endpoint's answer, once there is an endpoint: the daemon may just have started."""

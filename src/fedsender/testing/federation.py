@@ -30,7 +30,7 @@ async def open_federation(
         directory: where the servers' authority is put (`tls/ca.pem`).
         tells_all: as `Homeserver` has it.
         others: more servers that its rooms may have.
-        receiving: `domain` and `behaviours`, as `open_receivers` has them.
+        receiving: `places` and `behaviours`, as `open_receivers` has them.
     """
     versions: dict[str, str] = {}
     async with open_receivers(

@@ -9,7 +9,7 @@ stand in its `received`; broken rules stand, for all servers together, in `viola
 
 import ssl
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -447,7 +447,7 @@ async def open_receivers(
     directory: Path,
     now_ms: int,
     host: str = "127.0.0.1",
-    domain: str | None = None,
+    places: Sequence[tuple[str, str]] | None = None,
     behaviours: Mapping[int, Behaviour] | None = None,
 ) -> AsyncIterator[Receivers]:
     """`count` receiving servers, each listening (or down, by its behaviour) once this returns.
@@ -457,24 +457,24 @@ async def open_receivers(
         read_pdu: see `rules.pdu_reader`.
         directory: where `ca.pem` is put.
         now_ms: the wall clock in milliseconds, for the certificates.
-        domain: the servers have names below it; None: their names are the host's address.
+        places: name and address of each, without a port; None: the host's address is both.
         behaviours: by the server's index; the others are healthy.
     """
     authority = Authority(directory, now_ms)
-    context = authority.server_context([host] if domain is None else [f"*.{domain}"])
+    at = [(host, host)] * count if places is None else places
+    context = authority.server_context(dict.fromkeys(name for name, _ in at))
     receivers = Receivers({each.name: each for each in origins}, read_pdu, authority.ca_file)
     holders: list[trio.socket.SocketType] = []
     try:
         async with trio.open_nursery() as nursery:
-            for index in range(count):
-                holder = await _reserve_port(host)
+            for index, (named, address) in enumerate(at[:count]):
+                holder = await _reserve_port(address)
                 holders.append(holder)
                 port: int = holder.getsockname()[1]
-                named = host if domain is None else f"s{index}.{domain}"
                 server = ReceivingServer(f"{named}:{port}", receivers)
                 receivers.servers[server.name] = server
                 server.behaviour = (behaviours or {}).get(index, server.behaviour)
-                nursery.start_soon(server.listen, context, host, port, name=server.name)
+                nursery.start_soon(server.listen, context, address, port, name=server.name)
             for server in receivers.servers.values():
                 await server.settled()
             yield receivers
