@@ -200,7 +200,7 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
         ('federation: {user_agent_suffix: "a\\nb"}', "has characters that are not allowed"),
         ("feed: {tcp: {address: localhost}}", "must be an address such as"),
         ("feed: {relay: {name: Sender 1}}", "feed.relay.name: has characters that are not allowed"),
-        ("feed: {relay: {fetch_parallel: 17}}", "must be less than or equal to 16"),
+        ("feed: {relay: {fetch_parallel: 8}}", "fetch_parallel: is gone: four connections fetch"),
         ("feed: {tcp: {address: 'unix:run/x'}}", "must be an address such as"),
         ("homeserver: {database: 'mysql://h/d'}", "must be a path, or a URL of"),
         (

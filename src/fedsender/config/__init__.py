@@ -397,6 +397,8 @@ def _checked(document: Document, directory: Path) -> Config:
 
 
 _GONE: Final[Mapping[str, str]] = {
+    "federation.max_answer_bytes": "an answer has 64 KiB, and 4 KiB more for each PDU; remove it",
+    "feed.relay.fetch_parallel": "four connections fetch a snapshot; remove it",
     "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
     "relay.secret_file": "each consumer has its own, relay.consumers.NAME.secret_file",
 }

@@ -71,9 +71,6 @@ class RelayFeed(TcpFeed):
         pattern=CONSUMER_NAME,
         description="The name by which it remembers us; null takes instance_name.",
     )
-    fetch_parallel: int = Field(
-        default=4, ge=1, le=16, description="Connections that fetch a snapshot."
-    )
     directory: FilePath = Field(
         default=Path("snapshot"), description="Where a snapshot's files wait until they are loaded."
     )

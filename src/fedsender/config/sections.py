@@ -203,12 +203,6 @@ class Federation(Section):
     request_timeout: Seconds = Field(
         default=60.0, gt=0, description="For one attempt, from sending it to the end of the answer."
     )
-    max_answer_bytes: Bytes = Field(
-        default=264 * KIB,
-        ge=16 * KIB,
-        le=264 * KIB,
-        description="Longest answer that is read; never more than 64KiB and 4KiB per PDU sent.",
-    )
     ip_deny: tuple[Network, ...] = Field(
         default=_NOT_ON_THE_INTERNET,
         description="Never connect to these IP ranges: they are not on the Internet.",

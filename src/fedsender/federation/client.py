@@ -296,7 +296,7 @@ class Peer:
         assert live is not None, "no connection is held"
         reused = live.reused
         target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"
-        longest = min(client.config.max_answer_bytes, longest_answer(len(event_ids)))
+        longest = longest_answer(len(event_ids))
         lines = self._signed(live, "PUT", target, body)
         response = await self._exchange("PUT", target, lines, body, Bounds(body_bytes=longest))
         turns = client.runtime.turns

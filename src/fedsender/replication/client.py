@@ -147,7 +147,8 @@ class LineSettings:
         secret: reads the secret that is sent as `AUTH`, after the server has said its name; asked
             at each connection, so that it may change. Raises ValueError or OSError.
         shard: the servers that we send to, for a relay to know; None: no servers.
-        fetch_parallel: number of connections that fetch a relay's snapshot.
+        fetch_parallel: number of connections that fetch a relay's snapshot. That is a small part of
+            a full sync, which mostly loads it: no setting is needed.
     """
 
     endpoint: Endpoint

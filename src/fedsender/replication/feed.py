@@ -73,7 +73,6 @@ def relay_settings(config: Config, *, sends: bool = True) -> LineSettings:
     return replace(
         _line_settings(config, config.feed.relay),
         shard=_shard(config) if sends else None,
-        fetch_parallel=config.feed.relay.fetch_parallel,
     )
 
 
