@@ -107,7 +107,7 @@ async def test_a_pass_of_the_loop_has_one_turn_more_than_its_time(
             nursery.start_soon(shake_hands, number)
         await loop.until(lambda: done == 300)
     assert max(loop.passes) <= PASS_S + 0.004 + 1e-9
-    assert sum(loop.passes) == pytest.approx(3 * 300 * 0.004)
+    assert loop.cpu_s == pytest.approx(3 * 300 * 0.004)
     # No pass is left unused while somebody waits.
     assert len([each for each in loop.passes if each]) <= 3 * 300 * 0.004 / PASS_S + 2
 
@@ -131,8 +131,8 @@ async def test_dear_handshakes_do_not_delay_an_honest_one(
             began = loop.cpu_s
             for _ in range(3):
                 await loop.take(f"honest{number}.example", 0.001)
-            # Each step at the next pass, if it has to wait at all.
-            assert loop.cpu_s - began <= 3 * (PASS_S + 2 * 0.05)
+            # Each step a few passes later: not behind 300 others, for 15 s.
+            assert loop.cpu_s - began <= 3 * (PASS_S + 4 * 0.05)
             await loop.until(lambda since=loop.cpu_s: loop.cpu_s > since + 1)  # type: ignore[misc]
         nursery.cancel_scope.cancel()
 

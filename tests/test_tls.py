@@ -16,8 +16,10 @@ import trio.testing
 from tests.federation.servers import NAME, Authority, answering, serving
 
 import fedsender.runtime
+from fedsender.fairness import PASS_S, Payer, Turns
 from fedsender.federation.dialing import TlsPolicy
 from fedsender.runtime import RealNetwork
+from fedsender.testing.clock import turns_cpu
 from fedsender.testing.tls_records import DATA, HANDSHAKE, Sealer, secret_in
 from fedsender.tls import TlsStream
 
@@ -53,7 +55,7 @@ async def connect(
         )
         nursery.start_soon(server.do_handshake)
         ours = TlsPolicy(authority.file).context()
-        stream = await network.start_tls(raw, ours, NAME)
+        stream = await network.start_tls(raw, ours, NAME, Payer(NAME))
     assert isinstance(stream, TlsStream)
     return stream, server
 
@@ -157,19 +159,41 @@ async def test_idle_connection_is_judged_by_a_tls_read(
             assert tickets
             await server.transport_stream.send_all(tickets)
             await trio.lowlevel.wait_readable(stream.socket)
-        assert network.deserted([stream]) == []
+        assert await network.deserted([stream]) == []
         await server.send_all(b"answer")
         assert await stream.receive_some() == b"answer"
-        assert network.deserted([stream]) == []
+        assert await network.deserted([stream]) == []
         await server.send_all(b"unasked")
         await trio.lowlevel.wait_readable(stream.socket)
-        assert network.deserted([stream]) == [stream]
+        assert await network.deserted([stream]) == [stream]
     async with two_ends(tmp_path, version) as (stream, server):
         await server.transport_stream.aclose()
         await trio.lowlevel.wait_readable(stream.socket)
-        assert RealNetwork().deserted([stream]) == [stream]
+        assert await RealNetwork().deserted([stream]) == [stream]
         stream.close()
-        assert RealNetwork().deserted([stream]) == []
+        assert await RealNetwork().deserted([stream]) == []
+
+
+async def test_all_that_a_peer_sends_is_read_in_turns(tmp_path: Path) -> None:
+    """Also what came in idle times; here each turn costs more than a pass of the loop has."""
+    turns = Turns(turns_cpu(2 * PASS_S))
+    async with two_ends(tmp_path, network=RealNetwork(turns)) as (stream, server):
+        network, (shaken, heard) = RealNetwork(turns), (turns.waited, trio.Event())
+        assert shaken
+
+        async def wait_too() -> None:
+            await turns.take(("b.example",), turns.answer, heard.set)
+
+        await server.send_all(b"answer")
+        assert await stream.receive_some() == b"answer"
+        assert turns.waited == shaken + 1
+        await server.send_all(b"unasked")
+        await trio.lowlevel.wait_readable(stream.socket)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_too)
+            assert await network.deserted([stream]) == [stream]
+        assert turns.waited == shaken + 3
+        assert heard.is_set()
 
 
 async def test_refused_certificate_is_told_to_the_server(tmp_path: Path) -> None:

@@ -321,11 +321,12 @@ class _Turn(Generic[T]):
         self.error: BaseException | None = None
 
 
-class Turns:
+class Turns(trio.abc.Instrument):
     """The time of the event loop, for all that a server can make dear.
 
     A pass of the loop has `PASS_S` of it, and one turn more. What is beyond that waits for a later
-    pass, in fair order.
+    pass, in fair order. As an instrument of Trio it sees where passes end; without, somebody waits
+    for one pass after each `PASS_S`.
 
     Attributes:
         handshake, lookup, answer: the usual cost of a step of each kind.
@@ -341,6 +342,10 @@ class Turns:
         self._line: Line[_Turn[Any]] = Line(self._accounts)
         self._spent_s = 0.0
         self._led = False
+
+    def before_io_wait(self, timeout: float) -> None:
+        """Note that a pass of the loop has ended."""
+        self._spent_s = 0.0
 
     async def take(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> T:
         """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""

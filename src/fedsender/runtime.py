@@ -135,8 +135,9 @@ class Network(Protocol):
         """
         ...
 
-    def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
-        """The idle TLS streams with peers that have closed, or sent unasked data; never blocks."""
+    async def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        """The idle TLS streams with peers that have closed, or sent unasked data; it waits for
+        turns, never for a peer."""
         ...
 
 
@@ -386,7 +387,7 @@ class RealNetwork:
             self._hosts = (stamp, _read_hosts(_HOSTS_FILE))
         return self._hosts[1].get((name.rstrip(".").lower(), rdtype), ())
 
-    def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+    async def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
         by_descriptor: dict[int, tuple[trio.abc.Stream, TlsStream]] = {}
         poll = select.poll()
         for stream in streams:
@@ -396,7 +397,7 @@ class RealNetwork:
                 by_descriptor[outer.socket.fileno()] = (stream, outer)
                 poll.register(outer.socket, select.POLLIN)
         news = [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
-        return [stream for stream, outer in news if outer.deserted()]
+        return [stream for stream, outer in news if await outer.deserted()]
 
 
 def our_lack(error: object) -> OutOfResources | None:

@@ -345,18 +345,24 @@ class TlsStream(Stream):
         finally:
             self._receiving = False
 
-    def deserted(self) -> bool:
+    async def deserted(self) -> bool:
         """Whether an idle connection has ended, is broken, or has data that no request asked for.
 
-        Session tickets and key updates that have come are taken in. Never blocks.
+        Session tickets and key updates that have come are taken in. It may wait for turns, not for
+        the peer; one that is used again meanwhile is left alone.
         """
         try:
-            while self._take_in():
-                if self._read(1) is not None:
-                    return True
+            while (unasked := await self._in_turn(self._turns.answer, self._look)) is False:
+                pass
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return True
-        return False
+        return unasked is not None
+
+    def _look(self) -> bool | None:
+        """Take in some of what has come; whether there is data in it, None: nothing has come."""
+        if self._receiving or self._sending or not self._take_in():
+            return None
+        return self._read(1) is not None
 
     def close(self) -> None:
         if self.socket.fileno() >= 0:

@@ -28,6 +28,7 @@ from tests.federation.servers import (
 
 from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
+from fedsender.federation import connections
 from fedsender.federation.client import (
     Answer,
     FederationClient,
@@ -246,7 +247,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
         await trio.lowlevel.wait_readable(stream.socket)
 
         live.idle_since -= 10
-        assert client.connections.take(NAME, live.opened_by) is None
+        assert await client.connections.take(NAME, live.opened_by) is None
         assert client.connections.open == 0
 
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
@@ -262,7 +263,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
 async def test_many_idle_connections_are_not_read_in_one_step(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each peer may have sent what takes 16 ms to read; and one that is in use by then is not."""
+    """Each peer may have sent what takes long to read; and one that is in use by then is not."""
     looked: list[int] = []
     taken: list[str] = []
 
@@ -273,7 +274,7 @@ async def test_many_idle_connections_are_not_read_in_one_step(
                 await send(peer)
         names = [*pool._idle]
 
-        def look(streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        async def look(streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
             looked.append(len(streams))
             if not taken:
                 live = pool._idle[names[-1]]
@@ -283,6 +284,7 @@ async def test_many_idle_connections_are_not_read_in_one_step(
             return [streams[0]]
 
         monkeypatch.setattr(network, "deserted", look)
+        monkeypatch.setattr(connections, "_LOOKED_AT_ONCE", 4)
         await pool._give_up_deserted()
         assert looked == [4, 4, 3]
         assert pool.idle == 8

@@ -513,7 +513,7 @@ async def test_tls_with_the_proxy_and_with_the_server_inside_it(tmp_path: Path) 
                 ]
                 stream = live.connection.stream
                 assert isinstance(stream, trio.SSLStream)
-                assert client.runtime.network.deserted([stream]) == []
+                assert await client.runtime.network.deserted([stream]) == []
                 await trio.aclose_forcefully(stream)
             assert (proxy.connections, server.connections) == (1, 1)
 

@@ -116,7 +116,7 @@ async def test_gnutls_long_and_short_lines_come_back(tmp_path: Path, version: st
                 await stream.send_all(b"x" * size + b"\n")
                 assert await line_from(stream) == b"x" * size + b"\n"
             # Session tickets are no answer, and an idle connection is not closed for them.
-            assert not stream.deserted()
+            assert not await stream.deserted()
 
 
 @pytest.mark.program("gnutls-serv", "gnutls-bin")

@@ -265,7 +265,7 @@ async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -
     async with serving(authority.context(NAME), answering(response())) as server:
         connection = await dial(authority, server)
         await put(connection)
-        assert RealNetwork().deserted([connection.stream]) == []
+        assert await RealNetwork().deserted([connection.stream]) == []
         # Looking did no harm.
         assert (await put(connection)).status == 200
         connection.close()
@@ -275,7 +275,7 @@ async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -
         with trio.fail_after(60):
             assert isinstance(connection.stream, TlsStream)
             await trio.lowlevel.wait_readable(connection.stream.socket)
-            assert RealNetwork().deserted([connection.stream]) == [connection.stream]
+            assert await RealNetwork().deserted([connection.stream]) == [connection.stream]
         connection.close()
 
 

@@ -187,7 +187,7 @@ class HandNetwork:
     ) -> Records:
         raise NameNotFound(name, ttl_s=0)
 
-    def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+    async def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
         return []
 
 

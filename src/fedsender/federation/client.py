@@ -146,6 +146,7 @@ async def open_client(
         ConfigError: the file with the proxy's password cannot be used.
     """
     client = FederationClient(config, runtime, server_name, keys, metrics)
+    trio.lowlevel.add_instrument(runtime.turns)
     cache = client.discovery.cache
     await load_cache(cache, config.discovery_cache, runtime)
     try:
@@ -266,7 +267,7 @@ class Peer:
         connections = self._client.connections
         if self._held is None and connections.has(self.destination):
             await self._permit.place()
-            self._hold(connections.take(self.destination, self._opened_by))
+            self._hold(await connections.take(self.destination, self._opened_by))
         if self._held is None:
             self._hold(await self._open())
 

@@ -23,9 +23,8 @@ from fedsender.runtime import Network
 # How often idle connections are looked at, and how old one is before it is looked at first.
 _LOOK_EVERY_S: Final = 5.0
 _FRESH_S: Final = 1.0
-# What each has sent is read, in 16 ms of the loop at most: a record of 16 KiB may hold as many
-# requests to renegotiate (TLS 1.2) or session tickets as fit.
-_LOOKED_AT_ONCE: Final = 4
+# What each has sent is read in turns: a record of 16 KiB may hold as many session tickets as fit.
+_LOOKED_AT_ONCE: Final = 64
 
 
 @dataclass(slots=True)
@@ -79,7 +78,7 @@ class Connections:
     def _pop(self, destination: str) -> Live | None:
         return self._idle.pop(destination, None) or self._precious.pop(destination, None)
 
-    def take(self, destination: str, opened_by: Hashable) -> Live | None:
+    async def take(self, destination: str, opened_by: Hashable) -> Live | None:
         """The idle connection of `destination`, unless its peer has left or settings changed."""
         live = self._pop(destination)
         if live is None:
@@ -89,7 +88,7 @@ class Connections:
             return None
         live.reused = True
         fresh = trio.current_time() - live.idle_since < _FRESH_S
-        if not fresh and self._network.deserted([live.connection.stream]):
+        if not fresh and await self._network.deserted([live.connection.stream]):
             self.give_up(live)
             return None
         return live
@@ -174,11 +173,13 @@ class Connections:
         for start in range(0, len(names), _LOOKED_AT_ONCE):
             # Those that are idle still.
             lives = {
-                live.connection.stream: name
+                live.connection.stream: (name, live)
                 for name in names[start : start + _LOOKED_AT_ONCE]
                 if (live := self._look_up(name)) is not None
             }
-            for stream in self._network.deserted(list(lives)):
-                if (live := self._pop(lives[stream])) is not None:
+            for stream in await self._network.deserted(list(lives)):
+                name, live = lives[stream]
+                if self._look_up(name) is live:
+                    self._pop(name)
                     self.give_up(live)
             await trio.lowlevel.checkpoint()

@@ -273,7 +273,7 @@ class MemoryNetwork:
     ) -> Records:
         return await self._internet.resolve(name, rdtype)
 
-    def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+    async def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
         return [each for each in streams if isinstance(each, MemoryStream) and each.readable]
 
     def die(self) -> None:
