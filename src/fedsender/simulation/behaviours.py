@@ -177,8 +177,8 @@ HOSTILE = Mood((Mode.HOSTILE,))
 HONEST = Character("honest", ())
 HOSTILE_PER_HONEST = 3
 _HOSTILE = tuple(Character(name, (HOSTILE,), attack=attack) for name, attack in ATTACKS.items())
-_HOLDING = tuple(each for each in _HOSTILE if each.name in ("late", "silence", "drip"))
-"""They hold places for as long as they can."""
+HOLDING = next(each for each in _HOSTILE if each.name == "late")
+"""They hold places of slow servers for as long as they can, and are more than there are places."""
 
 
 def dealt(index: int, *, hostile: bool) -> Character:
@@ -189,9 +189,7 @@ def dealt(index: int, *, hostile: bool) -> Character:
     if not turn:
         return HONEST
     number, holding = divmod(honest * HOSTILE_PER_HONEST + turn - 1, 2)
-    # More of them than there are places.
-    kinds = _HOLDING if holding else _HOSTILE
-    return kinds[number % len(kinds)]
+    return HOLDING if holding else _HOSTILE[number % len(_HOSTILE)]
 
 
 def life_of(character: Character, rng: Random, longest_s: float) -> Iterator[tuple[Mood, float]]:

@@ -401,8 +401,14 @@ HTTPS = 443
 FEDERATION = 8448
 
 
-def make_site(index: int) -> Site:
-    """The site of the server with this number; the ways take turns."""
+def make_site(index: int, *, of_many: bool = False) -> Site:
+    """The site of the server with this number; the ways take turns.
+
+    `of_many`: it has a /64 of its own in a /48 that is all one owner's, and needs no DNS for it.
+    """
+    if of_many:
+        address = f"2a0e:bad:cafe:{index:x}::1"
+        return Site(f"[{address}]:{FEDERATION}", address, None, (), (FEDERATION,), (address,))
     four, six = _addresses(index, move=0)
     match index % 5:
         case 0:

@@ -11,7 +11,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.config import Config, from_values
-from fedsender.simulation.behaviours import HONEST, dealt
+from fedsender.simulation.behaviours import HOLDING, HONEST, dealt
 from fedsender.simulation.checks import (
     CommitChecks,
     LedgerChecks,
@@ -166,7 +166,10 @@ def found(size: Size, names: Sequence[str], *, dense: bool = False) -> Origins:
 
 def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
     """A world at time 0; its connections are served in `nursery`."""
-    sites = [make_site(index) for index in range(size.servers)]
+    sites = [
+        make_site(index, of_many=dealt(index, hostile=size.hostile) is HOLDING)
+        for index in range(size.servers)
+    ]
     origins = found(size, [site.name for site in sites])
     internet = Internet(derived(size.seed, "internet"), nursery)
     runtime = virtual_runtime(derived(size.seed, "replication"), MemoryNetwork(internet))
