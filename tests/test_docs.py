@@ -144,7 +144,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"{limits.MAX_CONNECTING:,} sockets are connecting, each server has one address tried",
         f"{client._PLACES} look-ups run at once, each for at most {client._LOOKUP_S:.0f} s",
         f"waited for {places.PATIENCE_S:.0f} s, it gives up its place",
-        f"one of {client._PLACES // 2} slow places, at most {places.PER_DOMAIN} of them",
+        f"one of {client._PLACES // 2} slow places, at most {places.PER_SITE} of them",
         f"up to {client._PLACES + client._PLACES // 2} questions at once",
         f"{client._CACHE_ENTRIES:,} answers in all",
         f"`sending.max_in_flight` ({sending.max_in_flight:,}) in all",

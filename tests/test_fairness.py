@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import structlog.testing
 import trio
 from trio.testing import MockClock
 
@@ -135,6 +136,28 @@ async def test_dear_handshakes_do_not_delay_an_honest_one(
             assert loop.cpu_s - began <= 3 * (PASS_S + 4 * 0.05)
             await loop.until(lambda since=loop.cpu_s: loop.cpu_s > since + 1)  # type: ignore[misc]
         nursery.cancel_scope.cancel()
+
+
+async def test_the_log_names_who_costs_once_a_minute(autojump_clock: MockClock) -> None:
+    loop = Loop()
+
+    async def shake_hands_for_ever(site: str, seconds: float) -> None:
+        while True:
+            await loop.take(site, seconds)
+
+    with structlog.testing.capture_logs() as said:
+        async with trio.open_nursery() as nursery:
+            for number in range(20):
+                nursery.start_soon(shake_hands_for_ever, "evil.example", 0.05)
+                nursery.start_soon(shake_hands_for_ever, f"honest{number}.example", 0.001)
+            await loop.until(lambda: loop.cpu_s > 10)
+            assert not said
+            autojump_clock.jump(61)
+            await loop.until(lambda: loop.cpu_s > 20)
+            nursery.cancel_scope.cancel()
+    (line,) = said
+    assert line["site"] == "evil.example"
+    assert line["cpu_s"] > 5
 
 
 async def test_what_fails_or_is_cancelled_is_charged_and_in_nobodys_way(

@@ -15,18 +15,22 @@ anybody could have any network pay.
 """
 
 import ipaddress
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from heapq import heapify, heappop, heappush, nlargest
 from statistics import median_low
 from typing import Any, Final, Generic, TypeVar
 
+import structlog
 import trio
 from publicsuffixlist import PublicSuffixList
 
 from fedsender.matrix import address_of, host_and_port, ip_of
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
 
 PATIENT_S: Final = 30.0
 """Of those served every second one is who waits longest, if that is for longer than this."""
@@ -38,6 +42,9 @@ _MOST_ACCOUNTS: Final = 65_536
 _VOTES: Final = 1024
 _COUNTED_EACH: Final = 32
 _FEWEST_VOTES: Final = 16
+# Of CPU time above the usual, while others waited.
+_TELL_FROM_S: Final = 1.0
+_TELL_EACH_S: Final = 60.0
 
 Payers = tuple[str, ...]
 """The accounts that are charged for one server: of its site, then of the networks it is in."""
@@ -342,6 +349,8 @@ class Turns(trio.abc.Instrument):
         self._line: Line[_Turn[Any]] = Line(self._accounts)
         self._spent_s = 0.0
         self._led = False
+        self._had: dict[str, float] = {}
+        self._tell_at = -math.inf
 
     def before_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop has ended."""
@@ -364,6 +373,18 @@ class Turns(trio.abc.Instrument):
                 usual.vote(payers[0], cost)
             else:
                 self._accounts.charge(payers, cost, cost - usual.cost)
+                self._note(payers[0], cost - usual.cost)
+
+    def _note(self, site: str, above: float) -> None:
+        """Have the log name the dearest site, once in a while."""
+        now, had = trio.current_time(), self._had
+        had[site] = had.get(site, 0.0) + above
+        if now >= self._tell_at:
+            dearest = max(had, key=had.__getitem__)
+            if had[dearest] >= _TELL_FROM_S:
+                log.warning("one site costs much time", site=dearest, cpu_s=round(had[dearest], 1))
+            self._tell_at = now + _TELL_EACH_S
+            had.clear()
 
     async def _wait(self, turn: _Turn[T]) -> T:
         # Those who wait serve themselves: one of them leads, pass by pass, until it has had its

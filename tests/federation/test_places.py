@@ -15,7 +15,7 @@ from fedsender.config import Policy
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import Discovery
 from fedsender.federation.discovery_cache import DiscoveryCache
-from fedsender.federation.places import PER_DOMAIN, Displaced, Places
+from fedsender.federation.places import PER_SITE, Displaced, Places
 from fedsender.runtime import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
 
 PLACES = 300
@@ -215,7 +215,7 @@ async def test_silent_web_servers_hold_up_no_other_well_known(
         nursery.cancel_scope.cancel()
 
 
-async def test_few_of_one_domain_are_slow_at_once(autojump_clock: trio.testing.MockClock) -> None:
+async def test_few_of_one_site_are_slow_at_once(autojump_clock: trio.testing.MockClock) -> None:
     places = Places(20)
     held: Counter[str] = Counter()
     displaced: Counter[str] = Counter()
@@ -234,8 +234,8 @@ async def test_few_of_one_domain_are_slow_at_once(autojump_clock: trio.testing.M
 
     async with trio.open_nursery() as nursery:
         for number in range(10):
-            nursery.start_soon(hold, "one.example", number)
-            nursery.start_soon(hold, "other.example", number)
+            nursery.start_soon(hold, "one.co.uk", number)
+            nursery.start_soon(hold, "other.co.uk", number)
         await trio.sleep(1)
         for number in range(18):
             nursery.start_soon(come, number)
@@ -243,7 +243,7 @@ async def test_few_of_one_domain_are_slow_at_once(autojump_clock: trio.testing.M
         assert (places.taken, places.slow) == (20, 0)
         await trio.sleep(1)
         # Only as many gave up their places as others came for.
-        assert (places.taken, places.slow) == (28, 2 * PER_DOMAIN)
+        assert (places.taken, places.slow) == (28, 2 * PER_SITE)
         assert displaced.total() == 10
         nursery.cancel_scope.cancel()
     assert places.slow == places.taken == 0

@@ -2,7 +2,7 @@
 
 There are two lanes, and each request begins in the fast one. A request that has been there for
 `PATIENCE_S` gives up its place when another one wants it. It goes to the slow lane, where at most
-`PER_DOMAIN` are of one domain, or ends if there is no room. A name that was slow last time lets all
+`PER_SITE` are of one site, or ends if there is no room. A name that was slow last time lets all
 others go first, and has no `PATIENCE_S` any more. Of the requests that want a place the newest goes
 first: an attack that asks for more than there is room for delays itself. While no request waits,
 none is cut short.
@@ -17,8 +17,10 @@ from typing import Final
 import trio
 from cachetools import LRUCache
 
+from fedsender.fairness import site_of
+
 PATIENCE_S: Final = 2.0
-PER_DOMAIN: Final = 4
+PER_SITE: Final = 4
 
 _REMEMBERED: Final = 16_384
 _SERVICE: Final = re.compile(r"^(?:_[^.]*\.)*")
@@ -36,8 +38,7 @@ class _Held:
 
     def __init__(self, host: str, *, slow: bool) -> None:
         self.slow = slow
-        # By the last two labels, with no list of public suffixes: those below co.uk are one.
-        self.domain = ".".join(host.rsplit(".", 2)[-2:])
+        self.site = site_of(host)
         self.since = 0.0
         self.scope = trio.CancelScope()
         self.called = trio.Event()
@@ -140,8 +141,8 @@ class Places:
         if held.slow or trio.current_time() < (first := self._first_due()).due:
             return False
         del self._fast[first]
-        of_its_domain = sum(each.domain == first.domain for each in self._slow)
-        if len(self._slow) < self._most_slow and of_its_domain < PER_DOMAIN:
+        of_its_site = sum(each.site == first.site for each in self._slow)
+        if len(self._slow) < self._most_slow and of_its_site < PER_SITE:
             self._slow[first] = None
         else:
             first.scope.cancel()
