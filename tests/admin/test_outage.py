@@ -117,7 +117,9 @@ async def test_all_screens_say_why_events_wait_at_a_server_that_takes_keys_alone
         assert (entry["failures"], entry["state"], why["state"]) == (0, "waiting", "waiting")
         assert samples(response.text, "fedsender_destinations")["waiting"] == 1
         assert entry["reason"] == why["held"][0]
-        assert entry["reason"].startswith("It answered PDUs with a 200 that says nothing.")
+        assert entry["reason"].startswith(
+            "PDUs were refused, or answered with a 200 that says nothing."
+        )
 
 
 async def test_a_server_that_hangs_and_does_not_fail_has_an_age_of_its_own(

@@ -181,29 +181,47 @@ def test_the_shared_columns_are_written_when_the_interval_has_doubled() -> None:
     assert shared_interval_ms(first, Verdict(Outcome.REFUSING, "403", 403)) is None
 
 
+def is_suspect(
+    state: ServerState,
+    verdict: Verdict,
+    now_ms: int = NOW,
+    *,
+    attempts: int = 1,
+    is_step: bool = False,
+) -> bool:
+    return content_is_suspect(state, verdict, now_ms=now_ms, attempts=attempts, is_step=is_step)
+
+
 def test_refused_content_is_suspected_at_once_and_a_healthy_servers_403_too() -> None:
     """W13: one poisonous item must not stop a server."""
     rejecting = Verdict(Outcome.REJECTING, "400", 400, sent=True)
     refusing = Verdict(Outcome.REFUSING, "403", 403, sent=True)
     healthy = state(last_success_ms=NOW - DAY_MS)
 
-    assert content_is_suspect(state(), rejecting, now_ms=NOW)
-    assert content_is_suspect(healthy, refusing, now_ms=NOW)
-    assert not content_is_suspect(state(), refusing, now_ms=NOW)
-    assert content_is_suspect(state(), refusing, now_ms=NOW, searching=True)
+    assert is_suspect(state(), rejecting)
+    assert is_suspect(healthy, refusing)
+    assert not is_suspect(state(), refusing)
+    assert is_suspect(state(), refusing, is_step=True)
     assert RULES[Outcome.UNREACHABLE].isolate is Isolate.NEVER
 
 
 def test_five_answers_5xx_over_half_an_hour_make_the_content_a_suspect() -> None:
     failing = Verdict(Outcome.FAILING, "500", 500, sent=True)
-    current = state()
-    for minute in (0, 1, 2, 3):
-        current = fail(current, failing, NOW + minute * 60_000)
-    soon = fail(current, failing, NOW + 29 * 60_000)
-    late = fail(current, failing, NOW + 30 * 60_000)
+    current, half_an_hour_later = fail(state(), failing), NOW + 30 * 60_000
 
-    assert not content_is_suspect(soon, failing, now_ms=NOW + 29 * 60_000)
-    assert content_is_suspect(late, failing, now_ms=NOW + 30 * 60_000)
+    assert not is_suspect(current, failing, half_an_hour_later, attempts=4)
+    assert not is_suspect(current, failing, half_an_hour_later - 1, attempts=5)
+    assert is_suspect(current, failing, half_an_hour_later, attempts=5)
+
+
+def test_two_time_outs_of_a_transaction_make_it_a_suspect() -> None:
+    """It may be too much at once, and keys wait behind it."""
+    late = Verdict(Outcome.FAILING, "no answer in time", sent=True, late=True)
+
+    assert not is_suspect(state(), late, attempts=1)
+    assert is_suspect(state(), late, attempts=2)
+    assert judge_status(504, is_answer=False, retry_after_s=None).late
+    assert not judge_status(500, is_answer=False, retry_after_s=None).late
 
 
 def test_a_server_that_was_well_lately_is_tried_steadily_and_then_less_and_less() -> None:

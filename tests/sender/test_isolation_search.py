@@ -11,16 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.sender.isolation import (
-    Item,
-    Search,
-    Turn,
-    fewer_items,
-    more_items,
-    of_json,
-)
+from fedsender.sender.isolation import AT_REST, CLIMB_MS, WITNESSES, Item, Search, of_json
 
 MOST = 50
+BYTES = 2**20
 Server = Callable[[list[str]], bool]
 
 
@@ -33,7 +27,7 @@ class Lane:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     got: list[str] = field(default_factory=list)
     quarantine: list[str] = field(default_factory=list)
-    search: Search | None = None
+    search: Search = AT_REST
     attempts: int = 0
 
     def run(self, attempts: int) -> "Lane":
@@ -49,42 +43,43 @@ class Lane:
         return self
 
     def _next(self) -> list[str]:
-        while True:
-            search = self.search
-            if search is None or not search.active:
-                return self.waiting[:MOST]
-            if search.asks:
-                return []
-            if search.suspect is None:
-                return self.waiting[: search.limit]
-            if search.turn is Turn.SUSPECT:
-                return [search.suspect]
-            if search.turn is Turn.AGAIN:
-                return [search.witnesses[0]]
+        search = self.search
+        if search.asks:
+            return []
+        if search.suspect is None:
+            return self.waiting[: search.most(MOST, BYTES, 0)[0]]
+        if not search.draws_suspect(self.rng):
             tried = {search.suspect, *search.refused, *search.witnesses}
             others = [item for item in self.waiting if item not in tried]
-            if others:
+            if search.tries_new and others:
                 return others[:1]
-            self.search = search.none_there(self.rng)
+            if search.witnesses:
+                return [search.witnesses[0]]
+            self.search = search.without_others(early=False)
+        return [search.suspect]
 
     def _answered(self, batch: list[str]) -> None:
         self.got += [item for item in batch if item in self.waiting]
         self.waiting = [item for item in self.waiting if item not in batch]
-        if self.search is not None and not batch:
-            self.search = self.search.lives()
-        elif self.search is not None:
-            self.search = self.search.answered(batch, MOST, self.rng)
+        self.search = answered(self.search, batch) if batch else replace(self.search, asks=False)
 
     def _refused(self, batch: list[str]) -> None:
-        search = self.search or Search(0)
         if len(batch) > 1:
-            self.search = search.refused_together(len(batch), None)
+            self.search = refused_together(self.search, len(batch))
             return
-        self.search = search.refused_alone(Item(batch[0]), self.rng)
+        self.search = self.search.refused_alone(Item(batch[0]))
         if self.search.convicted and batch == [self.search.suspect]:
             self.quarantine += batch
             self.waiting.remove(batch[0])
             self.search = self.search.acquitted()
+
+
+def answered(search: Search, marks: list[str], size: int = 0, now_ms: int = 0) -> Search:
+    return search.answered(marks, size, now_ms, most=(MOST, BYTES))
+
+
+def refused_together(search: Search, items: int, size: int = 0, now_ms: int = 0) -> Search:
+    return search.refused_together(items, size, now_ms, too_large=size > 0, first_suspect=None)
 
 
 def names(count: int) -> list[str]:
@@ -121,13 +116,12 @@ def test_many_in_a_row_are_found_by_one_good_item_behind_them(row: int, behind: 
 
 def test_of_the_witnesses_the_last_ten_are_remembered() -> None:
     """I7: an EDU that is sent again has another mark, and one search may follow the other."""
-    rng, search = random.Random(1), Search(1)
+    search = AT_REST
     for number in range(100):
-        search = search.refused_alone(Item(f"poison {number // 5}"), rng)
-        answered = search.answered([str(number)], MOST, rng)
-        assert answered is not None
-        search = answered.acquitted() if number % 5 == 4 else answered
-    assert search.witnesses == tuple(map(str, range(90, 100)))
+        search = search.refused_alone(Item(f"poison {number // 5}"))
+        search = answered(search, [str(number)])
+        search = search.acquitted() if number % 5 == 4 else search
+    assert search.witnesses == tuple(map(str, range(100 - WITNESSES, 100)))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
@@ -195,13 +189,13 @@ def test_who_refuses_everything_from_some_moment_on_proves_nothing(
 
 
 def on_trial(**values: Any) -> Search:
-    """Ten witnesses were answered; with its next failure it has met ten refusals."""
-    search = Search(1, suspect="s", turn=Turn.SUSPECT, drawn=True, failures=9, answers=10)
-    return replace(search, witnesses=("w",), **values)
+    """Ten others were answered; with its next failure it has met ten refusals."""
+    search = Search(left=1, suspect="s", failures=9, answers=10, witnesses=("w",))
+    return replace(search, **values)
 
 
-def refused(search: Search, mark: str, seed: int = 1) -> Search:
-    return search.refused_alone(Item(mark), random.Random(seed))
+def refused(search: Search, mark: str) -> Search:
+    return search.refused_alone(Item(mark))
 
 
 def test_a_suspect_is_convicted_when_lots_would_hardly_have_had_it_meet_each_refusal() -> None:
@@ -212,50 +206,33 @@ def test_a_suspect_is_convicted_when_lots_would_hardly_have_had_it_meet_each_ref
 
 
 def test_only_what_a_lot_has_decided_is_evidence() -> None:
-    search = refused(on_trial(drawn=False), "s")
-    assert (search.failures, search.convicted) == (9, False)
-
-    answered = on_trial(drawn=False, turn=Turn.WITNESS).answered(["w"], MOST, random.Random(1))
-    assert answered is not None
-    assert answered.answers == 10
-    assert refused(on_trial(drawn=False, turn=Turn.AGAIN), "w").refusals == 0
+    """No lots are drawn until another item was answered."""
+    search = on_trial(witnesses=())
+    assert not any(search.draws_suspect(random.Random(seed)) for seed in range(20))
+    assert refused(search, "s").failures == 9
+    assert refused(search, "x").refusals == 0
+    assert answered(search, ["x"]).answers == 10
 
 
 def test_lots_are_drawn_once_a_witness_was_answered() -> None:
-    drawn = {refused(on_trial(), "s", seed).turn for seed in range(20)}
+    drawn = [on_trial().draws_suspect(random.Random(seed)) for seed in range(200)]
 
-    assert drawn == {Turn.SUSPECT, Turn.WITNESS}
-    assert refused(replace(on_trial(), witnesses=()), "s").turn is Turn.WITNESS
+    assert 70 < sum(drawn) < 130
 
 
 def test_a_suspect_that_is_answered_is_acquitted() -> None:
-    search = on_trial().answered(["s"], MOST, random.Random(1))
+    search = answered(on_trial(), ["s"])
 
-    assert search is not None
-    assert (search.suspect, search.limit) == (None, 2)
+    assert (search.suspect, search.max_items) == (None, None)
 
 
-def test_when_no_witness_is_answered_the_suspect_is_tried_and_one_other_if_the_server_is_up() -> (
-    None
-):
-    search = Search(1, suspect="s", turn=Turn.WITNESS)
-    for number in range(10):
-        assert search.turn is Turn.WITNESS
+def test_what_was_refused_before_the_first_witness_is_tried_again() -> None:
+    """The server may have been at fault then."""
+    search = Search(suspect="s")
+    for number in range(20):
         search = refused(search, str(number))
-    seen = set()
-    for seed in range(20):
-        first = search.turn
-        search, asked = search.lives(), search.turn is Turn.EMPTY
-        assert search.turn is Turn.SUSPECT
-        search = refused(search, "s", seed)
-        assert (search.turn is Turn.WITNESS) is search.at_once is asked
-        if asked:
-            search = refused(search, "0", seed)
-        seen.add((first, asked))
-        assert not search.at_once
-
-    assert seen == {(Turn.EMPTY, True), (Turn.SUSPECT, False)}
-    assert search.failures == 0
+    assert len(search.refused) == 20
+    assert answered(search, ["w"]).refused == ()
 
 
 def test_a_search_comes_back_from_the_database_as_it_was() -> None:
@@ -268,16 +245,46 @@ def test_a_search_comes_back_from_the_database_as_it_was() -> None:
 # --- how many items -------------------------------------------------------------------------------
 
 
-def test_after_a_probe_one_item_and_then_twice_as_many_each_time() -> None:
-    limits: list[int | None] = [0]
-    while limits[-1] is not None:
-        limits.append(more_items(limits[-1], 150))
-
-    assert limits == [0, 1, 2, 4, 8, 16, 32, 64, 128, None]
-
-
 @given(st.integers(2, 150), st.one_of(st.none(), st.integers(0, 149)))
-def test_isolation_always_ends_with_one_item(items: int, suspect: int | None) -> None:
-    fewer = fewer_items(items, suspect if suspect is not None and suspect < items else None)
+def test_halving_always_ends_with_one_item(items: int, suspect: int | None) -> None:
+    first = suspect if suspect is not None and suspect < items else None
+    search = AT_REST.refused_together(items, 0, 0, too_large=False, first_suspect=first)
 
-    assert 1 <= fewer < items
+    assert 1 <= search.most(items, BYTES, 0)[0] < items
+
+
+@pytest.mark.parametrize("size", [0, 1_000_000])
+def test_the_size_that_works_is_remembered_and_climbs_a_step_a_while_later(size: int) -> None:
+    """In items; or in bytes, when the server has said that there are too many of them."""
+    of = 1 if size else 0
+    search = refused_together(refused_together(AT_REST, 40, size), 20, size // 2)
+    works = search.most(MOST, BYTES, CLIMB_MS)[of]
+    assert works == (250_000 if size else 10)
+    for _ in range(2):
+        assert search.active
+        search = answered(search, names(10), works)
+    assert not search.active
+    assert search.most(MOST, BYTES, CLIMB_MS - 1)[of] == works
+
+    step = search.most(MOST, BYTES, CLIMB_MS)[of]
+    assert step == 1.5 * works
+    refused_once = refused_together(search, 15, size and step, CLIMB_MS)
+    assert refused_once.most(MOST, BYTES, CLIMB_MS)[of] == works
+    taken_once = answered(search, names(15), step, CLIMB_MS)
+    assert taken_once.most(MOST, BYTES, CLIMB_MS)[of] == step
+
+
+def test_a_size_that_has_climbed_to_the_top_is_forgotten() -> None:
+    search, now_ms = answered(refused_together(AT_REST, 2), ["a", "b"]), 0
+    for _ in range(20):
+        now_ms += CLIMB_MS
+        search = answered(search, names(search.most(MOST, BYTES, now_ms)[0]), 0, now_ms)
+
+    assert search == AT_REST
+
+
+def test_a_search_that_finds_an_item_says_nothing_of_sizes() -> None:
+    search = refused_together(refused_together(AT_REST, 3), 2, 1000)
+    search = refused(search, "s").acquitted()
+
+    assert search.most(MOST, BYTES, 0) == (MOST, BYTES)

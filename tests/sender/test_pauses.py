@@ -39,7 +39,7 @@ async def test_a_pause_holds_while_an_item_is_searched_for(
     async with world.run() as sender:
         await world.join(R1, A)
         await trio.sleep(60)
-        state = replace(sender.registry.state_of(A), pdu_search=Search(10))
+        state = replace(sender.registry.state_of(A), pdu_search=Search(left=10))
         assert state.searches
         now_ms = world.runtime.now_ms()
         sender.registry.hold(

@@ -37,8 +37,8 @@ def edu(number: int, size: int = 10) -> Edu:
     return Edu("m.direct_to_device", wire, outbox_ids=(number,))
 
 
-def draft(*, max_bytes: int = 2**20, max_items: int | None = None) -> Draft:
-    return Draft(max_pdus=50, max_edus=100, max_bytes=max_bytes, max_items=max_items)
+def draft(*, max_bytes: int = 2**20, without: tuple[str, ...] = ()) -> Draft:
+    return Draft(max_pdus=50, max_edus=100, max_bytes=max_bytes, without=without)
 
 
 text = st.text(max_size=20)
@@ -132,14 +132,14 @@ def test_a_full_draft_is_no_larger_than_the_policy_says() -> None:
     assert limit - 100 < len(frozen.body) <= limit
 
 
-def test_isolation_counts_pdus_and_edus_together() -> None:
-    filled = draft(max_items=2)
+def test_beside_a_suspect_one_other_item_goes_alone() -> None:
+    filled = draft(without=(edu(1).mark,))
 
-    assert filled.add_edu(edu(1))
-    assert filled.takes(1)
-    assert filled.add_pdu(Outgoing(pdu(1), "live"))
-    assert not filled.takes(1)
-    assert not filled.add_edu(edu(2))
+    assert filled.add_edu(edu(1)), "passed over"
+    assert filled.empty
+    assert filled.add_edu(edu(2))
+    assert not filled.add_edu(edu(3))
+    assert len(filled.edus) == 1
 
 
 def test_a_thawed_transaction_settles_as_the_frozen_one_would() -> None:

@@ -123,14 +123,13 @@ async def test_a_wait_on_record_that_begins_in_the_future_is_over(
 
 def test_a_state_is_moved_whole() -> None:
     """All its moments, and what is none stays."""
-    search = Search(1, since_ms=1, set_ms=2, next_ms=3)
+    search = Search(climb_ms=1, since_ms=1, set_ms=2, next_ms=3)
     state = ServerState(
         A,
         failing_since_ms=4,
         last_attempt_ms=5,
         next_attempt_ms=6,
         last_success_ms=7,
-        stubborn_since_ms=8,
         wake_tokens_ms=9,
         shared_interval_ms=10,
         given_up_ms=11,
@@ -144,7 +143,10 @@ def test_a_state_is_moved_whole() -> None:
     assert moved.moved(-EPOCH_MS) == state
     assert moved.shared_interval_ms == 10
     assert moved.pdu_search == Search(
-        1, since_ms=EPOCH_MS + 1, set_ms=EPOCH_MS + 2, next_ms=EPOCH_MS + 3
+        climb_ms=EPOCH_MS + 1,
+        since_ms=EPOCH_MS + 1,
+        set_ms=EPOCH_MS + 2,
+        next_ms=EPOCH_MS + 3,
     )
     assert (moved.failing_since_ms, moved.given_up_ms) == (EPOCH_MS + 4, EPOCH_MS + 11)
     assert (moved.paused_ms, moved.paused_until_ms) == (12, 13)

@@ -136,7 +136,7 @@ def test_i4_a_proxy_that_says_nothing_is_believed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_i5_no_pause_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "wait_s", lambda *_: 0.0)
+    monkeypatch.setattr(failure, "wait_s", lambda *_, **__: 0.0)
     monkeypatch.setattr(failure, "MIN_GAP_SECONDS", 0.0)
 
     assert goes_red("I5")

@@ -204,20 +204,14 @@ def upgrade() -> None:
         sa.Column(
             "wake_tokens_ms", sa.BigInteger(), nullable=False, comment="when wake_tokens was true"
         ),
-        sa.Column(
-            "stubborn", sa.Integer(), nullable=False, comment="failures that may be content's"
-        ),
-        sa.Column("stubborn_since_ms", sa.BigInteger(), nullable=True),
         sa.Column("shared_interval_ms", sa.BigInteger(), nullable=False),
         sa.Column(
             "pdu_search",
             sa.JSON(none_as_null=True),
             nullable=True,
-            comment="for a poisonous PDU: sender.isolation",
+            comment="of PDUs: sender.isolation",
         ),
-        sa.Column(
-            "edu_search", sa.JSON(none_as_null=True), nullable=True, comment="the same among EDUs"
-        ),
+        sa.Column("edu_search", sa.JSON(none_as_null=True), nullable=True, comment="of EDUs"),
         sa.Column(
             "paused", sa.Text(), nullable=True, comment="an operator's reason; NULL: not paused"
         ),

@@ -264,23 +264,23 @@ def held(state: ServerState) -> Iterator[str]:
     """What keeps some of its items back although others go, a sentence each."""
     for kind in Kind:
         search = state.search(kind)
-        if search is not None and search.apart and search.suspect is None:
+        if search.next_ms is not None and search.suspect is None:
             other_kind = "EDUs" if kind is Kind.PDUS else "PDUs"
             yield (
-                f"It answered {kind.value}s with a 200 that says nothing. That does not count: "
-                f"they are sent again, apart from {other_kind}."
+                f"{kind.value}s were refused, or answered with a 200 that says nothing. They are "
+                f"sent again, apart from {other_kind}."
             )
-        if search is None or search.suspect is None:
+        if search.suspect is None:
             continue
         if search.full:
             found = "it is at fault, and quarantine has no room for it"
-        elif search.at_fault:
+        elif search.refused and not search.witnesses:
             found = f"so was each other {kind.value} that was tried: the server is at fault"
         elif search.alone:
             found = f"there is no other {kind.value} to find out whose fault that is"
         else:
             times, others = many(search.failures + 1, "time"), many(search.refusals, "time")
-            answers = many(search.answers + 1, "time")
+            answers = many(search.answers + bool(search.witnesses), "time")
             found = f"{times} by now; other {kind.value}s were refused {others}, answered {answers}"
         yield f"The {kind.value} {search.suspect} was refused and is held: {found}."
 

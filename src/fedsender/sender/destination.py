@@ -12,7 +12,7 @@ record before anything else is sent (I3).
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
@@ -32,7 +32,7 @@ from fedsender.sender.edus import presence
 from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
 from fedsender.sender.edus.typing import TYPING, Typing
 from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, Verdict
-from fedsender.sender.isolation import Kind, Search, Turn
+from fedsender.sender.isolation import Item, Kind, Search
 from fedsender.sender.outbox import Outbox
 from fedsender.sender.reporter import STOPPED, Reporter
 from fedsender.sender.transaction import (
@@ -153,13 +153,15 @@ class Exchange(Alarm):
                 raise GaveWay from error
             if self._ended is None:
                 outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
-                return None, Verdict(outcome, error.text, sent=error.sent)
+                late = error.kind == "timeout"
+                return None, Verdict(outcome, error.text, sent=error.sent, late=late)
             answer = None
         finally:
             self.set(math.inf)
         if answer is None:
             outcome = Outcome.FAILING if peer.sent else Outcome.UNREACHABLE
-            return None, Verdict(outcome, self._why_ended("no answer"), sent=peer.sent)
+            why, late = self._why_ended("no answer"), self._ended is _Ended.LATE
+            return None, Verdict(outcome, why, sent=peer.sent, late=late)
         return answer, failure.judge_status(
             answer.status,
             is_answer=answer.is_answer,
@@ -231,11 +233,12 @@ PUT_AWAY_BYTES = 8192
 DAY_S = 86_400.0
 DOUBT_EVERY_S = 300.0
 """A server that answers as if it were another one is looked for anew this often."""
-APART = 1.4
+APART = 1.7
 """How much longer the waits of PDUs, and of EDUs, are while each kind has its own."""
 PATIENCE_S = 5.0
 """The time that a wake gives an attempt to end by itself."""
 HOUR_MS = 3_600_000
+TOO_LARGE = 413
 QUARANTINE_LIMIT = 1_000
 """The most items of one server in quarantine; the next suspect is only held."""
 
@@ -599,7 +602,7 @@ class Destination:
         """The time when an item of this kind may be sent, on trio's clock; infinity: none."""
         search, pdus = self.state.search(kind), kind is Kind.PDUS
         due = max(self._timer.not_before, self.outbox.due(kind))
-        if search is None or (due == math.inf and search.suspect is None):
+        if due == math.inf and search.suspect is None:
             return due
         if due == math.inf:
             due = self._timer.not_before
@@ -757,51 +760,70 @@ class Destination:
 
     async def _fill_with(self, kind: Kind) -> Draft:
         """Fill the next draft with one kind of item, while there is a search."""
-        while True:
-            draft = self._draft()
-            if kind is Kind.PDUS:
-                draft.max_edus = 0
-            else:
-                draft.max_pdus = 0
-            search = self.state.search(kind)
-            draft.max_items = None if search is None else search.limit
-            draft.asks = search is not None and search.asks
-            if draft.asks:
-                return draft
-            if search is None or search.suspect is None:
-                await self.outbox.fill(draft, self.policy)
-                return draft
-            await self._fill_alone(draft, kind, search)
+        search = self.state.search(kind)
+        if search.suspect is not None:
+            return await self._fill_alone(kind, search)
+        draft = self._draft(kind)
+        draft.asks = search.asks
+        if not search.asks:
+            await self.outbox.fill(draft, self.policy)
+        return draft
+
+    async def _fill_alone(self, kind: Kind, search: Search) -> Draft:
+        """Fill the next draft with the suspect or another item, as the lot has it."""
+        early = search.wait_s(self._context.clock.now_ms()) > 0
+        if not search.draws_suspect(self._context.runtime.random):
+            draft = await self._fill_with_another(kind, search)
             if not draft.empty or self.outbox.locked(kind):
                 return draft
-            early = search.wait_s(self._context.clock.now_ms()) > 0
-            search = search.none_there(self._context.runtime.random, early=early)
+            search = search.without_others(early=early)
             self.state = self.state.with_search(kind, search)
+            if early:
+                return draft
+        draft = self._draft(kind)
+        draft.only = search.suspect
+        await self._fill_one(kind, draft, search)
+        if draft.empty and not self.outbox.locked(kind):
+            self.state = self.state.with_search(kind, search.acquitted())
+        return draft
 
-    async def _fill_alone(self, draft: Draft, kind: Kind, search: Search) -> None:
-        """Put in the suspect, or a witness."""
+    async def _fill_with_another(self, kind: Kind, search: Search) -> Draft:
+        """Fill the next draft with another item than the suspect: a new one, or a witness again."""
+        draft, pdus = self._draft(kind), kind is Kind.PDUS
+        if search.tries_new:
+            # The mark of an EDU may be that of a newer one.
+            known = search.witnesses if pdus else ()
+            draft.without = {str(search.suspect), *search.refused, *known}
+            if not pdus:
+                self._new_edus = False
+            await self._fill_one(kind, draft, search)
+        if draft.empty and not self.outbox.locked(kind) and search.witnesses:
+            if pdus:
+                await self.outbox.fill_again(draft, search.witnesses[0])
+            elif self._witness is not None:
+                draft.edus.append(self._witness)
+        return draft
+
+    async def _fill_one(self, kind: Kind, draft: Draft, search: Search) -> None:
         if kind is Kind.PDUS:
             await self.outbox.fill_alone(draft, self.policy, search)
-        elif search.turn is Turn.AGAIN:
-            draft.edus += [self._witness] if self._witness is not None else []
-        else:
-            # Memory may have been told that all that waits there was seen.
-            self.outbox.owe_keys()
-            if search.turn is Turn.SUSPECT:
-                draft.only = search.suspect
-            else:
-                self._new_edus = False
-                draft.without = {str(search.suspect), *search.refused}
-            await self.outbox.fill(draft, self.policy)
-            # What was passed over still waits there.
-            self.outbox.owe_keys()
+            return
+        # Memory may have been told that all that waits there was seen.
+        self.outbox.owe_keys()
+        await self.outbox.fill(draft, self.policy)
+        # What was passed over still waits there.
+        self.outbox.owe_keys()
 
-    def _draft(self) -> Draft:
-        max_bytes = self._permit.body_bytes(self.policy.max_transaction_bytes)
+    def _draft(self, only: Kind | None = None) -> Draft:
+        """An empty draft within the limits, of items of this kind, or of both (None)."""
+        policy, now_ms = self.policy, self._context.clock.now_ms()
+        size = self._permit.body_bytes(policy.max_transaction_bytes)
+        pdus, size = self.state.search(Kind.PDUS).most(policy.max_pdus, size, now_ms)
+        edus, size = self.state.search(Kind.EDUS).most(policy.max_edus, size, now_ms)
         return Draft(
-            max_pdus=self.policy.max_pdus,
-            max_edus=self.policy.max_edus,
-            max_bytes=max_bytes - envelope_bytes(self._context.origin),
+            max_pdus=0 if only is Kind.EDUS else pdus,
+            max_edus=0 if only is Kind.PDUS else edus,
+            max_bytes=size - envelope_bytes(self._context.origin),
         )
 
     def _freeze(self, draft: Draft) -> Transaction:
@@ -852,23 +874,30 @@ class Destination:
         if state.pdu_search is None and state.edu_search is None:
             return state
         edus, pdus = transaction.items_by_kind
-        rng, most = self._context.runtime.random, self.policy.max_pdus + self.policy.max_edus
+        now_ms, policy = self._context.clock.now_ms(), self.policy
+        most = {Kind.PDUS: policy.max_pdus, Kind.EDUS: policy.max_edus}
         for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
             search = state.search(kind)
-            if search is None:
-                continue
             marks = [item.mark for item in items]
             if not marks:
-                search = search.lives()
+                search = replace(search, asks=False)
             elif blank and search.suspect is not None:
-                search = search.hastened().unproven(rng)
+                # It proves nothing: it acquits no suspect, and makes nobody a witness.
+                search = search.hastened()
             else:
                 ahead = any(pdu.lane == "witness" for pdu in transaction.pdus)
-                search = search.answered(marks, most, rng, out_of_turn=ahead)
+                search = search.answered(
+                    marks,
+                    len(transaction.body),
+                    now_ms,
+                    most=(most[kind], policy.max_transaction_bytes),
+                    out_of_turn=ahead,
+                )
                 if ahead:
                     self.outbox.sent_ahead(marks)
-            if search is not None and self.outbox.level:
-                search = search.level()
+            if self.outbox.level:
+                # The turn of these is past.
+                search = replace(search, ahead=())
             state = state.with_search(kind, search)
         if state.edu_search is not None and transaction.drafted is not None and not blank:
             for edu in transaction.drafted.edus[:1]:
@@ -900,29 +929,33 @@ class Destination:
 
     async def _failed(self, peer: Peer, transaction: Transaction | None, verdict: Verdict) -> None:
         context = self._context
+        now_ms = context.clock.now_ms()
         self._timer.failed()
         self.state = failure.after_failure(
-            self.policy.backoff,
-            self.state,
-            verdict,
-            context.clock.now_ms(),
-            context.runtime.random,
+            self.policy.backoff, self.state, verdict, now_ms, context.runtime.random
         )
         self._timer.back_off(self.state)
         if failure.RULES[verdict.outcome].elsewhere:
             self._doubt(peer)
+        ends = False
         if transaction is not None and not verdict.sent:
             self._unfreeze(transaction)
         elif transaction is not None:
-            await self._follow(peer, transaction, verdict)
+            ends = await self._search(peer, transaction, verdict, now_ms)
+            if not ends:
+                await self._put_on_record(transaction)
         self._reporter.failed(self.state, verdict, self.retry_in_s)
         if self._exchange.woken:
             self._timer.hasten()
-        interval = failure.shared_interval_ms(self.state, verdict)
+        interval = None if ends else failure.shared_interval_ms(self.state, verdict)
         if interval is not None:
             self.state = replace(self.state, shared_interval_ms=interval)
             await self._reporter.backoff(self.state, interval)
+        # On record before another id may follow this one (I3).
         await self._save_state()
+        if transaction is not None and ends:
+            await self._thaw_out(transaction)
+            self.outbox.take_back(transaction)
 
     def _doubt(self, peer: Peer) -> None:
         """Have the server looked for anew; but not at each of the quick steps of a search."""
@@ -941,119 +974,106 @@ class Destination:
         self.frozen = None
         self.outbox.take_back(transaction)
 
-    async def _follow(self, peer: Peer, transaction: Transaction, verdict: Verdict) -> None:
-        """Save, search or reform a transaction that failed and may have arrived."""
-        now_ms = self._context.clock.now_ms()
-        edus, pdus = transaction.items_by_kind
-        kinds = [kind for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items]
-        searches = [search for kind in kinds if (search := self.state.search(kind)) is not None]
-        searching = any(search.limit is not None for search in searches)
-        suspect = failure.content_is_suspect(
-            self.state, verdict, now_ms=now_ms, searching=searching
-        )
-        if verdict.apart:
-            await self._part(transaction, verdict, now_ms)
-        elif not transaction.items:
-            # It has no content; whoever rejects it rejects everything.
-            await self._put_on_record(transaction)
-        elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
-            await self._search(transaction, verdict, now_ms)
-        elif failure.wants_probe(self.state, verdict, now_ms=now_ms):
-            state = self.state
-            for kind in kinds:
-                search = replace(state.search(kind) or Search(0), limit=0)
-                state = state.with_search(kind, search)
-            await self._reform(transaction, state)
-        else:
-            await self._put_on_record(transaction)
+    async def _search(
+        self, peer: Peer, transaction: Transaction, verdict: Verdict, now_ms: int
+    ) -> bool:
+        """Look for the item, or the size, at fault, if one may be: set the state's next step.
 
-    async def _part(self, transaction: Transaction, verdict: Verdict, now_ms: int) -> None:
-        """Have PDUs and EDUs go apart, each after waits of its own: this answer said nothing.
-
-        These waits are longer than others, so that both kinds together keep within I5.
+        Returns whether other transactions take the place of this one.
         """
         edus, pdus = transaction.items_by_kind
-        kind = Kind.PDUS if pdus else Kind.EDUS if edus else self._last_kind
-        search = self.state.search(kind) or Search(None)
-        search = replace(search.unproven(self._context.runtime.random), apart=True)
-        state = self._waiting(
-            self.state.with_search(kind, search), kind, verdict, now_ms, longer=APART
+        by_kind = {kind: items for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items}
+        if verdict.apart:
+            kind = next(iter(by_kind), self._last_kind)
+            search = self.state.search(kind).apart(len(by_kind.get(kind, ())), now_ms)
+            self._pace(kind, search, verdict, now_ms)
+            return True
+        if not by_kind:
+            return False  # It has no content; whoever refuses it refuses everything.
+        suspect = failure.content_is_suspect(
+            self.state,
+            verdict,
+            now_ms=now_ms,
+            attempts=transaction.attempts,
+            is_step=any(self.state.search(kind).is_step(len(by_kind[kind])) for kind in by_kind),
         )
-        self._timer.hasten()
-        await self._reform(transaction, replace(state, next_attempt_ms=now_ms))
+        if suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
+            self._context.metrics.isolations.inc()
+            await self._step(transaction, by_kind, verdict, now_ms)
+            return True
+        asks = failure.wants_probe(self.state, verdict, now_ms=now_ms)
+        if asks:
+            self._part(by_kind, now_ms, asks=True)
+        return asks
+
+    def _part(
+        self, by_kind: Mapping[Kind, Sequence[Item]], now_ms: int, *, asks: bool = False
+    ) -> None:
+        """Have PDUs and EDUs go apart."""
+        for kind, items in by_kind.items():
+            search = self.state.search(kind).apart(len(items), now_ms, asks=asks)
+            self.state = self.state.with_search(kind, search)
 
     async def _version_answers(self, peer: Peer) -> bool:
         with trio.move_on_after(self._context.connect_deadline):
             return await peer.version_answers()
         return False
 
-    async def _search(self, transaction: Transaction, verdict: Verdict, now_ms: int) -> None:
-        """Make one step of the search for the item that is at fault, if any is."""
-        self._context.metrics.isolations.inc()
-        edus, pdus = transaction.items_by_kind
-        if edus and pdus:
-            state = self.state
-            for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
-                search = replace(state.search(kind) or Search(0), limit=len(items))
-                state = state.with_search(kind, search)
-            await self._reform(transaction, self._wait_for_it(state, Kind.PDUS, verdict, now_ms))
-            return
-        kind, items = (Kind.PDUS, pdus) if pdus else (Kind.EDUS, edus)
-        search = self.state.search(kind) or Search(0)
-        if len(items) > 1:
-            search = search.refused_together(len(items), transaction.first_suspect)
+    async def _step(
+        self,
+        transaction: Transaction,
+        by_kind: Mapping[Kind, Sequence[Item]],
+        verdict: Verdict,
+        now_ms: int,
+    ) -> None:
+        """Make one step of a search."""
+        kind, items = next(iter(by_kind.items()))
+        search = self.state.search(kind)
+        if len(by_kind) > 1:
+            self._part(by_kind, now_ms)
+            search = self.state.search(kind)
+        elif len(items) > 1:
+            search = search.refused_together(
+                len(items),
+                len(transaction.body),
+                now_ms,
+                too_large=verdict.status == TOO_LARGE,
+                first_suspect=transaction.first_suspect,
+            )
         elif search.suspect is None and self.outbox.let_go(transaction):
             search = search.acquitted()
         else:
-            search = search.refused_alone(items[0], self._context.runtime.random)
+            search = search.refused_alone(items[0])
             if search.convicted and search.suspect == items[0].mark:
                 search = await self._convict(search, transaction, verdict)
-        state = self.state.with_search(kind, search)
-        await self._reform(transaction, self._wait_for_it(state, kind, verdict, now_ms))
+        self._pace(kind, search, verdict, now_ms)
 
     async def _convict(self, search: Search, transaction: Transaction, verdict: Verdict) -> Search:
         """Take the suspect out of the way, if there is room for it in quarantine."""
         if await self._context.store.quarantined_of(self.name) >= QUARANTINE_LIMIT:
-            return replace(search, turn=Turn.EMPTY, full=True)
+            return replace(search, full=True)
         await self.outbox.quarantine(transaction, verdict.reason)
         return search.acquitted()
 
-    def _wait_for_it(
-        self, state: ServerState, kind: Kind, verdict: Verdict, now_ms: int
-    ) -> ServerState:
-        """Set the time of the next step: a few at once in a row, then after growing waits (I5).
+    def _pace(self, kind: Kind, search: Search, verdict: Verdict, now_ms: int) -> None:
+        """Take this search, and set the time of its next step: a few at once in a row, then after
+        growing waits (I5). An answer to an item of this kind begins that anew.
 
-        An answer to an item of this kind begins that anew.
+        The server has no wait of its own, so that the other kind can go on.
         """
-        search = state.search(kind)
-        assert search is not None
-        if search.at_once:
-            self._timer.hasten()
-            return state
-        if sum(each.quick for each in state.searches) < QUICK_ATTEMPTS:
-            self._timer.hasten()
-            # Waits have not begun to grow by it.
-            state = replace(state, failures=state.failures - 1)
-            return state.with_search(kind, replace(search.hastened(), quick=search.quick + 1))
-        return self._waiting(state, kind, verdict, now_ms)
-
-    def _waiting(
-        self, state: ServerState, kind: Kind, verdict: Verdict, now_ms: int, *, longer: float = 1
-    ) -> ServerState:
-        search = state.search(kind)
-        assert search is not None
-        since = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
-        rng = self._context.runtime.random
-        wait_s = failure.wait_s(self.policy.backoff, since, verdict, now_ms, rng)
-        return state.with_search(kind, search.waiting(now_ms, wait_s * longer))
-
-    async def _reform(self, transaction: Transaction, state: ServerState) -> None:
-        """Give this transaction up for another one."""
-        self.state = replace(state, stubborn=0, stubborn_since_ms=None)
-        # On record before another id may follow this one (I3).
-        await self._save_state()
-        await self._thaw_out(transaction)
-        self.outbox.take_back(transaction)
+        state = replace(self.state, failures=self.state.failures - 1, next_attempt_ms=now_ms)
+        self._timer.hasten()
+        quick = sum(each.quick for each in state.with_search(kind, search).searches)
+        if quick < QUICK_ATTEMPTS and not verdict.apart:
+            search = replace(search.hastened(), quick=search.quick + 1)
+        else:
+            since = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
+            rng = self._context.runtime.random
+            backoff = self.policy.backoff
+            wait_s = failure.wait_s(backoff, since, verdict, now_ms, rng, steadily=False)
+            # Longer than other waits, so that both kinds together keep within I5.
+            search = search.waiting(now_ms, wait_s * APART)
+        self.state = state.with_search(kind, search)
 
     # --- The frozen transaction on record ---------------------------------------------------------
 

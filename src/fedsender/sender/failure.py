@@ -13,20 +13,25 @@ from enum import Enum
 from typing import Any, Final
 
 from fedsender.config.policy import Backoff
-from fedsender.sender.isolation import Kind, Search, left_s, of_json
+from fedsender.sender.isolation import AT_REST, Kind, Search, left_s, of_json
 
 DAY_MS = 86_400_000
 FOR_DAYS_S = 86_400.0
 """A server that asks to be left alone for so long, or longer, is as good as gone."""
 MIN_GAP_SECONDS = 1.0
 """No attempt starts sooner than this after a failed one (I5)."""
+TIME_OUTS = (504, 524)
+"""Answers of a proxy whose homeserver took too long (RFC 9110, 15.6.5; Cloudflare's 524)."""
 WAKE_TOKENS = 12.0
 """The most wakes of a failing server in a row."""
 WAKE_TOKENS_PER_DAY = 216.0
 """The most wakes a day in the long run: with our own at most 60 attempts, below 300 (I5)."""
 SUSPECT_AFTER = 5
 SUSPECT_AFTER_MS = 30 * 60_000
-"""This many answers 5xx or time-outs after sending, over this time, make the content suspect."""
+"""The attempts at one transaction, and the time of failures, after which a 5xx or a connection that
+is closed after sending makes its content suspect."""
+SUSPECT_LATE = 2
+"""The attempts after which a time-out does: it may be too much at once, and keys wait behind it."""
 
 
 class Outcome(Enum):
@@ -49,7 +54,7 @@ class Isolate(Enum):
     NEVER = "never"
     AT_ONCE = "at once"
     IF_HEALTHY = "if the server answered within a day, or answers an empty transaction"
-    IF_STUBBORN = "after five failures over half an hour, if the server's version answers"
+    IF_STUBBORN = "after two time-outs, or half an hour, if the server's version answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ class Verdict:
         sent: whether the request's first byte may have left, so that the server may have it.
         apart: whether it says something of one kind of item only: PDUs and EDUs then go apart, so
             that neither waits behind the other.
+        late: whether the server, or the homeserver behind its proxy, took too long.
     """
 
     outcome: Outcome
@@ -125,6 +131,7 @@ class Verdict:
     retry_after_s: float | None = None
     sent: bool = False
     apart: bool = False
+    late: bool = False
 
 
 DELIVERED: Final = Verdict(Outcome.DELIVERED, "", 200, sent=True)
@@ -155,7 +162,8 @@ def judge_status(
         reason = "answered 200 with a body that is no answer to a transaction"
     if blank:
         reason = "answered 200 with a body that says nothing"
-    return Verdict(outcome, reason, status, retry_after_s, sent=True, apart=blank)
+    late = status in TIME_OUTS
+    return Verdict(outcome, reason, status, retry_after_s, sent=True, apart=blank, late=late)
 
 
 def _outcome_of(status: int, is_answer: bool, retry_after_s: float | None) -> Outcome:
@@ -185,11 +193,10 @@ class ServerState:
         failures: the number of failures in this streak.
         next_attempt_ms: the time of the next attempt by our own timer.
         outcome, reason: the last failure, as a class and in words.
-        stubborn, stubborn_since_ms: failures of this streak that may be the content's fault, and
-            the time of the first.
         wake_tokens, wake_tokens_ms: wakes left in this server's bucket, and the time of that count.
         shared_interval_ms: the interval last written to the homeserver's backoff columns.
-        pdu_search, edu_search: the search for a poisonous item; None: there is none.
+        pdu_search, edu_search: the searches for a poisonous item, or a size that works; None: at
+            rest, with nothing to remember.
         paused: an operator's reason; None: not paused.
         paused_by, paused_ms: the operator who paused it, if known, and when.
         paused_until_ms: when the pause ends by itself; None: not by itself.
@@ -207,8 +214,6 @@ class ServerState:
     last_success_ms: int | None = None
     outcome: str | None = None
     reason: str | None = None
-    stubborn: int = 0
-    stubborn_since_ms: int | None = None
     wake_tokens: float = WAKE_TOKENS
     wake_tokens_ms: int = 0
     shared_interval_ms: int = 0
@@ -232,7 +237,7 @@ class ServerState:
         `new`: the item has come since the last one was tried.
         """
         search = self.search(kind)
-        if search is None or (new and search.alone):
+        if new and search.alone:
             return self.wait_s(now_ms)
         return max(self.wait_s(now_ms), search.wait_s(now_ms))
 
@@ -277,29 +282,29 @@ class ServerState:
         """Whether the last attempt was answered (or none was made yet)."""
         return self.failing_since_ms is None
 
-    def search(self, kind: Kind) -> Search | None:
+    def search(self, kind: Kind) -> Search:
         """The search among the items of this kind."""
-        return self.pdu_search if kind is Kind.PDUS else self.edu_search
+        return (self.pdu_search if kind is Kind.PDUS else self.edu_search) or AT_REST
 
-    def with_search(self, kind: Kind, search: Search | None) -> "ServerState":
+    def with_search(self, kind: Kind, search: Search) -> "ServerState":
         """The same state, with this search."""
+        remembered = None if search == AT_REST else search
         if kind is Kind.PDUS:
-            return replace(self, pdu_search=search)
-        return replace(self, edu_search=search)
+            return replace(self, pdu_search=remembered)
+        return replace(self, edu_search=remembered)
 
     @property
     def searches(self) -> list[Search]:
         """The searches under way. While there is one, no transaction has PDUs and EDUs."""
         both = (self.pdu_search, self.edu_search)
-        if both == (None, None):
-            return []
         return [search for search in both if search is not None and search.active]
 
     @property
     def isolating(self) -> int | None:
-        """The most items in a transaction while there is a search; None: there is none."""
-        limits = [search.limit for search in self.searches if search.limit is not None]
-        return min(limits, default=None)
+        """The most items in a transaction while there is a search; None: there is none, or no
+        limit by number."""
+        limits = (1 if search.suspect else search.max_items for search in self.searches)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def hastened(self) -> "ServerState":
         """The same state, with no search that waits."""
@@ -346,13 +351,22 @@ def ceiling_s(policy: Backoff, last_success_ms: int | None, now_ms: int) -> floa
 
 
 def wait_s(
-    policy: Backoff, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
+    policy: Backoff,
+    state: ServerState,
+    verdict: Verdict,
+    now_ms: int,
+    rng: random.Random,
+    *,
+    steadily: bool = True,
 ) -> float:
-    """Seconds until the next attempt by our own timer, after `state.failures` earlier failures."""
+    """Seconds until the next attempt by our own timer, after `state.failures` earlier failures.
+
+    `steadily`: whether a server that may only be restarting is tried at short intervals at first.
+    """
     rule = RULES[verdict.outcome]
     ceiling = max(rule.ceiling_s, ceiling_s(policy, state.last_success_ms, now_ms))
     since_ms = now_ms if state.failing_since_ms is None else state.failing_since_ms
-    steady = rule.shared and not rule.ceiling_s and well_lately(state, now_ms)
+    steady = steadily and rule.shared and not rule.ceiling_s and well_lately(state, now_ms)
     elapsed = max(0, now_ms - since_ms) / 1000
     grown = policy.wait(state.failures, elapsed, steady=steady) * rule.first_factor
     jittered = min(grown, ceiling) * rng.uniform(1 - policy.jitter, 1 + policy.jitter)
@@ -366,8 +380,6 @@ def after_failure(
 ) -> ServerState:
     """The server's health once this attempt has failed."""
     delay_ms = int(wait_s(policy, state, verdict, now_ms, rng) * 1000)
-    # Only what the server did with a transaction it has received speaks against the content.
-    stubborn = verdict.outcome is Outcome.FAILING and verdict.sent
     return replace(
         state,
         failing_since_ms=now_ms if state.failing_since_ms is None else state.failing_since_ms,
@@ -376,10 +388,6 @@ def after_failure(
         next_attempt_ms=now_ms + delay_ms,
         outcome=verdict.outcome.value,
         reason=verdict.reason[:500],
-        stubborn=state.stubborn + 1 if stubborn else state.stubborn,
-        stubborn_since_ms=(state.stubborn_since_ms or now_ms)
-        if stubborn
-        else state.stubborn_since_ms,
     )
 
 
@@ -429,28 +437,27 @@ def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
 
 
 def content_is_suspect(
-    state: ServerState, verdict: Verdict, *, now_ms: int, searching: bool = False
+    state: ServerState, verdict: Verdict, *, now_ms: int, attempts: int, is_step: bool = False
 ) -> bool:
     """Whether this failure may be the content's fault, judged without a question to the server.
 
     For `Isolate.IF_STUBBORN` the server's version endpoint must answer, too.
 
     Args:
-        searching: whether the items are of a kind that is being searched already. A step of a
-            search needs no new half hour of failures, and no answer within a day.
+        attempts: the attempts at this transaction.
+        is_step: whether it is a step of a search, which needs no new half hour of failures, and no
+            answer within a day.
     """
     match RULES[verdict.outcome].isolate:
         case Isolate.AT_ONCE:
             return True
         case Isolate.IF_HEALTHY:
-            return searching or well_lately(state, now_ms)
+            return is_step or well_lately(state, now_ms)
         case Isolate.IF_STUBBORN:
-            since = state.stubborn_since_ms
-            return (searching and verdict.sent) or (
-                state.stubborn >= SUSPECT_AFTER
-                and since is not None
-                and now_ms - since >= SUSPECT_AFTER_MS
-            )
+            since_ms = now_ms if state.failing_since_ms is None else state.failing_since_ms
+            stubborn = attempts >= SUSPECT_AFTER and now_ms - since_ms >= SUSPECT_AFTER_MS
+            late = verdict.late and attempts >= SUSPECT_LATE
+            return verdict.sent and (is_step or stubborn or late)
         case Isolate.NEVER:
             return False
 

@@ -1,36 +1,49 @@
-"""Isolation: the search for an item that makes a server refuse the transactions with it.
+"""Isolation: find the item, or the size, that makes a server refuse a transaction.
 
-A server may refuse a transaction because of one item in it, all of it, or us. PDUs and EDUs are
-searched apart, so that items of one kind go on while the other kind is stopped. Half as many items
-are tried, then half of those, until one is left: the *suspect*. It is held: it stays owed.
+PDUs and EDUs are searched apart, so that keys do not wait behind an event. A `Search` is in one of
+three states:
 
-A refusal of the suspect alone proves nothing: a broken proxy refuses everything, and one of two
-backends refuses half. A *witness* is another item of that kind that is answered when it is sent
-alone. Once there is one, each next item is drawn by lot, the suspect or a witness: up to 10
-different witnesses, then those again that were answered. If the server refuses for another reason
-than the content (chance, turns, the time of day), the lots decide which item is refused. So the
-suspect is convicted when the lots would hardly ever give it so many refusals. An answer acquits it.
+                several items refused              one item refused
+        rest ─────────────────────────▶ halving ────────────────────▶ trial
+        ▲  ▲   refused: half as many ▲ │ │ answered: the next         │ ▲ │ by lot: the suspect,
+        │  │                         └─┘ │                            │ └─┘ or another item
+        │  └──── all were answered ──────┘                            │
+        └──────── the suspect was answered, is gone, or is convicted ─┘
 
-If no witness is answered the server is at fault. Then after each wait, and waits grow, the suspect
-is tried, or first an empty transaction. Once that is answered the suspect and one witness follow.
+Halving. If all that was refused together is answered in smaller parts, the size was at fault. The
+size that works is remembered: in bytes after a 413, in items after other refusals. Half an hour
+later half as much again is tried, and so on until there is no limit.
+
+Trial. That the suspect is refused alone proves nothing: a broken proxy refuses everything, and one
+of two backends refuses half. So other items are tried alone, until one is answered, a *witness*.
+From then on each next item is drawn by lot: the suspect, or another one, an untried one or a
+witness. If the server refuses for another reason than the content (chance, turns, the time of day),
+the lots decide which item it refuses. So the suspect is convicted when the lots would hardly ever
+give it so many refusals. Until then it stays owed. If no other item is answered, the server is at
+fault: nothing is convicted, and the waits grow.
 
 All functions here are pure: a `Search` and an outcome make another `Search`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
-from math import comb
+from enum import Enum
+from math import ceil, comb
 from random import Random
-from typing import Any
+from typing import Any, Final
 
-WITNESSES = 10
-"""The number of other items tried before those that were answered are sent again."""
-CHANCE = 1e-5
+WITNESSES: Final = 10
+"""The witnesses that are remembered."""
+CHANCE: Final = 1e-5
 """The share of all possible lots with only failures of the suspect; below it, it is convicted. If
-all witnesses are answered that takes about ten failures of it."""
-AHEAD = 100
-"""The number of witnesses answered out of turn that are remembered; others would be sent again."""
+all others are answered, that takes about ten failures of it."""
+AHEAD: Final = 100
+"""The events answered out of turn, and the refused ones, that are remembered; others are tried
+again."""
+CLIMB_MS: Final = 30 * 60_000
+"""The time until a larger transaction is tried than the size that works, in ms."""
+STEP: Final = 1.5
+"""How much larger it is."""
 
 
 def left_s(since_ms: int | None, until_ms: int | None, now_ms: int) -> float:
@@ -49,15 +62,6 @@ class Kind(Enum):
 
     PDUS = "PDU"
     EDUS = "EDU"
-
-
-class Turn(StrEnum):
-    """The next turn while there is a suspect."""
-
-    WITNESS = "another item"
-    AGAIN = "another item that was answered before"
-    EMPTY = "an empty transaction"
-    SUSPECT = "the suspect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,65 +83,55 @@ class Search:
     """The search among the PDUs, or among the EDUs, of one server; times in ms since the epoch.
 
     Attributes:
-        limit: the most items in one transaction; 0: none until an empty one was answered; None: no
-            limit, and unless `apart` the search is over, and only `ahead` is still of use.
-        apart: whether the last answer to these items said nothing. None of them is suspected by
-            that, but the two kinds go apart until these are answered.
-        quick: refusals in the search that no wait followed, since the last answer to an item.
-        waits, since_ms: refusals that a wait followed, and the time of the first.
-        set_ms, next_ms: the time when the last wait was set, and its end; None: there is no wait.
-        suspect: the suspect's mark; None: more than one item may be at fault.
-        room_id, place: a suspected PDU's, as in `Item`.
-        turn: the next turn.
-        drawn: whether a lot decided the turn.
-        failures: refusals of the suspect in turns drawn by lot.
-        answers, refusals: of witnesses, in turns drawn by lot.
-        witnesses: marks of the witnesses answered last, for this suspect or earlier ones.
-        refused: marks of the other items that were refused.
-        at_fault: whether the server is at fault: no witness was answered.
-        asked: whether the server has just answered an empty transaction.
-        alone: whether there was no other item; the next one that comes is tried at once.
-        full: whether the suspect is convicted, and quarantine has no room for it.
-        ahead: PDUs that were answered out of turn, as witnesses, and must not be sent again.
+        max_items, max_bytes: the size to try or, at rest, the one that works; None: no limit.
+        climb_ms: when more may be tried.
+        left: items refused together that are still to be answered; they are tried apart from the
+            other kind.
+        asks: whether an empty transaction goes first, to see whether the server refuses only us.
+        suspect, room_id, place: the item on trial, as in `Item`; None: there is no trial.
+        failures: refusals of the suspect since there is a witness.
+        answers, refusals: the same of other items.
+        witnesses, refused: marks of the other items that were answered, and refused, latest last.
+        alone: whether there is no other item; the next one that comes is tried at once.
+        full: whether the suspect is convicted, but quarantine has no room for it.
+        ahead: events that were answered out of turn, and must not be sent again in turn.
+        quick, waits, since_ms: refusals since the last answer that no wait followed, those that one
+            did, and the time of the first of these.
+        set_ms, next_ms: when the present wait was set, and its end.
     """
 
-    limit: int | None
-    quick: int = 0
-    waits: int = 0
-    since_ms: int | None = None
-    set_ms: int | None = None
-    next_ms: int | None = None
+    max_items: int | None = None
+    max_bytes: int | None = None
+    climb_ms: int | None = None
+    left: int = 0
+    asks: bool = False
     suspect: str | None = None
     room_id: str = ""
     place: int = 0
-    turn: Turn = Turn.WITNESS
-    drawn: bool = False
     failures: int = 0
     answers: int = 0
     refusals: int = 0
     witnesses: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
-    at_fault: bool = False
-    asked: bool = False
     alone: bool = False
     full: bool = False
     ahead: tuple[str, ...] = ()
-    apart: bool = False
+    quick: int = 0
+    waits: int = 0
+    since_ms: int | None = None
+    set_ms: int | None = None
+    next_ms: int | None = None
 
     @property
     def active(self) -> bool:
-        """Whether it is still under way."""
-        return self.limit is not None or self.apart
+        """Whether it is under way; at rest it only remembers."""
+        return self.left > 0
 
-    @property
-    def asks(self) -> bool:
-        """Whether an empty transaction goes next."""
-        return self.limit == 0 or (self.suspect is not None and self.turn is Turn.EMPTY)
-
-    @property
-    def at_once(self) -> bool:
-        """Whether the next item need not wait, because the server has just answered."""
-        return self.asked and self.turn is Turn.WITNESS
+    def is_step(self, items: int) -> bool:
+        """Whether a transaction of so many items is a step of it, or tries more than works."""
+        if self.suspect is not None or (self.active and self.max_bytes is not None):
+            return True
+        return self.max_items is not None and (self.active or items > self.max_items)
 
     @property
     def convicted(self) -> bool:
@@ -148,6 +142,30 @@ class Search:
         refused = self.failures + self.refusals
         ways = comb(refused + self.answers, self.failures)
         return comb(refused, self.failures) < CHANCE * ways
+
+    def draws_suspect(self, rng: Random) -> bool:
+        """Draw the next item of the trial: the suspect, or another one."""
+        return self.full or (bool(self.witnesses) and rng.random() < 0.5)
+
+    @property
+    def tries_new(self) -> bool:
+        """Whether another item is to be one that was not tried yet.
+
+        Others may be poison, too: not more of them are tried than were found to be good.
+        """
+        return not self.witnesses or len(self.refused) < len(self.witnesses)
+
+    def most(self, items: int, size: int, now_ms: int) -> tuple[int, int]:
+        """The most items, and bytes, of the next transaction, within these numbers."""
+        climbs = not self.active and self.climb_ms is not None and now_ms >= self.climb_ms
+        more = STEP if climbs else 1
+        if self.max_items is not None:
+            items = min(items, ceil(self.max_items * more))
+        if self.max_bytes is not None:
+            size = min(size, ceil(self.max_bytes * more))
+        return items, size
+
+    # --- Its waits --------------------------------------------------------------------------------
 
     def wait_s(self, now_ms: int) -> float:
         """Seconds until an item of this kind may go."""
@@ -166,9 +184,9 @@ class Search:
 
     def moved(self, by_ms: int) -> "Search":
         """The same search by a clock that is ahead by so much."""
-        times = (self.since_ms, self.set_ms, self.next_ms)
-        since_ms, set_ms, next_ms = (at and at + by_ms for at in times)
-        return replace(self, since_ms=since_ms, set_ms=set_ms, next_ms=next_ms)
+        times = (self.climb_ms, self.since_ms, self.set_ms, self.next_ms)
+        climb_ms, since_ms, set_ms, next_ms = (at and at + by_ms for at in times)
+        return replace(self, climb_ms=climb_ms, since_ms=since_ms, set_ms=set_ms, next_ms=next_ms)
 
     def hastened(self) -> "Search":
         """The search without a wait."""
@@ -176,19 +194,25 @@ class Search:
 
     # --- What happens -----------------------------------------------------------------------------
 
-    def lives(self) -> "Search":
-        """The search after an answer to a transaction without any items of this kind."""
-        search = replace(self, limit=1) if self.limit == 0 else self
-        return replace(search, turn=Turn.SUSPECT, asked=search.at_fault) if search.asks else search
+    def apart(self, items: int, now_ms: int, *, asks: bool = False) -> "Search":
+        """The search after these items failed together with the other kind, or told nothing."""
+        climb_ms = self.climb_ms and now_ms + CLIMB_MS
+        return replace(self, left=max(items, self.left, 1), climb_ms=climb_ms, asks=asks)
 
     def answered(
-        self, marks: Sequence[str], most: int, rng: Random, *, out_of_turn: bool = False
-    ) -> "Search | None":
-        """The search after an answer to items of this kind; None: the search is over.
+        self,
+        marks: Sequence[str],
+        size: int,
+        now_ms: int,
+        *,
+        most: tuple[int, int],
+        out_of_turn: bool = False,
+    ) -> "Search":
+        """The search after an answer to items of this kind.
 
         Args:
-            most: the most items of a transaction without a limit.
-            rng: for the lots.
+            size: the bytes of the transaction.
+            most: the most items, and bytes, of a transaction without a limit.
             out_of_turn: whether the items were sent early, and are not to be sent again in turn.
         """
         ahead = self.ahead + tuple(mark for mark in marks if mark not in self.ahead)
@@ -200,54 +224,70 @@ class Search:
             alone=False,
             ahead=ahead[-AHEAD:] if out_of_turn else self.ahead,
         )
-        if self.suspect is None:
-            return search._grown(most)
         if self.suspect in marks:
-            return search.acquitted()._grown(most)
-        others = (mark for mark in self.witnesses if mark not in marks)
-        return replace(
-            search,
-            at_fault=False,
-            asked=False,
-            answers=self.answers + self.drawn,
-            witnesses=(*others, *marks)[-WITNESSES:],
-        )._next(rng)
+            return search.acquitted()
+        if self.suspect is not None:
+            others = (mark for mark in self.witnesses if mark not in marks)
+            return replace(
+                search,
+                answers=self.answers + bool(self.witnesses),
+                witnesses=(*others, *marks)[-WITNESSES:],
+                # Until now the server may have been at fault.
+                refused=self.refused if self.witnesses else (),
+            )
+        left = max(0, self.left - len(marks))
+        search = replace(search, left=left)
+        return search if left else search._rested(len(marks), size, now_ms, most)
 
-    def _grown(self, most: int) -> "Search | None":
-        limit = more_items(self.limit, most)
-        over = limit is None and not self.ahead
-        return None if over else replace(self, limit=limit, refused=(), apart=False)
-
-    def unproven(self, rng: Random) -> "Search":
-        """The search after an answer that says nothing, and so proves nothing.
-
-        It acquits no suspect, and makes nobody a witness. What went was drawn by lot or not: the
-        lot is void, of the suspect as of a witness, and another is drawn.
-        """
-        return self if self.suspect is None else self._next(rng)
+    def _rested(self, items: int, size: int, now_ms: int, most: tuple[int, int]) -> "Search":
+        """The search at rest after this answer, with the size that works."""
+        most_items, most_bytes = most
+        max_items, max_bytes, climb_ms = self.max_items, self.max_bytes, self.climb_ms
+        if max_items is not None and items > max_items:
+            max_items, climb_ms = items if items < most_items else None, now_ms + CLIMB_MS
+        if max_bytes is not None and size > max_bytes:
+            max_bytes, climb_ms = size if size * STEP < most_bytes else None, now_ms + CLIMB_MS
+        if max_items is max_bytes is None:
+            climb_ms = None
+        return Search(max_items=max_items, max_bytes=max_bytes, climb_ms=climb_ms, ahead=self.ahead)
 
     def acquitted(self) -> "Search":
-        """The search without a suspect: it was answered, or is gone, or is in quarantine."""
+        """The search without a suspect: it was answered, or is gone, or is in quarantine.
+
+        Of sizes it has learned nothing. The next suspect may be right behind: the same witnesses
+        speak for the server.
+        """
         return Search(
-            limit=1,
-            quick=self.quick,
-            waits=self.waits,
-            since_ms=self.since_ms,
-            # The next suspect may be right behind: the same witnesses speak for the server.
+            left=1,
             witnesses=self.witnesses,
             refused=self.refused,
             ahead=self.ahead,
+            quick=self.quick,
+            waits=self.waits,
+            since_ms=self.since_ms,
         )
 
-    def level(self) -> "Search | None":
-        """The search without `ahead`, as the turn of those PDUs is past; None: it is over."""
-        return replace(self, ahead=()) if self.active else None
+    def refused_together(
+        self, items: int, size: int, now_ms: int, *, too_large: bool, first_suspect: int | None
+    ) -> "Search":
+        """The search after a refusal of several items together.
 
-    def refused_together(self, items: int, first_suspect: int | None) -> "Search":
-        """The search after a refusal of several items together: fewer are tried."""
-        return replace(self, limit=fewer_items(items, first_suspect))
+        Half as many go next; if more was tried than the size that works, that again. But if one is
+        suspected first (it has a number that is no integer, in room versions 1-5, which strict
+        servers refuse), only those before it, so that it is sent alone.
 
-    def refused_alone(self, item: Item, rng: Random) -> "Search":
+        Args:
+            size: the bytes of the transaction.
+            too_large: whether the server said that it has too many bytes.
+        """
+        search = replace(self, left=items, climb_ms=now_ms + CLIMB_MS)
+        if too_large:
+            return replace(search, max_bytes=_less(self.max_bytes, size))
+        if first_suspect is not None:
+            return replace(search, max_items=max(1, first_suspect))
+        return replace(search, max_items=_less(self.max_items, items))
+
+    def refused_alone(self, item: Item) -> "Search":
         """The search after a refusal of one item alone."""
         if self.suspect is None:
             return replace(
@@ -256,82 +296,39 @@ class Search:
                 room_id=item.room_id,
                 place=item.place,
                 refused=tuple(mark for mark in self.refused if mark != item.mark),
-            )._next(rng)
+            )
+        drawn = bool(self.witnesses)
         if item.mark == self.suspect:
-            return replace(self, failures=self.failures + self.drawn)._next(rng)
-        search = replace(self, refusals=self.refusals + self.drawn, alone=False)
+            return replace(self, failures=self.failures + drawn)
+        search = replace(self, refusals=self.refusals + drawn, alone=False)
         if item.mark in self.witnesses:
             others = (mark for mark in self.witnesses if mark != item.mark)
-            search = replace(search, witnesses=(*others, item.mark))
-        elif item.mark not in self.refused:
-            search = replace(search, refused=(*self.refused, item.mark))
-        return search._again(rng) if self.at_fault else search._next(rng)
+            return replace(search, witnesses=(*others, item.mark))
+        others = (mark for mark in self.refused if mark != item.mark)
+        return replace(search, refused=(*others, item.mark)[-AHEAD:])
 
-    def _again(self, rng: Random) -> "Search":
-        """The search with the turn after the next wait; by lot, as a server may refuse by turns."""
-        turn = rng.choice((Turn.EMPTY, Turn.SUSPECT))
-        return replace(self, turn=turn, drawn=False, asked=False)
+    def without_others(self, *, early: bool) -> "Search":
+        """The search after no other item was found, not even a witness to be sent again.
 
-    def _next(self, rng: Random) -> "Search":
-        search = replace(self, drawn=False)
-        if self.full or (self.at_fault and not self.asked):
-            return self._again(rng)
-        more = self.at_fault or len(self.witnesses) + len(self.refused) < WITNESSES
-        if self.witnesses:
-            # Others may be poison, too: not more of them are tried than were found to be good.
-            fresh = more and len(self.refused) < len(self.witnesses)
-            witness = Turn.WITNESS if fresh else Turn.AGAIN
-            return replace(search, turn=rng.choice((Turn.SUSPECT, witness)), drawn=True)
-        if more:
-            return replace(search, turn=Turn.WITNESS)
-        return replace(search, at_fault=True, refused=())._again(rng)
-
-    def none_there(self, rng: Random, *, early: bool = False) -> "Search":
-        """The search after no item was found for the next turn.
-
-        `early`: the item was looked for before the end of its wait, because an EDU or a PDU came.
-        That was no other item. So `alone` stays False: else items that come again and again, of the
-        same user, would have no wait at all.
+        `early`: one was looked for before the end of its wait, because an EDU or a PDU came. That
+        was no other item. So `alone` stays False: else items that come again and again, of the same
+        user, would have no wait at all.
         """
-        if self.turn is Turn.SUSPECT:
-            return self.acquitted()
-        if self.turn is Turn.WITNESS and self.witnesses:
-            return replace(self, turn=Turn.AGAIN)
-        # Also if what was answered before can no longer be had.
-        tried = bool(self.refused) or self.turn is Turn.AGAIN
-        at_fault = tried or self.at_fault
-        search = replace(self, witnesses=(), refused=(), at_fault=at_fault)
-        search = replace(search, alone=not tried and not early)
-        return search._again(rng)
+        alone = not (self.witnesses or self.refused or early)
+        return replace(self, witnesses=(), refused=(), alone=alone)
+
+
+AT_REST: Final = Search()
 
 
 def of_json(value: Mapping[str, Any] | None) -> Search | None:
     """The search of which `dataclasses.asdict` made this value."""
     if value is None:
         return None
-    known: dict[str, Any] = {**value, "turn": Turn(value["turn"])}
-    for name in ("witnesses", "refused", "ahead"):
-        known[name] = tuple(value[name])
-    return Search(**known)
+    marks = {name: tuple(value[name]) for name in ("witnesses", "refused", "ahead")}
+    return Search(**{**value, **marks})
 
 
-def more_items(limit: int | None, most: int) -> int | None:
-    """The number of items that the next transaction may carry after one of `limit` was answered.
-
-    Twice as many, until no limit is left (None); one after an empty transaction.
-    """
-    if limit is None:
-        return None
-    more = max(1, limit * 2)
-    return more if more < most else None
-
-
-def fewer_items(items: int, first_suspect: int | None) -> int:
-    """The number of items that the next transaction may carry after one of `items` was refused.
-
-    Half as many. But if one is suspected first (it has a number that is no integer, in room
-    versions 1-5, which strict servers refuse), only those before it, so that it is sent alone.
-    """
-    if first_suspect is not None:
-        return max(1, first_suspect)
-    return max(1, items // 2)
+def _less(works: int | None, refused: int) -> int:
+    """What to try after so many items, or bytes, were refused."""
+    return works if works is not None and works < refused else max(1, refused // 2)

@@ -37,7 +37,7 @@ from fedsender.sender.context import Context
 from fedsender.sender.edus import device_lists, presence
 from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
 from fedsender.sender.edus.typing import TYPING
-from fedsender.sender.isolation import Kind, Search, Turn
+from fedsender.sender.isolation import Kind, Search
 from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import (
@@ -359,7 +359,7 @@ class Outbox:
             _add_all(draft, again)
 
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
-        """Put in the PDU of this search's turn, if there is one; the search has a suspect.
+        """Put in the PDU that the draft is for, if it is there; the search has a suspect.
 
         The whole backlog is in the database, and from now on it is read there.
         """
@@ -373,27 +373,26 @@ class Outbox:
         if not catch_up.on_record:
             await self._put_on_record(catch_up)
         assert self.lsso is not None
-        if search.turn is Turn.SUSPECT:
-            draft.only = search.suspect
+        if draft.only is not None:
             if self.owes_redeliveries:
                 _add_all(draft, await self._redeliveries(draft, policy, search.room_id))
             if draft.empty:
                 await catch_up.fill_suspect(draft, self.lsso, search.room_id)
-        elif search.turn is Turn.WITNESS:
+        else:
             self._news_seen = self._news
-            draft.without = {str(search.suspect), *search.witnesses, *search.refused}
             if self.owes_redeliveries:
                 _add_all(draft, await self._redeliveries(draft, policy))
             if draft.empty:
                 waiting = partial(self._behind_redeliveries, draft, held=search.suspect)
                 room_id, place = search.room_id, search.place
                 await catch_up.fill_witness(draft, self.lsso, room_id, place, waiting)
-        else:
-            event_id = search.witnesses[0]
-            item = (await self._context.router.load([event_id])).get(event_id)
-            if isinstance(item, Routed) and self.destination in item.servers:
-                draft.add_pdu(Outgoing(item.pdu, "witness"))
         await self._quarantine_stuck(catch_up)
+
+    async def fill_again(self, draft: Draft, event_id: str) -> None:
+        """Put in this PDU, which was answered, once more."""
+        item = (await self._context.router.load([event_id])).get(event_id)
+        if isinstance(item, Routed) and self.destination in item.servers:
+            draft.add_pdu(Outgoing(item.pdu, "witness"))
 
     async def leave_out_unseen(self, draft: Draft) -> None:
         """Take a catch-up's PDUs out again if the server may not see all of them now (I6).

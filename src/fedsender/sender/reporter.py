@@ -88,7 +88,7 @@ class Reporter:
 
     def failed(self, state: ServerState, verdict: Verdict, retry_in_s: float) -> None:
         """Log a failed attempt: at level info or above only a few, and no steps of a search."""
-        loud = state.isolating is None and state.failures in (1, 10)
+        loud = not state.searches and state.failures in (1, 10)
         log.log(
             30 if state.failures == 3 else 20 if loud else 10,
             "attempt failed",

@@ -96,9 +96,8 @@ class Draft:
     """A transaction being filled, within the limits that the destination's policy sets.
 
     Attributes:
-        max_items: the most PDUs and EDUs together; None: no limit.
         only: the mark of the only item that it is for; None: any item.
-        without: marks of the items that it is not for.
+        without: marks of the items that it is not for; it is for one other item.
         asks: whether it is sent empty, to find out whether the server answers.
         full: whether a PDU had to wait for another transaction.
         outbox_before: to-device rows that were answered before and are still to be deleted.
@@ -109,7 +108,6 @@ class Draft:
     max_pdus: int
     max_edus: int
     max_bytes: int
-    max_items: int | None = None
     only: str | None = None
     without: Collection[str] = ()
     asks: bool = False
@@ -136,10 +134,7 @@ class Draft:
     @property
     def edu_room(self) -> int:
         """The number of EDUs that are still within the counts (their bytes are another matter)."""
-        room = self.max_edus - len(self.edus)
-        if self.max_items is not None and self.only is None and not self.without:
-            room = min(room, self.max_items - len(self.pdus) - len(self.edus))
-        return max(0, room)
+        return max(0, self.max_edus - len(self.edus))
 
     def takes(self, pdus: int) -> bool:
         """Whether so many PDUs more are within the counts (their bytes are another matter)."""
@@ -147,10 +142,11 @@ class Draft:
 
     @property
     def _pdu_room(self) -> int:
-        room = self.max_pdus - len(self.pdus)
-        if self.max_items is not None:
-            room = min(room, self.max_items - len(self.pdus) - len(self.edus))
-        return max(0, room)
+        return max(0, (1 if self._for_one else self.max_pdus) - len(self.pdus))
+
+    @property
+    def _for_one(self) -> bool:
+        return self.only is not None or bool(self.without)
 
     @property
     def half(self) -> tuple[int, int]:
@@ -178,7 +174,7 @@ class Draft:
         Several are added together or not at all. One that this transaction is not for is passed
         over, and does not stop those behind it. `anyway`: it belongs to an EDU in the draft.
         """
-        if (self.only or self.without) and not self.is_for(edus[0].mark):
+        if self._for_one and not self.is_for(edus[0].mark):
             return True
         size = sum(len(edu.wire) + 1 for edu in edus)
         if not anyway and (len(edus) > self.edu_room or not self._fits(size)):
@@ -205,9 +201,7 @@ class Draft:
         return True
 
     def _fits(self, size: int) -> bool:
-        if self.max_items is not None and len(self.pdus) + len(self.edus) >= self.max_items:
-            return False
-        return self.empty or self.bytes + size <= self.max_bytes
+        return self.empty or (not self._for_one and self.bytes + size <= self.max_bytes)
 
 
 @dataclass(slots=True)

@@ -193,8 +193,7 @@ class Disk:
         """Whether a search for a poisonous item is on record, or items that go apart; and whether a
         PDU is its suspect."""
         query = (
-            "SELECT pdu_search ->> 'limit' IS NOT NULL OR edu_search ->> 'limit' IS NOT NULL"
-            " OR coalesce(pdu_search ->> 'apart', 0) OR coalesce(edu_search ->> 'apart', 0),"
+            "SELECT coalesce(pdu_search ->> 'left', 0) + coalesce(edu_search ->> 'left', 0),"
             " pdu_search ->> 'suspect' IS NOT NULL FROM server_states WHERE destination = ?"
         )
         rows = self._rows(SENDER, query, server)

@@ -21,8 +21,9 @@ from fedsender.testing.rooms import Homeserver, Step
 DAY_S = 86_400.0
 
 
-STUBBORN = 5
-"""So many failures with 5xx, or without an answer, may make a sender suspect the content."""
+STUBBORN = 2
+"""So many failures with 5xx, or without an answer, may make a sender suspect the content, or try
+less at once."""
 
 
 @dataclass(slots=True)

@@ -357,13 +357,9 @@ server_states = Table(
     Column("reason", Text, comment="the last failure in words, at most 500 characters"),
     Column("wake_tokens", Float, nullable=False, comment="wakes left in this server's bucket"),
     Column("wake_tokens_ms", BigInteger, nullable=False, comment="when wake_tokens was true"),
-    Column(
-        "stubborn", Integer, nullable=False, default=0, comment="failures that may be content's"
-    ),
-    Column("stubborn_since_ms", BigInteger),
     Column("shared_interval_ms", BigInteger, nullable=False, default=0),
-    Column("pdu_search", JSON(none_as_null=True), comment="for a poisonous PDU: sender.isolation"),
-    Column("edu_search", JSON(none_as_null=True), comment="the same among EDUs"),
+    Column("pdu_search", JSON(none_as_null=True), comment="of PDUs: sender.isolation"),
+    Column("edu_search", JSON(none_as_null=True), comment="of EDUs"),
     Column("paused", Text, comment="an operator's reason; NULL: not paused"),
     Column("paused_by", Text, comment="the operator's name; NULL: not known"),
     Column("paused_ms", BigInteger, comment="when the operator paused it"),
