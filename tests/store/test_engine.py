@@ -688,6 +688,8 @@ async def test_a_reader_is_left_to_who_has_the_right_of_way_and_one_to_the_other
                 for _ in range(20):
                     nursery.start_soon(database.read, for_long)
             await trio.testing.wait_all_tasks_blocked()
-            with way(busy != "fan-out"):
-                assert await database.read(notes) == []
-            go_on.set()
+            try:
+                with way(busy != "fan-out"), trio.fail_after(20):
+                    assert await database.read(notes) == []
+            finally:
+                go_on.set()
