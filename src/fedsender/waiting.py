@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import structlog
 import trio
@@ -17,6 +19,21 @@ FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 CALM_S = 120.0
 """After a run of so many seconds, the pauses begin with the shortest again."""
+
+
+K = TypeVar("K")
+
+
+class Locks(Generic[K]):
+    """A lock for each key: who holds it does what the others would do too, and find done then."""
+
+    def __init__(self) -> None:
+        # Each is kept by those that hold it or wait for it.
+        self._locks: WeakValueDictionary[K, trio.Lock] = WeakValueDictionary()
+
+    def of(self, key: K) -> trio.Lock:
+        """The lock of this key."""
+        return self._locks.setdefault(key, trio.Lock())
 
 
 class Signal:

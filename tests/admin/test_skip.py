@@ -14,6 +14,7 @@ from tests.sender.harness import World
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
+from fedsender.matrix import Pdu
 from fedsender.sender import routing
 from fedsender.store.records import EventRow
 from fedsender.streams import PduRow
@@ -110,14 +111,14 @@ async def test_what_the_fan_out_stands_at_is_named_and_skipped(
 async def test_an_error_in_our_own_code_is_told_without_what_it_quotes(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parse = routing._parse
+    parse = routing.parse_row
 
-    def failing(row: EventRow) -> object:
+    def failing(row: EventRow) -> Pdu:
         if "bad" in row.json:
             raise ValueError(f"cannot be: {row.json}")
         return parse(row)
 
-    monkeypatch.setattr(routing, "_parse", failing)
+    monkeypatch.setattr(routing, "parse_row", failing)
     async with open_desk(world) as desk:
         await world.join(R1, A)
         token = await world.say(R1, "bad")

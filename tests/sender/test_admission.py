@@ -342,6 +342,34 @@ async def test_of_a_lane_without_an_overflow_a_site_leaves_as_much_as_it_takes(
     assert len(lane) == 20 + 10 + 1 - 12 + 2
 
 
+async def test_who_holds_more_memory_for_bodies_goes_behind(autojump_clock: MockClock) -> None:
+    admission, lane = admission_of(), Lane(4)
+    names = "heavy.org", "light.org", "a.org", "b.org", "c.org", "d.org"
+    heavy, light, *others, c, d = map(admission.permit, names)
+    assert all(lane.at_once(permit, first=False) for permit in (heavy, light, *others))
+    heavy.lane = lane
+    heavy.carries(2**25)
+    came: list[str] = []
+
+    async def enter(permit: Permit) -> None:
+        await lane.enter(permit, first=False)
+        came.append(permit.server)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(enter, c)
+        nursery.start_soon(enter, d)
+        await trio.sleep(60)
+        heavy.let_go()
+        lane.go(light)
+        for permit in (heavy, light):
+            await trio.sleep(1)
+            nursery.start_soon(enter, permit)
+        for permit in others:
+            await trio.sleep(1)
+            lane.go(permit)
+    assert came[2:] == ["light.org", "heavy.org"]
+
+
 async def test_one_that_was_let_in_and_has_not_noticed_is_not_moved_elsewhere(
     autojump_clock: MockClock,
 ) -> None:
@@ -510,6 +538,10 @@ def test_bodies_get_smaller_as_their_memory_fills_and_never_stop() -> None:
     assert permits[0].body_bytes(1000) == 1000
     assert permits[0].body_bytes(2**20) == 2**16
     assert admission.bodies < 2**24 + 200 * 2**16
+    # What is read piece by piece comes to no more.
+    (last,) = [admission.permit("last")]
+    assert [last.grant(size) for size in (40_000, 2**20, 1)] == [40_000, 2**16 - 40_000, 0]
+    last.let_go()
     for permit in permits:
         permit.let_go()
     assert admission.bodies == 0

@@ -89,7 +89,7 @@ async def test_where_an_event_goes_is_remembered_for_minutes_only(
         for _ in range(30):
             await world.say("!a:hs.example", "now and then")
             await trio.sleep(REMEMBERED_S / 5)
-        assert 1 <= len(sender.context.router._routed) <= 6
+        assert 1 <= len(sender.context.router._pdus) <= 6
 
 
 async def test_a_room_that_is_larger_than_a_cache_is_routed_all_the_same(

@@ -514,12 +514,12 @@ async def test_a_receipt_that_is_written_late_is_in_no_page_of_before(
         first = await world.read(R1, ALICE, "$one", tell=False)
         await world.read(R1, ALICE, "$two", stream_id=first + 2, tell=False)
         pages = sender.context.receipt_pages
-        assert (await pages.above(first - 1)) is (await pages.above(first))
+        assert (await pages.above(None, first - 1)) is (await pages.above(None, first))
         world.stream_id = first + 2
         await world.read(R1, BOB, "$late", stream_id=first + 1)
         sender.edus.receipts.advance(first + 2)
         await trio.sleep(1)
-        page = await pages.above(first - 1)
+        page = await pages.above(None, first - 1)
     assert page is not None
     assert [receipt.event_id for receipt in page.receipts] == ["$late", "$two"]
 

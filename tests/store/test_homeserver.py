@@ -336,6 +336,11 @@ async def test_events_come_in_order_with_what_is_known_of_them(open_synapse: Ope
         ]
         assert await synapse.store.room_events("!other:x", 0, 9, 9) == []
         assert set(await synapse.store.events_by_id(["$3", "$404"])) == {"$3"}
+        sizes = {row.event_id: len(row.json.encode()) for row in found if row.json}
+        bare = (await synapse.store.events_by_id([*sizes], bare=True)).values()
+        assert {row.event_id: (row.size, row.json) for row in bare} == {
+            name: (size, "") for name, size in sizes.items()
+        }
 
 
 @pytest.mark.parametrize(

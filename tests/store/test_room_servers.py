@@ -27,8 +27,12 @@ def member(user: str) -> tuple[str, str]:
 
 
 async def before(synapse: Synapse, event_id: str) -> object:
+    """The servers before it, and that a bare row tells the same."""
+    bare = await synapse.store.events_by_id([event_id], bare=True)
+    told = (await synapse.store.servers_before(list(bare.values())))[event_id]
     events = await synapse.store.events_by_id([event_id])
-    return (await synapse.store.servers_before(list(events.values())))[event_id]
+    assert told == (await synapse.store.servers_before(list(events.values())))[event_id]
+    return told
 
 
 async def count(synapse: Synapse, events: list[EventRow]) -> int:

@@ -268,8 +268,8 @@ class Sending(Section):
     in_flight_bytes: Bytes = Field(
         default=64 * MIB,
         ge=MIB,
-        description="Memory for the transactions under way; the more of it is taken, the smaller"
-        " are new ones (but 64KiB is always allowed).",
+        description="Memory for the transactions under way, and for what is read for one; the more"
+        " of it is taken, the smaller are new ones (but 64KiB is always allowed).",
     )
     ramp_per_second: float = Field(
         default=100.0,

@@ -379,7 +379,9 @@ class Lane:
         now, free_until = trio.current_time(), stay.since + self._usual.cost
         held, above = now - stay.charged_until, now - max(stay.charged_until, free_until)
         stay.charged_until = now
-        self._accounts.charge(permit.payer.accounts, held / self._places, above / self._places)
+        # Of a place, or of the memory for bodies: whichever it has more of.
+        share = max(1 / self._places, permit.bytes_share)
+        self._accounts.charge(permit.payer.accounts, held * share, above * share)
 
     def _relieve(self) -> bool:
         """Take the place of an attempt that has it for long, if one that waits can use it: of the
@@ -588,12 +590,25 @@ class Permit:
         self._admission.bodies += size - self._bytes
         self._bytes = size
 
+    @property
+    def bytes_share(self) -> float:
+        """The share of all memory for bodies that it holds."""
+        return self._bytes / self._admission.in_flight_bytes
+
+    def grant(self, size: int) -> int:
+        """Let so many bytes more be read for a body, or fewer; return how many. They count until
+        the body is noted, or the place is given back.
+        """
+        granted = self._admission.body_bytes(size, self._bytes)
+        self.carries(self._bytes + granted)
+        return granted
+
     def let_go(self) -> None:
         """Give the place back, if there is one."""
-        self.carries(0)
         lane, self.lane = self.lane, None
         if lane is not None:
             lane.go(self)
+        self.carries(0)
 
     async def _take_turn(self) -> None:
         await self._admission.gate.passed()
@@ -642,7 +657,7 @@ class Admission:
         self.quick = Lane(quick, second=quick - quick // 8, overflow=self.slow)
         self.turns = Turns(handshakes_per_second)
         self.bodies = 0
-        self._in_flight_bytes = in_flight_bytes
+        self.in_flight_bytes = in_flight_bytes
         self.known: LRUCache[str, _Known] = LRUCache(_REMEMBERED)
 
     @property
@@ -668,9 +683,11 @@ class Admission:
             return self.slow, permit.hurried
         return self.quick, pace is _Pace.QUICK
 
-    def body_bytes(self, most: int) -> int:
-        """The largest size of the next body, in bytes: an eighth of the bytes left, so some remain.
+    def body_bytes(self, most: int, held: int = 0) -> int:
+        """The largest size of the next body, or of what comes to the bytes `held` for it already:
+        an eighth of the bytes left, so some remain.
 
-        64 KiB are always granted: the largest event, or some dozens of common ones.
+        64 KiB for each are always granted: the largest event, or some dozens of common ones.
         """
-        return min(most, max(_LEAST_BYTES, (self._in_flight_bytes - self.bodies) // 8))
+        eighth = (self.in_flight_bytes - self.bodies) // 8
+        return max(0, min(most, max(_LEAST_BYTES - held, eighth)))

@@ -9,6 +9,8 @@ transaction:
   began) or above the position answered in that room since. F and the answered positions are in a
   table of ours, because LSSO itself moves past events that are still owed through a newer one. As
   long as one transaction takes the whole backlog, as after most restarts, nothing is written there.
+- Which events of a gap a server is owed is told by pages of the room (`room_pages`), and counted
+  before any event is read. What an event says is read only for what the draft takes.
 - A small gap is sent whole and in order. Of a large one only the newest event is sent, which stands
   in for the rest (the receiver fetches the events between). If other servers have written since,
   the room's forward extremities that this server may see stand in (I6). None do while only a part
@@ -28,23 +30,26 @@ It ends when a query that ran at or after the newest event offered finds nothing
 cannot be loaded is quarantined or passed, never waited for (W23).
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
 from fedsender.config.policy import GAP_EVENTS
 from fedsender.ledger import SentPdu
-from fedsender.matrix import BadEvent, Pdu
-from fedsender.sender.routing import Bad, Routed, Router, parse_row
+from fedsender.matrix import Pdu
+from fedsender.sender.pages import Pages
+from fedsender.sender.room_pages import ROWS, Owed, RoomPage, owed
+from fedsender.sender.routing import Bad, Goes, Router
 from fedsender.sender.transaction import Draft, Outgoing
+from fedsender.store.event_rows import AT_ONCE_BYTES, in_batches
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow
 
 PAGE = 50
 """The number of rooms looked at for one transaction."""
 SCAN = GAP_EVENTS
-"""The number of events of one room read at a time."""
+"""The number of events of one room looked at at a time."""
 
 Waiting = Callable[[Collection[str]], Awaitable[Mapping[str, int]]]
 """The rooms among these with redeliveries, and the stream ordering of the oldest. It is asked after
@@ -76,6 +81,7 @@ class CatchUp:
     destination: str
     homeserver: HomeserverStore
     router: Router
+    pages: Pages[str, RoomPage]
     floor: int
     newest_only: bool
     gap_events: int
@@ -190,15 +196,20 @@ class CatchUp:
         after = max(place, answered)
         if here is None or after >= here:
             return
-        rows = await self.homeserver.room_events(room_id, after, here, SCAN)
-        for number, one in enumerate(_one_by_one(await self._ours(rows))):
-            if not draft.is_for(one.pdu.event_id):
-                continue
-            in_turn = number == 0 and after == answered and not waits_here
-            draft.add_pdu(one if in_turn else Outgoing(one.pdu, "witness", one.sent.supersedes))
-            if in_turn:
-                draft.rooms_done[room_id] = one.pdu.stream_ordering
-            return
+        events, _ = await self._owed(room_id, after, here)
+        passed = 0
+        for one in _one_by_one(events):
+            if draft.is_for(one.event_id):
+                for outgoing in await self._load([one]):
+                    in_turn = not passed and after == answered and not waits_here
+                    lane = (
+                        outgoing if in_turn else Outgoing(outgoing.pdu, "witness", one.supersedes)
+                    )
+                    draft.add_pdu(lane)
+                    if in_turn:
+                        draft.rooms_done[room_id] = one.stream_ordering
+                    return
+            passed += self._sendable(one)
 
     async def _fill_one(self, draft: Draft, room_id: str, value: int) -> bool:
         await self._fill_room(draft, room_id, value)
@@ -211,10 +222,11 @@ class CatchUp:
         start = after = self.answered_in(room_id)
         newest = 0
         while after < value:
-            outgoing, upto, standing_in = await self._next_of_room(room_id, after, value)
-            # Several extremities stand in together or not at all. If they never fit together, the
-            # newest does.
-            if standing_in and not draft.takes_together(outgoing):
+            outgoing, upto, standing_in = await self._next_of_room(draft, room_id, after, value)
+            if upto == after:
+                return False
+            sizes = [len(one.pdu.wire) for one in outgoing]
+            if standing_in and not draft.takes_together(sizes):
                 if not draft.empty:
                     return False
                 outgoing = outgoing[-1:]
@@ -256,47 +268,117 @@ class CatchUp:
         return rows[0] if rows else None
 
     async def _next_of_room(
-        self, room_id: str, after: int, value: int
+        self, draft: Draft, room_id: str, after: int, value: int
     ) -> tuple[list[Outgoing], int, bool]:
-        """The events to send of the gap (after, value]; the stream ordering up to which they cover
-        it; whether they stand in for the gap, and so cover it only together."""
+        """The events to send next of the gap (after, value], about as many as the draft takes; the
+        stream ordering up to which they cover it, `after` if none fits into the draft; whether they
+        stand in for the gap, and so cover it only together."""
         if not self.whole:
             small = None if self.newest_only else await self._small_gap(room_id, after, value)
-            if small:
-                return small, value, False
+            outgoing, all_there = await self._first(draft, _one_by_one(small or []))
+            if outgoing:
+                return outgoing, value if all_there else _end(outgoing), False
             own = await self._event_at(room_id, value)
             if small is not None and own is not None and not self._sendable(own):
                 return [], value, False
-            sticky = await self._sticky(room_id, after, value)
+            sticky = await self._sticky(draft, room_id, after, value)
             if sticky:
-                return sticky, sticky[-1].pdu.stream_ordering, False
-            standing_in = await self._stand_in(own, room_id, after, value)
+                return sticky, _end(sticky), False
+            standing_in = await self._stand_in(draft, own, room_id, after, value)
+            if standing_in is None:
+                return [], after, True
             if standing_in:
                 return standing_in, value, True
-        rows = await self.homeserver.room_events(room_id, after, value, SCAN)
-        upto = rows[-1].stream_ordering if len(rows) == SCAN else value
-        return _one_by_one(await self._ours(rows)), upto, False
+        events, upto = await self._owed(room_id, after, value)
+        outgoing, all_there = await self._first(draft, _one_by_one(events))
+        return outgoing, upto if all_there else _end(outgoing), False
 
-    async def _small_gap(self, room_id: str, after: int, value: int) -> list[Outgoing] | None:
-        """All of the gap (after, value]; None: it is large."""
-        rows = await self.homeserver.room_events(room_id, after, value, SCAN)
-        if len(rows) == SCAN and rows[-1].stream_ordering < value:
-            return None
-        owed = await self._ours(rows)
-        return _one_by_one(owed) if len(owed) <= self.gap_events else None
+    async def _small_gap(self, room_id: str, after: int, value: int) -> list[Owed] | None:
+        """All that is owed of the gap (after, value]; None: it is large."""
+        events, upto = await self._owed(room_id, after, value, self.gap_events)
+        return None if upto < value or len(events) > self.gap_events else events
 
-    async def _ours(self, rows: Sequence[EventRow]) -> list[Routed]:
-        """The rows that this destination should get, and that can be sent."""
-        routed = await self.router.route([row for row in rows if self._sendable(row)])
-        self.stuck.update((item.event_id, item) for item in routed if isinstance(item, Bad))
+    async def _owed(
+        self, room_id: str, after: int, value: int, enough: int = SCAN
+    ) -> tuple[list[Owed], int]:
+        """What this destination is owed of a gap, as far as that was looked at; and up to where.
+
+        It is looked at up to the `SCAN`th event of the room, or until more than `enough` are found.
+        """
+        events: list[Owed] = []
+        left = SCAN
+        while after < value and left and len(events) <= enough:
+            page = await self.pages.above(room_id, after, value)
+            assert page is not None
+            rows, upto = page.part(after, value, left)
+            for each in page.bad:
+                if after < each.stream_ordering <= upto and self._sendable(each):
+                    self.stuck[each.event_id] = each
+            events += filter(self._sendable, page.owed_to(self.destination, after, upto))
+            left, after = left - rows, upto
+        return events, after
+
+    async def _owed_among(self, rows: Iterable[EventRow]) -> list[Owed]:
+        """Those of these events that this destination should get; bare rows will do."""
+        ours = [row for row in rows if self.router.is_ours(row) and self._sendable(row)]
+        goes = await self.router.servers_of(ours)
+        self.stuck.update((name, found) for name, found in goes.items() if isinstance(found, Bad))
         return [
-            item for item in routed if isinstance(item, Routed) and self.destination in item.servers
+            owed(row)
+            for row in ours
+            if isinstance(found := goes[row.event_id], Goes) and self.destination in found.servers
         ]
 
-    def _sendable(self, row: EventRow) -> bool:
-        return row.event_id not in self.refused and row.event_id not in self.stuck
+    async def _first(
+        self, draft: Draft, events: Sequence[Owed], rows: Mapping[str, EventRow] | None = None
+    ) -> tuple[list[Outgoing], bool]:
+        """The first of these events that can be sent, about as many as the draft takes, and whether
+        none is left behind them. `rows`: as for `_load`."""
+        left = list(events)
+        while left:
+            count, size = draft.left
+            sizes = {each.event_id: each.size for each in left[: max(1, count)]}
+            size = draft.hold(min(size, AT_ONCE_BYTES, sum(sizes.values())))
+            batch = next(in_batches(sizes, size))
+            outgoing = await self._load(left[: len(batch)], rows)
+            left = left[len(batch) :]
+            if outgoing:
+                return outgoing, not left
+        return [], True
 
-    async def _sticky(self, room_id: str, after: int, value: int) -> list[Outgoing]:
+    async def _load(
+        self, events: Sequence[Owed], rows: Mapping[str, EventRow] | None = None
+    ) -> list[Outgoing]:
+        """Those of these events that can be sent. `rows`: their bare rows, if they were read just
+        now; else they are read anew: some may have been redacted since, or are gone."""
+        if rows is None:
+            pages = dict.fromkeys(each.page for each in events)
+            # Whole pages: others who wait ask the same.
+            rows = {
+                row.event_id: row
+                for page in pages
+                if page is not None
+                for row in await self.homeserver.room_events(*page, ROWS)
+            }
+        ours = [rows[each.event_id] for each in events if each.event_id in rows]
+        pdus = await self.router.pdus([row for row in ours if self.router.is_ours(row)])
+        outgoing: list[Outgoing] = []
+        for each in events:
+            pdu = pdus.get(each.event_id)
+            if isinstance(pdu, Bad):
+                self.stuck[each.event_id] = pdu
+            elif pdu is not None and (
+                rows[each.event_id].partial
+                or not each.partial
+                or await self._owed_among([rows[each.event_id]])
+            ):
+                outgoing.append(Outgoing(pdu, "catch_up", each.supersedes))
+        return outgoing
+
+    def _sendable(self, event: EventRow | Owed | Bad) -> bool:
+        return event.event_id not in self.refused and event.event_id not in self.stuck
+
+    async def _sticky(self, draft: Draft, room_id: str, after: int, value: int) -> list[Outgoing]:
         """The next sticky events of the gap: each is sent, and stands in for what is before it."""
         outgoing: list[Outgoing] = []
         read_upto = after
@@ -307,45 +389,56 @@ class CatchUp:
             if not found:
                 break
             read_upto, _ = found[-1]
-            rows = (
-                await self.homeserver.events_by_id([event_id for _, event_id in found])
-            ).values()
-            for item in await self._ours(sorted(rows, key=lambda row: int(row.stream_ordering))):
-                at = item.pdu.stream_ordering
-                outgoing.append(Outgoing(item.pdu, "catch_up", (after + 1, at)))
+            rows = await self.homeserver.events_by_id([name for _, name in found], bare=True)
+            among = await self._owed_among(
+                sorted(rows.values(), key=lambda row: row.stream_ordering)
+            )
+            for each in (await self._first(draft, among, rows))[0]:
+                at = each.pdu.stream_ordering
+                outgoing.append(Outgoing(each.pdu, "catch_up", (after + 1, at)))
                 after = at
         return outgoing
 
     async def _stand_in(
-        self, own: EventRow | None, room_id: str, after: int, value: int
-    ) -> list[Outgoing]:
+        self, draft: Draft, own: EventRow | None, room_id: str, after: int, value: int
+    ) -> list[Outgoing] | None:
         """The event that the row names, `own`, or instead newer ones that this server may see.
 
-        Empty: the event is gone or cannot be sent; the rest of the gap perhaps can.
+        Empty: the event is gone or cannot be sent; the rest of the gap perhaps can. None: there are
+        some, but the draft has no room left for them. Several stand in together or not at all; if
+        they would never fit together, the newest does.
         """
-        supersedes = (after + 1, value)
+        first = after + 1
         # Before anything else is read: the draft is held against this once more when it is full.
         joined = bool(await self.homeserver.rooms_with(self.destination, [room_id]))
         extremities = await self.homeserver.forward_extremities(room_id) if joined else []
         if own is None or own.event_id not in extremities:
-            newer = await self._visible(extremities, after)
+            visible = await self._visible(extremities, after)
+            if not draft.takes_together([row.size for row in visible]):
+                if not draft.empty:
+                    return None
+                visible = visible[-1:]
+            draft.hold(sum(row.size for row in visible))
+            # Somebody else's event that cannot be sent is not ours to quarantine.
+            pdus = await self.router.pdus(visible)
+            newer = [pdu for row in visible if isinstance(pdu := pdus.get(row.event_id), Pdu)]
             if newer and newer[-1].stream_ordering > value:
-                return [Outgoing(pdu, "catch_up", supersedes) for pdu in newer]
-        rows = [own] if own is not None and self._sendable(own) else []
-        for item in await self._ours(rows):
+                return [Outgoing(pdu, "catch_up", (first, value)) for pdu in newer]
+        rows = {} if own is None else {own.event_id: own}
+        for one in await self._load(await self._owed_among(rows.values()), rows):
             # What never came may reach further down than the gap.
-            from_mark, _ = item.supersedes or supersedes
-            first = min(from_mark, supersedes[0])
-            return [Outgoing(item.pdu, "catch_up", (first, value))]
+            from_mark, _ = one.sent.supersedes or (first, value)
+            return [Outgoing(one.pdu, "catch_up", (min(from_mark, first), value))]
         return []
 
-    async def _visible(self, event_ids: Sequence[str], after: int) -> list[Pdu]:
-        """The named events above `after` that were sent while this server was in the room (I6).
+    async def _visible(self, event_ids: Sequence[str], after: int) -> list[EventRow]:
+        """The named events above `after` that were sent while this server was in the room (I6), in
+        order, as bare rows.
 
         Without those that are ours to send: the fan-out says who gets them, and a row will tell.
         """
-        found = await self.homeserver.events_by_id(event_ids)
-        rows = [
+        found = await self.homeserver.events_by_id(event_ids, bare=True)
+        others = [
             row
             for row in found.values()
             if row.stream_ordering > after
@@ -353,28 +446,29 @@ class CatchUp:
             and not self.router.is_ours(row)
             and self._sendable(row)
         ]
-        before = await self.homeserver.servers_before(rows)
-        visible = []
-        for row in sorted(rows, key=lambda row: int(row.stream_ordering)):
-            servers = before.get(row.event_id)
-            if isinstance(servers, frozenset) and self.destination in servers:
-                try:
-                    visible.append(parse_row(row))
-                except BadEvent:
-                    continue  # Somebody else's event, and not ours to quarantine.
-        return visible
+        before = await self.homeserver.servers_before(others)
+        return [
+            row
+            for row in sorted(others, key=lambda row: row.stream_ordering)
+            if isinstance(servers := before.get(row.event_id), frozenset)
+            and self.destination in servers
+        ]
 
 
-def _one_by_one(owed: Sequence[Routed]) -> list[Outgoing]:
-    """The events of a gap, each for itself.
+def _one_by_one(events: Sequence[Owed]) -> list[Owed]:
+    """The events of a gap that are sent, each for itself.
 
     Of events that came with a snapshot only the newest: it stands in for those that never came.
     """
-    outgoing: list[Outgoing] = []
+    sent: list[Owed] = []
     covered_above: int | None = None
-    for item in reversed(owed):
-        if covered_above is not None and item.pdu.stream_ordering > covered_above:
+    for each in reversed(events):
+        if covered_above is not None and each.stream_ordering > covered_above:
             continue
-        covered_above = item.mark
-        outgoing.append(Outgoing(item.pdu, "catch_up", item.supersedes))
-    return outgoing[::-1]
+        covered_above = each.mark
+        sent.append(each)
+    return sent[::-1]
+
+
+def _end(outgoing: Sequence[Outgoing]) -> int:
+    return outgoing[-1].pdu.stream_ordering

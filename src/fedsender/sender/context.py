@@ -13,9 +13,11 @@ from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import AttemptLog
 from fedsender.sender.debts import Debts
-from fedsender.sender.edus.receipts import ReceiptPages
+from fedsender.sender.edus.receipts import ReceiptPage
 from fedsender.sender.failure import ServerState
+from fedsender.sender.pages import Pages
 from fedsender.sender.queues import PduPool
+from fedsender.sender.room_pages import RoomPage
 from fedsender.sender.routing import Bad, Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store.edus import EduStore
@@ -73,6 +75,7 @@ class Context:
         receipt_debts: for servers that are not active, the stream id above which each is owed
             receipts.
         receipt_pages: from which debts of receipts are paid.
+        room_pages: from which catch-ups take what is owed.
         seen_homeservers: servers with answers that say nothing, and when `/version` last answered
             there as a homeserver's (trio's clock, seconds).
         receipts_unsaved: set when receipts that are owed may have changed.
@@ -101,7 +104,8 @@ class Context:
     ids: TransactionIds
     announcer: Announcer
     pdu_pool: PduPool
-    receipt_pages: ReceiptPages
+    receipt_pages: Pages[None, ReceiptPage]
+    room_pages: Pages[str, RoomPage]
     debts: Debts = field(default_factory=Debts)
     alarms: Alarms = field(default_factory=Alarms)
     full: set[str] = field(default_factory=set)

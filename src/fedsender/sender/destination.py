@@ -817,6 +817,7 @@ class Destination:
     def _draft(self, only: Kind | None = None) -> Draft:
         """An empty draft within the limits, of items of this kind, or of both (None)."""
         policy, now_ms = self.policy, self._context.clock.now_ms()
+        self._permit.carries(0)
         size = self._permit.body_bytes(policy.max_transaction_bytes)
         pdus, size = self.state.search(Kind.PDUS).most(policy.max_pdus, size, now_ms)
         edus, size = self.state.search(Kind.EDUS).most(policy.max_edus, size, now_ms)
@@ -824,6 +825,7 @@ class Destination:
             max_pdus=0 if only is Kind.EDUS else pdus,
             max_edus=0 if only is Kind.PDUS else edus,
             max_bytes=size - envelope_bytes(self._context.origin),
+            grant=self._permit.grant,
         )
 
     def _freeze(self, draft: Draft) -> Transaction:

@@ -495,7 +495,7 @@ class Outbox:
             if queue.debt is None:
                 return
             after = queue.debt
-            page = await self._context.receipt_pages.above(after)
+            page = await self._context.receipt_pages.above(None, after)
             if page is None:
                 queue.none_found(offered)
                 return
@@ -675,6 +675,7 @@ class Outbox:
             name,
             self._context.homeserver,
             self._context.router,
+            self._context.room_pages,
             floor,
             newest_only,
             gap_events=0,

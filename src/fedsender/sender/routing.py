@@ -21,7 +21,6 @@ are asked:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tenacity
 import trio
@@ -37,8 +36,10 @@ from fedsender.matrix import (
     make_redacted_pdu,
     server_of,
 )
+from fedsender.store.event_rows import membership_in
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, Hosts, HostsUnknown, stands_above
+from fedsender.waiting import Locks
 
 FIRST_WAIT_S = 0.1
 """The first wait for an event's servers that are not known yet; each further wait is longer."""
@@ -47,9 +48,18 @@ REMEMBERED_S = 300.0
 minutes of each other; older routes would only fill memory, slowly, up to the bound."""
 
 
+def supersedes(mark: int | None, stream_ordering: int) -> tuple[int, int] | None:
+    """The stream orderings of its room that an event with this mark stands in for."""
+    return None if mark is None else (mark + 1, stream_ordering)
+
+
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """An event that is ours to send, and every server of this shard that should get it."""
+    """An event that is ours to send, and every server of this shard that should get it.
+
+    Attributes:
+        mark: if it came with a snapshot, see `records.stands_above`.
+    """
 
     pdu: Pdu
     servers: frozenset[str]
@@ -63,7 +73,15 @@ class Routed:
     def supersedes(self) -> tuple[int, int] | None:
         """The stream orderings of its room that it stands in for: the events before it never
         reached our store (`records.stands_above`). None: it is an event like any other."""
-        return None if self.mark is None else (self.mark + 1, self.pdu.stream_ordering)
+        return supersedes(self.mark, self.pdu.stream_ordering)
+
+
+@dataclass(frozen=True, slots=True)
+class Goes:
+    """Where an event of ours goes, whatever it says: `servers` and `mark` are as of `Routed`."""
+
+    servers: frozenset[str]
+    mark: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +99,9 @@ class Bad:
     content: bytes | None = None
 
 
-_Known = tuple[str, bool, bool]
-
-
-def _known(row: EventRow) -> _Known:
-    """By what a route is remembered: it changes with a redaction, and once the state is whole."""
-    return row.event_id, _pruned(row), row.partial
+def _known(row: EventRow) -> tuple[str, bool]:
+    """By what a PDU is remembered: it changes with a redaction."""
+    return row.event_id, _pruned(row)
 
 
 def _pruned(row: EventRow) -> bool:
@@ -99,20 +114,20 @@ class _NotYet(Exception):
 
 def is_ours(row: EventRow, server_name: str) -> bool:
     """Whether rule 1 holds, as far as can be told without parsing the event."""
-    if row.rejected or row.outlier:
+    if row.rejected or row.outlier or (row.type == "m.room.create" and row.state_key == ""):
         return False
     if row.partial and row.sender.partition(":")[2] != server_name:
         return False
     return is_sent_by(server_name, row.sender, row.internal_metadata)
 
 
-def _target_outside(row: EventRow, membership_before: str | None, content: object) -> str | None:
+def _target_outside(row: EventRow, membership_before: str | None) -> str | None:
     """Rule 3: the server of an invited or knocking user that this event turns away, or None."""
     if row.type != "m.room.member" or row.state_key is None or row.state_key == row.sender:
         return None
-    if membership_before not in ("invite", "knock") or not isinstance(content, Mapping):
+    if membership_before not in ("invite", "knock"):
         return None
-    if content.get("membership") not in ("leave", "ban"):
+    if membership_in(row.json) not in ("leave", "ban"):
         return None
     try:
         server = server_of(row.state_key)
@@ -142,18 +157,61 @@ class Router:
         self.server_name = server_name
         self.may_send_to = may_send_to
         self._cleared = 0
-        self._routed: TTLCache[_Known, Routed] = TTLCache(
-            cache_bytes, REMEMBERED_S, timer=trio.current_time, getsizeof=_size
+        self._loading = Locks[str]()
+        clock = trio.current_time
+        # Where an event goes, by whether only a part of the state before it was known.
+        self._goes: TTLCache[tuple[str, bool], Goes] = TTLCache(
+            cache_bytes // 2, REMEMBERED_S, timer=clock, getsizeof=_goes_size
+        )
+        self._pdus: TTLCache[tuple[str, bool], Pdu] = TTLCache(
+            cache_bytes // 2, REMEMBERED_S, timer=clock, getsizeof=_pdu_size
         )
 
     def clear(self) -> None:
-        """Forget all routes: the permitted servers have changed."""
+        """Forget all: the permitted servers have changed, or the database has."""
         self._cleared += 1
-        self._routed.clear()
+        self._goes.clear()
+        self._pdus.clear()
 
     def is_ours(self, row: EventRow) -> bool:
         """Whether `route` routes this row."""
         return is_ours(row, self.server_name)
+
+    def pdu_of(self, row: EventRow) -> Pdu:
+        """The PDU of a row as it goes out: see `parse_row`, which raises BadEvent."""
+        key = _known(row)
+        pdu = self._pdus.get(key)
+        if pdu is None:
+            pdu = parse_row(row)
+            remember(self._pdus, key, pdu)
+        return pdu
+
+    async def pdus(self, rows: Sequence[EventRow]) -> dict[str, Pdu | Bad]:
+        """By event the PDUs of these bare rows of one room; what is gone meanwhile is left out.
+
+        What several servers need at the same time is read and parsed once.
+        """
+        found: dict[str, Pdu | Bad] = {}
+
+        def unknown() -> list[EventRow]:
+            for row in rows:
+                pdu = self._pdus.get(_known(row))
+                if pdu is not None:
+                    found[row.event_id] = pdu
+            return [row for row in rows if row.event_id not in found]
+
+        if not unknown():
+            return found
+        async with self._loading.of(rows[0].room_id):
+            missing = [row.event_id for row in unknown()]
+            for row in (await self._homeserver.events_by_id(missing)).values():
+                try:
+                    found[row.event_id] = self.pdu_of(row)
+                except BadEvent as error:
+                    found[row.event_id] = bad(row, str(error))
+                # Parsing takes long: let the others have their turn.
+                await trio.lowlevel.checkpoint()
+        return found
 
     async def route(
         self, rows: Sequence[EventRow], known_before: Mapping[str, Hosts] | None = None
@@ -163,47 +221,64 @@ class Router:
         Args:
             known_before: by event id the servers before it, as far as they were read with the rows.
         """
-        cleared = self._cleared
         known: dict[str, Routed | Bad] = {}
-        fresh: list[EventRow] = []
-        parsed: dict[str, tuple[Pdu, Mapping[str, Any]]] = {}
-        for row in rows:
-            if not self.is_ours(row):
-                continue
-            cached = self._routed.get(_known(row))
-            if cached is not None:
-                known[row.event_id] = cached
-                continue
+        pdus: dict[str, Pdu] = {}
+        good: list[EventRow] = []
+        for row in filter(self.is_ours, rows):
             try:
-                parsed[row.event_id] = _parse(row)
+                pdus[row.event_id] = self.pdu_of(row)
             except BadEvent as error:
-                known[row.event_id] = _bad(row, str(error))
+                known[row.event_id] = bad(row, str(error))
             else:
-                if parsed[row.event_id][1].get("prev_events"):
-                    fresh.append(row)
-            if len(parsed) % 50 == 49:
+                good.append(row)
+            if len(pdus) % 50 == 49:
                 # Parsing is the only long stretch without waiting: let the others have their turn.
                 await trio.lowlevel.checkpoint()
-        before = await self._servers_before(fresh, known_before or {})
-        memberships = await self._memberships_before(fresh)
-        for row in fresh:
-            pdu, event = parsed[row.event_id]
-            servers = before[row.event_id]
-            if isinstance(servers, HostsUnknown):
-                known[row.event_id] = _bad(row, f"servers before it are unknown: {servers.reason}")
-                continue
-            target = _target_outside(row, memberships.get(row.event_id), event.get("content"))
-            mark = stands_above(row.internal_metadata)
-            routed = Routed(pdu, self._narrow(row, servers, target), mark)
-            known[row.event_id] = routed
-            if self._cleared == cleared:
-                remember(self._routed, _known(row), routed)
+        for event_id, goes in (await self.servers_of(good, known_before)).items():
+            known[event_id] = (
+                goes if isinstance(goes, Bad) else Routed(pdus[event_id], goes.servers, goes.mark)
+            )
         return [known[row.event_id] for row in rows if row.event_id in known]
 
-    def _narrow(self, row: EventRow, servers: frozenset[str], target: str | None) -> frozenset[str]:
-        behalf = row.internal_metadata.get("send_on_behalf_of")
-        if target is not None:
-            servers |= {target}
+    async def servers_of(
+        self, rows: Sequence[EventRow], known_before: Mapping[str, Hosts] | None = None
+    ) -> dict[str, Goes | Bad]:
+        """By event where each of these events of ours goes. Bare rows will do.
+
+        Args:
+            known_before: as for `route`.
+        """
+        cleared = self._cleared
+        known: dict[str, Goes | Bad] = {}
+        fresh: list[EventRow] = []
+        for row in rows:
+            cached = self._goes.get((row.event_id, row.partial))
+            if cached is None:
+                fresh.append(row)
+            else:
+                known[row.event_id] = cached
+        before = await self._servers_before(fresh, known_before or {})
+        memberships = await self._memberships_before(fresh)
+        narrowed: dict[tuple[frozenset[str], object], frozenset[str]] = {}
+        for row in fresh:
+            servers = before[row.event_id]
+            if isinstance(servers, HostsUnknown):
+                known[row.event_id] = bad(row, f"servers before it are unknown: {servers.reason}")
+                continue
+            target = _target_outside(row, memberships.get(row.event_id))
+            if target is not None:
+                servers |= {target}
+            # Most events of a room go to the same servers.
+            key = servers, row.internal_metadata.get("send_on_behalf_of")
+            if key not in narrowed:
+                narrowed[key] = self._narrow(*key)
+            goes = Goes(narrowed[key], stands_above(row.internal_metadata))
+            known[row.event_id] = goes
+            if self._cleared == cleared:
+                remember(self._goes, (row.event_id, row.partial), goes)
+        return known
+
+    def _narrow(self, servers: frozenset[str], behalf: object) -> frozenset[str]:
         return frozenset(
             server
             for server in servers
@@ -254,9 +329,13 @@ class Router:
         }
 
 
-def _size(routed: Routed) -> int:
-    """The approximate memory of a remembered event, in bytes."""
-    return len(routed.pdu.wire) + 600 + 110 * len(routed.servers)
+def _pdu_size(pdu: Pdu) -> int:
+    """The approximate memory of a remembered PDU, in bytes."""
+    return len(pdu.wire) + 600
+
+
+def _goes_size(goes: Goes) -> int:
+    return 400 + 110 * len(goes.servers)
 
 
 def parse_row(row: EventRow) -> Pdu:
@@ -265,20 +344,15 @@ def parse_row(row: EventRow) -> Pdu:
     Raises:
         BadEvent: it cannot be sent.
     """
-    return _parse(row)[0]
-
-
-def _parse(row: EventRow) -> tuple[Pdu, Mapping[str, Any]]:
     if not row.json:
         raise BadEvent("the homeserver has no JSON for it")
     if row.room_version is None:
         raise BadEvent("the room's version is unknown")
     stored = (row.event_id, row.room_id, row.stream_ordering, row.json, row.room_version)
-    pdu, event = make_pdu(*stored, row.received_ts)
-    if _pruned(row):
-        pdu = make_redacted_pdu(*stored, row.received_ts)
-    return pdu, event
+    pdu, _ = make_pdu(*stored, row.received_ts)
+    return make_redacted_pdu(*stored, row.received_ts) if _pruned(row) else pdu
 
 
-def _bad(row: EventRow, reason: str) -> Bad:
+def bad(row: EventRow, reason: str) -> Bad:
+    """An event of ours that cannot be sent, with the reason in words."""
     return Bad(row.event_id, row.room_id, row.stream_ordering, reason)

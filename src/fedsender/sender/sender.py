@@ -23,13 +23,14 @@ from fedsender.sender.context import Announcer, Context, SteadyClock
 from fedsender.sender.debts import Again, Debt
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
-from fedsender.sender.edus.receipts import ReceiptPages
+from fedsender.sender.edus.receipts import receipt_pages
 from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import AlreadyOwed, FanOut
 from fedsender.sender.operations import Operations
 from fedsender.sender.queues import PduPool
 from fedsender.sender.recovery import begin_anew, hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
+from fedsender.sender.room_pages import room_pages
 from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds, end_catch_up
 from fedsender.store import Store
@@ -161,6 +162,7 @@ class Sender:
     def use_policies(self) -> None:
         """Follow changed policies; active destinations do so from their next attempt on."""
         self.context.router.clear()
+        self.context.room_pages.forget()
         self.registry.use_policies()
 
     # --- Its own ----------------------------------------------------------------------------------
@@ -355,6 +357,7 @@ class Sender:
         context.router.clear()
         context.debts.forget()
         context.receipt_pages.forget()
+        context.room_pages.forget()
         position = await begin_anew(
             self._store,
             context.ledger,
@@ -426,6 +429,12 @@ async def open_sender(
     await store.homeserver.forget_sticky_backlog(policies.handles)
     states = states_of(await store.sender.all_server_states())
     boot = runtime.entropy(8)
+    router = Router(
+        store.homeserver,
+        config.server_name,
+        policies.may_send_to,
+        cache_bytes=sending.window_bytes // 4,
+    )
     with open_attempt_log(ledger.directory, instance, boot.hex()) as attempt_log:
         context = Context(
             origin=config.server_name,
@@ -441,12 +450,7 @@ async def open_sender(
             instance=instance,
             device_lists=HeardPositions(),
             presence=config.homeserver.presence,
-            router=Router(
-                store.homeserver,
-                config.server_name,
-                policies.may_send_to,
-                cache_bytes=sending.window_bytes // 4,
-            ),
+            router=router,
             client=client,
             admission=admission,
             ledger=ledger,
@@ -455,7 +459,8 @@ async def open_sender(
             ids=TransactionIds(boot),
             announcer=announcer,
             pdu_pool=PduPool(sending.window_bytes),
-            receipt_pages=ReceiptPages(store.edus, store.homeserver, config.server_name),
+            receipt_pages=receipt_pages(store.edus, store.homeserver, config.server_name),
+            room_pages=room_pages(store.homeserver, router),
         )
         sender: Sender | None = None
         try:

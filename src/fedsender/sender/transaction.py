@@ -103,6 +103,7 @@ class Draft:
         outbox_before: to-device rows that were answered before and are still to be deleted.
         others: the rooms of which it has events of other servers (I6).
         given_up: owed events that a catch-up cannot send any more, and why; each for its gap.
+        grant: asked for the bytes that are about to be read for it, says how many may be.
     """
 
     max_pdus: int
@@ -121,6 +122,7 @@ class Draft:
     outbox_before: Sequence[int] = ()
     others: set[str] = field(default_factory=set)
     given_up: list[tuple[SentPdu, str]] = field(default_factory=list)
+    grant: Callable[[int], int] = int
 
     @property
     def empty(self) -> bool:
@@ -136,10 +138,6 @@ class Draft:
         """The number of EDUs that are still within the counts (their bytes are another matter)."""
         return max(0, self.max_edus - len(self.edus))
 
-    def takes(self, pdus: int) -> bool:
-        """Whether so many PDUs more are within the counts (their bytes are another matter)."""
-        return pdus <= self._pdu_room
-
     @property
     def _pdu_room(self) -> int:
         return max(0, (1 if self._for_one else self.max_pdus) - len(self.pdus))
@@ -153,15 +151,28 @@ class Draft:
         """Half of the PDUs that are still within the counts, and the size at half of the bytes."""
         return (self._pdu_room + 1) // 2, (self.bytes + self.max_bytes) // 2
 
-    def takes_together(self, pdus: Sequence[Outgoing]) -> bool:
-        """Whether there is room for all of these PDUs."""
-        size = sum(len(each.pdu.wire) + 1 for each in pdus)
-        return self.takes(len(pdus)) and self.bytes + size <= self.max_bytes
+    @property
+    def left(self) -> tuple[int, int]:
+        """The number of PDUs, and the bytes, that are still within the bounds."""
+        return self._pdu_room, self.max_bytes - self.bytes
+
+    def hold(self, size: int) -> int:
+        """Ask for so many bytes for what is to be read; return how many there are. It gets no more
+        than these."""
+        granted = self.grant(size)
+        if granted < size:
+            self.max_bytes = min(self.max_bytes, self.bytes + granted)
+        return granted
+
+    def takes_together(self, sizes: Sequence[int]) -> bool:
+        """Whether there is room for all PDUs of these sizes."""
+        room, size = self.left
+        return len(sizes) <= room and sum(sizes) + len(sizes) <= size
 
     def add_pdu(self, outgoing: Outgoing) -> bool:
         """Add the PDU, or answer False if it must wait. One alone is never too large."""
         size = len(outgoing.pdu.wire) + 1
-        if not self.takes(1) or not self._fits(size):
+        if not self._pdu_room or not self._fits(size):
             self.full = True
             return False
         self.pdus.append(outgoing)

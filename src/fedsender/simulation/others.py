@@ -34,8 +34,8 @@ def answer_as_synapse(homeserver: HomeserverStore, observed: Observations) -> No
         step = observed.homeserver.by_id.get(row.event_id)
         return step is not None and not step.own
 
-    async def events_by_id(event_ids: Sequence[str]) -> dict[str, EventRow]:
-        found = await by_id(event_ids)
+    async def events_by_id(event_ids: Sequence[str], *, bare: bool = False) -> dict[str, EventRow]:
+        found = await by_id(event_ids, bare=bare)
         return {
             name: replace(row, partial=of_others(row) and not is_whole(observed, row.room_id))
             for name, row in found.items()

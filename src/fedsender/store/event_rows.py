@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -10,12 +10,15 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     FromClause,
+    LargeBinary,
     Row,
     Select,
     bindparam,
     case,
+    cast,
     exists,
     false,
+    func,
     inspect,
     literal,
     null,
@@ -28,6 +31,9 @@ from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.records import EventRow
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks, select_rows
+
+AT_ONCE_BYTES = 2**20
+"""The JSON of memberships that is read at once for bare rows; one event may be larger."""
 
 
 def json_object(text: str | None) -> dict[str, Any] | None:
@@ -78,19 +84,21 @@ def read_events(
     *,
     room_id: str | None = None,
     schema: Schema,
+    bare: bool = False,
 ) -> list[EventRow]:
     """Events with `after` < stream ordering <= `upto`, ascending. Backfilled ones (< 1) never."""
-    query, given = _events_between(schema), {"after": max(after, 0), "upto": upto, "most": limit}
+    query = _events_between(schema, connection.dialect.name, bare)
+    given = {"after": max(after, 0), "upto": upto, "most": limit}
     if room_id is not None:
         query = query.where(tables.events.c.room_id == room_id)
-    return _event_rows(connection, connection.execute(query, given).all(), schema)
+    return _event_rows(connection, connection.execute(query, given).all(), schema, bare=bare)
 
 
 @cache
-def _events_between(schema: Schema) -> Select[Any]:
+def _events_between(schema: Schema, dialect: str, bare: bool) -> Select[Any]:
     # Made once: to make it costs as much as to run it.
     return (
-        _event_query(schema)
+        _event_query(schema, dialect, bare)
         .where(tables.events.c.stream_ordering > bindparam("after"))
         .where(tables.events.c.stream_ordering <= bindparam("upto"))
         .order_by(tables.events.c.stream_ordering)
@@ -99,15 +107,16 @@ def _events_between(schema: Schema) -> Select[Any]:
 
 
 def events_by_id(
-    connection: Connection, event_ids: Iterable[str], *, schema: Schema
+    connection: Connection, event_ids: Iterable[str], *, schema: Schema, bare: bool = False
 ) -> dict[str, EventRow]:
     """The events among `event_ids` that the homeserver has."""
-    rows = select_rows(connection, _event_query(schema), tables.events.c.event_id, event_ids)
-    return {row.event_id: row for row in _event_rows(connection, list(rows), schema)}
+    query = _event_query(schema, connection.dialect.name, bare)
+    rows = list(select_rows(connection, query, tables.events.c.event_id, event_ids))
+    return {row.event_id: row for row in _event_rows(connection, rows, schema, bare=bare)}
 
 
 @cache
-def _event_query(schema: Schema) -> Select[Any]:
+def _event_query(schema: Schema, dialect: str, bare: bool) -> Select[Any]:
     """All about an event in one statement: each further one costs the fan-out a round trip."""
     events, event_json = tables.events, tables.event_json
     rooms, rejections = tables.rooms, tables.rejections
@@ -130,6 +139,9 @@ def _event_query(schema: Schema) -> Select[Any]:
         partial = partial_state(events)
         erased = exists().where(tables.erased_users.c.user_id == events.c.sender)
         state_group = case((~partial, groups.c.state_group))
+    text = event_json.c.json
+    # Neither way reads the text itself, as far as the database can do without.
+    size = func.length(cast(text, LargeBinary)) if dialect == "sqlite" else func.octet_length(text)
     return select(
         events.c.stream_ordering,
         events.c.event_id,
@@ -142,7 +154,7 @@ def _event_query(schema: Schema) -> Select[Any]:
         events.c.outlier,
         events.c.rejection_reason,
         rejections.c.event_id.label("rejection"),
-        event_json.c.json,
+        *((null().label("json"), size.label("size")) if bare else (text,)),
         event_json.c.internal_metadata,
         rooms.c.room_version,
         or_(*claims).label("perhaps_redacted"),
@@ -165,9 +177,51 @@ def partial_state(events: FromClause) -> ColumnElement[bool]:
     return joined.correlate(events).exists()
 
 
-def _event_rows(connection: Connection, rows: Sequence[Row[Any]], schema: Schema) -> list[EventRow]:
+def _event_rows(
+    connection: Connection, rows: Sequence[Row[Any]], schema: Schema, *, bare: bool
+) -> list[EventRow]:
     redacted = _redacted(connection, [row for row in rows if row.perhaps_redacted], schema)
-    return [event_row(row, redacted=row.event_id in redacted) for row in rows]
+    found = [event_row(row, redacted=row.event_id in redacted) for row in rows]
+    if bare:
+        sizes = {row.event_id: row.size or 0 for row in rows}
+        members = {
+            row.event_id: sizes[row.event_id] for row in found if row.type == "m.room.member"
+        }
+        parts = _parts_of_memberships(connection, members)
+        found = [
+            replace(row, json=parts.get(row.event_id, ""), size=sizes[row.event_id])
+            for row in found
+        ]
+    return found
+
+
+def _parts_of_memberships(connection: Connection, sizes: Mapping[str, int]) -> dict[str, str]:
+    """By event, of these memberships' JSON what tells their servers: at most 13 KB of each."""
+    parts: dict[str, str] = {}
+    query = select(tables.event_json.c.event_id, tables.event_json.c.json)
+    for event_ids in in_batches(sizes, AT_ONCE_BYTES):
+        for row in select_rows(connection, query, tables.event_json.c.event_id, event_ids):
+            part = {
+                "content": {"membership": membership_in(row.json)},
+                "auth_events": _auth_event_ids(row.json),
+                "unsigned": {"replaces_state": replaced_by(row.json)},
+            }
+            parts[row.event_id] = json.dumps(part)
+    return parts
+
+
+def in_batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """The names in lists, each of no more than this size together, or one name."""
+    batch: list[str] = []
+    left = most
+    for name, size in sizes.items():
+        if batch and size > left:
+            yield batch
+            batch, left = [], most
+        batch.append(name)
+        left -= size
+    if batch:
+        yield batch
 
 
 def event_row(row: Row[Any], *, redacted: bool) -> EventRow:
@@ -338,3 +392,10 @@ def membership_in(text: str) -> str:
     content = (json_object(text) or {}).get("content")
     membership = content.get("membership") if isinstance(content, dict) else None
     return membership if isinstance(membership, str) else ""
+
+
+def replaced_by(text: str) -> str | None:
+    """The membership event that this membership has replaced, in an event's JSON; None: none."""
+    unsigned = (json_object(text) or {}).get("unsigned")
+    replaced = unsigned.get("replaces_state") if isinstance(unsigned, dict) else None
+    return replaced if isinstance(replaced, str) else None

@@ -449,9 +449,9 @@ class HomeserverStore:
     def room_events(
         self, connection: Connection, room_id: str, after: int, upto: int, limit: int
     ) -> Sequence[EventRow]:
-        """The same for one room. All destinations in catch-up ask for the same rooms."""
+        """The same for one room, as bare rows. All destinations in catch-up ask for the same."""
         return event_rows.read_events(
-            connection, after, upto, limit, room_id=room_id, schema=self._schema
+            connection, after, upto, limit, room_id=room_id, schema=self._schema, bare=True
         )
 
     @reading
@@ -484,12 +484,15 @@ class HomeserverStore:
         event_id, room_id = (each.decode(errors="replace").replace("\0", "\ufffd") for each in ids)
         return StoredEvent(token, event_id, room_id, json or b"")
 
-    async def events_by_id(self, event_ids: Sequence[str]) -> dict[str, EventRow]:
-        """The events among these that the homeserver has."""
+    async def events_by_id(
+        self, event_ids: Sequence[str], *, bare: bool = False
+    ) -> dict[str, EventRow]:
+        """The events among these that the homeserver has; `bare`: as bare rows."""
         if not event_ids:
             return {}
+        look = event_rows.events_by_id
         return await self._database.read(
-            lambda connection: event_rows.events_by_id(connection, event_ids, schema=self._schema)
+            partial(look, event_ids=event_ids, schema=self._schema, bare=bare)
         )
 
     @reading

@@ -32,9 +32,13 @@ class HomeserverSettings:
 class EventRow:
     """One event as the homeserver holds it.
 
+    A *bare* row is without the event's content: it says whose event it is and how large, and of a
+    membership what is needed to tell its servers.
+
     Attributes:
         received_ts: ms; None where the homeserver did not keep it.
-        json: "" if the homeserver has no JSON for it, or metadata that is not an object.
+        json: "" if the homeserver has no JSON for it, or metadata that is not an object. In a bare
+            row: "", or of a membership a part.
         internal_metadata: Synapse's notes about the event, never sent.
         room_version: None if the room is gone or has none.
         redacted: it has a valid redaction, so it is sent pruned.
@@ -43,6 +47,7 @@ class EventRow:
             good: while the room's state is partial.
         partial: whether only a part of the state before it is known: the homeserver joined the room
             a short while ago and still fetches the rest, and the event is not older than that join.
+        size: in a bare row the bytes of the event's JSON.
     """
 
     stream_ordering: int
@@ -62,6 +67,7 @@ class EventRow:
     state_group: int | None = None
     partial: bool = False
     erased: bool = False
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

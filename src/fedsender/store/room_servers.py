@@ -17,7 +17,7 @@ from fedsender.caches import remember
 from fedsender.facts import RoomServers
 from fedsender.matrix import server_of
 from fedsender.store import tables
-from fedsender.store.event_rows import json_object, membership_in
+from fedsender.store.event_rows import membership_in, replaced_by
 from fedsender.store.records import EventRow, Hosts, HostsUnknown
 from fedsender.store.statements import select_rows
 
@@ -166,15 +166,9 @@ def _is_membership(event: EventRow) -> bool:
     return event.type == "m.room.member" and event.state_key is not None
 
 
-def _replaces(event: EventRow) -> str | None:
-    unsigned = (json_object(event.json) or {}).get("unsigned")
-    replaced = unsigned.get("replaces_state") if isinstance(unsigned, dict) else None
-    return replaced if isinstance(replaced, str) else None
-
-
 def prior_memberships(connection: Connection, members: Iterable[EventRow]) -> dict[str, str | None]:
     """By membership event the membership that it replaced; None: that one is not here."""
-    replaced = {event.event_id: _replaces(event) for event in members}
+    replaced = {event.event_id: replaced_by(event.json) for event in members}
     known = memberships_of(connection, {name for name in replaced.values() if name})
     return {
         event_id: "leave" if name is None else known.get(name)

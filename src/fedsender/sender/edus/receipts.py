@@ -14,11 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import trio
-from cachetools import TTLCache
-
-from fedsender.caches import remember
 from fedsender.matrix import canonical_json, server_of
+from fedsender.sender.pages import Pages
 from fedsender.sender.transaction import Draft, Edu, Key, in_edus
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
@@ -34,8 +31,6 @@ PAGE = 500
 """Receipts of all rooms that are read at once, to find those of a server with a debt."""
 PAGES_KEPT = 200_000
 """The receipts in the pages that are kept, and the servers of their rooms: 20 MB."""
-PAGE_LIFE_S = 30.0
-"""The time for which it is believed who is in the rooms of a page."""
 
 
 def key_of(receipt: Receipt) -> Key:
@@ -185,7 +180,7 @@ class ReceiptQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ReceiptPage:
     """The receipts with `after` < stream id <= `upto` in all rooms, and who is in these."""
 
     after: int
@@ -202,56 +197,24 @@ class Page:
         ]
 
 
-def _size(page: Page) -> int:
+def _size(page: ReceiptPage) -> int:
     return len(page.receipts) + sum(map(len, page.servers.values()))
 
 
-class ReceiptPages:
-    """The pages that servers with a debt go through, each read once for all that come by.
+def receipt_pages(
+    edus: EduStore, homeserver: HomeserverStore, origin: str
+) -> Pages[None, ReceiptPage]:
+    """The pages that servers with a debt go through: it is the same question for each of them whom
+    a page concerns."""
 
-    Servers that return together have the same pages before them, and it is the same question for
-    each of them whom a page concerns.
-    """
+    async def read(_all: None, debt: int, _upto: int) -> ReceiptPage | None:
+        receipts = await edus.receipts(origin, debt, None, PAGE)
+        if not receipts:
+            return None
+        servers = await homeserver.servers_now([item.room_id for item in receipts])
+        return ReceiptPage(debt, receipts[-1].stream_id, receipts, servers)
 
-    def __init__(self, edus: EduStore, homeserver: HomeserverStore, origin: str) -> None:
-        self._edus = edus
-        self._homeserver = homeserver
-        self._origin = origin
-        self._pages: TTLCache[int, Page] = TTLCache(
-            PAGES_KEPT, PAGE_LIFE_S, timer=trio.current_time, getsizeof=_size
-        )
-        self._reading = trio.Lock()
-        self._news = 0
-
-    async def above(self, debt: int) -> Page | None:
-        """A page that begins there, or has what comes next; None: there is nothing above.
-
-        Raises StoreError, and Locked as `not_waiting_for_locks` says.
-        """
-        async with self._reading:
-            for known in self._pages.values():
-                if known.after <= debt < known.upto:
-                    return known
-            news = self._news
-            receipts = await self._edus.receipts(self._origin, debt, None, PAGE)
-            if not receipts:
-                return None
-            servers = await self._homeserver.servers_now([item.room_id for item in receipts])
-            page = Page(debt, receipts[-1].stream_id, receipts, servers)
-            if news == self._news:
-                remember(self._pages, debt, page)
-            return page
-
-    def came(self, stream_id: int) -> None:
-        """Forget what may lack receipts from this one on: it was read just now."""
-        self._news += 1
-        for after, page in [*self._pages.items()]:
-            if page.upto >= stream_id:
-                del self._pages[after]
-
-    def forget(self) -> None:
-        """Forget all pages: the database was set back."""
-        self.came(0)
+    return Pages(read, kept=PAGES_KEPT, size=_size)
 
 
 def fill_page(draft: Draft, receipts: Sequence[Receipt], last: int) -> int:
