@@ -21,7 +21,7 @@ import trio
 from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
-from fedsender.fairness import Payer
+from fedsender.fairness import Payer, public_suffixes
 from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
@@ -147,6 +147,8 @@ async def open_client(
     """
     client = FederationClient(config, runtime, server_name, keys, metrics)
     trio.lowlevel.add_instrument(runtime.turns)
+    # At the start, not when the first server has a name.
+    public_suffixes()
     cache = client.discovery.cache
     await load_cache(cache, config.discovery_cache, runtime)
     try:
