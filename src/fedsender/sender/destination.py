@@ -985,28 +985,32 @@ class Destination:
         """
         edus, pdus = transaction.items_by_kind
         by_kind = {kind: items for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items}
-        if verdict.apart:
-            kind = next(iter(by_kind), self._last_kind)
-            search = self.state.search(kind).apart(len(by_kind.get(kind, ())), now_ms)
-            self._pace(kind, search, verdict, now_ms)
-            return True
-        if not by_kind:
-            return False  # It has no content; whoever refuses it refuses everything.
+        kind, items = next(iter(by_kind.items()), (self._last_kind, []))
         suspect = failure.content_is_suspect(
             self.state,
             verdict,
             now_ms=now_ms,
             attempts=transaction.attempts,
-            is_step=any(self.state.search(kind).is_step(len(by_kind[kind])) for kind in by_kind),
+            is_step=any(self.state.search(each).is_step(len(by_kind[each])) for each in by_kind),
         )
-        if suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
+        if verdict.apart:
+            search = self.state.search(kind).apart(len(items), now_ms)
+        elif not items:
+            return False  # It has no content; whoever refuses it refuses everything.
+        elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
             self._context.metrics.isolations.inc()
-            await self._step(transaction, by_kind, verdict, now_ms)
-            return True
-        asks = failure.wants_probe(self.state, verdict, now_ms=now_ms)
-        if asks:
+            if len(by_kind) > 1:
+                self._part(by_kind, now_ms)
+                search = self.state.search(kind)
+            else:
+                search = await self._step(self.state.search(kind), transaction, verdict, now_ms)
+        elif failure.wants_probe(self.state, verdict, now_ms=now_ms):
             self._part(by_kind, now_ms, asks=True)
-        return asks
+            return True
+        else:
+            return False
+        self._pace(kind, search, verdict, now_ms)
+        return True
 
     def _part(
         self, by_kind: Mapping[Kind, Sequence[Item]], now_ms: int, *, asks: bool = False
@@ -1022,36 +1026,23 @@ class Destination:
         return False
 
     async def _step(
-        self,
-        transaction: Transaction,
-        by_kind: Mapping[Kind, Sequence[Item]],
-        verdict: Verdict,
-        now_ms: int,
-    ) -> None:
-        """Make one step of a search."""
-        kind, items = next(iter(by_kind.items()))
-        search = self.state.search(kind)
-        if len(by_kind) > 1:
-            self._part(by_kind, now_ms)
-            search = self.state.search(kind)
-        elif len(items) > 1:
-            search = search.refused_together(
+        self, search: Search, transaction: Transaction, verdict: Verdict, now_ms: int
+    ) -> Search:
+        """The search after one more refusal; its suspect may go into quarantine."""
+        items = transaction.items
+        if len(items) > 1:
+            return search.refused_together(
                 len(items),
                 len(transaction.body),
                 now_ms,
                 too_large=verdict.status == TOO_LARGE,
                 first_suspect=transaction.first_suspect,
             )
-        elif search.suspect is None and self.outbox.let_go(transaction):
-            search = search.acquitted()
-        else:
-            search = search.refused_alone(items[0])
-            if search.convicted and search.suspect == items[0].mark:
-                search = await self._convict(search, transaction, verdict)
-        self._pace(kind, search, verdict, now_ms)
-
-    async def _convict(self, search: Search, transaction: Transaction, verdict: Verdict) -> Search:
-        """Take the suspect out of the way, if there is room for it in quarantine."""
+        if search.suspect is None and self.outbox.let_go(transaction):
+            return search.acquitted()
+        search = search.refused_alone(items[0])
+        if not search.convicted or search.suspect != items[0].mark:
+            return search
         if await self._context.store.quarantined_of(self.name) >= QUARANTINE_LIMIT:
             return replace(search, full=True)
         await self.outbox.quarantine(transaction, verdict.reason)
