@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from tests.servers import Databases, Valkey, open_postgres, open_valkey
 
 from fedsender.config import Spark
-from fedsender.pipeline.session import spark_session
+from fedsender_pipeline.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

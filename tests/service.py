@@ -21,19 +21,19 @@ import httpx
 import trio
 import yaml
 
-from fedsender.demo import process
 from fedsender.ledger import NOTES
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
 from fedsender.segments import read_lines, segments
-from fedsender.testing.federation import open_federation
-from fedsender.testing.receiver import (
+from fedsender_lab.demo import process
+from fedsender_lab.testing.federation import open_federation
+from fedsender_lab.testing.receiver import (
     Behaviour,
     Receivers,
     ReceivingServer,
     healthy,
 )
-from fedsender.testing.rooms import STREAM, Homeserver, Room
+from fedsender_lab.testing.rooms import STREAM, Homeserver, Room
 
 TOKEN = "the admin endpoint's token"
 PATIENCE_S = 60.0

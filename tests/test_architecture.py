@@ -86,31 +86,32 @@ def test_the_path_has_twelve_stages() -> None:
 @cache
 def imports() -> dict[str, set[str]]:
     """By module the modules of ours that it imports, in functions and for types too."""
+    source = SOURCE.parent
     files = {
-        ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in SOURCE.rglob("*.py")
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in source.rglob("*.py")
     }
     found: dict[str, set[str]] = defaultdict(set)
     for module, path in files.items():
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                package, _, base = node.module.partition(".")
-                if package != "fedsender":
-                    continue
+            if isinstance(node, ast.ImportFrom) and node.module in files:
                 for alias in node.names:
-                    whole = f"{base}.{alias.name}".lstrip(".")
-                    found[module].add(whole if whole in files else base)
-        found[module] -= {module, ""}  # The package itself imports nothing.
+                    whole = f"{node.module}.{alias.name}"
+                    found[module].add(whole if whole in files else node.module)
+        found[module] -= {module, SOURCE.name}  # The package itself imports nothing.
     return dict(found)
 
 
 def package_of(module: str) -> str:
-    return module.partition(".")[0]
+    """A package of the daemon, or a product beside it."""
+    product, _, rest = module.partition(".")
+    return rest.partition(".")[0] if product == SOURCE.name else product
 
 
 def test_each_package_has_its_row() -> None:
     found = {path.stem for path in SOURCE.iterdir() if path.stem.strip("_")}
-    found = {name for name in found if name not in ("__init__", "__pycache__", "py")}
+    found |= {path.name for path in SOURCE.parent.iterdir() if path.name != SOURCE.name}
+    found -= {"__init__", "__pycache__", "py"}
     listed = [name for row in LAYERS for name in row]
     assert sorted(listed) == sorted(found)
 
@@ -121,9 +122,15 @@ def test_imports_run_down_the_table_of_packages() -> None:
         (package_of(module), package)
         for module, imported in imports().items()
         for package in {package_of(each) for each in imported}
-        if module != "__init__" and level[package] > level[package_of(module)]
+        if level.get(package, 0) > level.get(package_of(module), 0)
     )
     assert not up, "imports that run up, by package"
+
+
+def test_the_daemon_imports_none_of_the_products_beside_it() -> None:
+    for module, imported in imports().items():
+        if module.startswith(f"{SOURCE.name}."):
+            assert {each.partition(".")[0] for each in imported} <= {SOURCE.name}, module
 
 
 def circles() -> list[list[str]]:

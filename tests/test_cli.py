@@ -32,7 +32,7 @@ from fedsender import version
 from fedsender.admin.commands import known_servers
 from fedsender.cli import app, run_command
 from fedsender.streams import FeedStatus
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 R1 = "!1:hs.example"
 LEDGER_LINE = (
@@ -250,7 +250,8 @@ async def test_pause_park_resume_and_purge_reach_the_daemon(
         assert (status.state.paused, status.state.parked) == (None, None)
 
         assert await shell("purge", B) == 1
-        assert shell.err.splitlines() == [
+        # The daemon may have logged that it has tried B again.
+        assert [line for line in shell.err.splitlines() if line.startswith("fedsender: ")] == [
             f"fedsender: 1 room shared with it, whose events it would miss (409): {R1}",
             "fedsender: with --force it is purged all the same",
         ]

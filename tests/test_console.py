@@ -12,8 +12,8 @@ import pytest
 from fedsender.admin.client import AdminClient
 from fedsender.cli import run_command
 from fedsender.console import safe, say_json, say_text
-from fedsender.pipeline import commands as pipeline_commands
-from fedsender.pipeline import rebuild
+from fedsender_pipeline import commands as pipeline_commands
+from fedsender_pipeline import rebuild
 
 HOSTILE = "x\x1b[2J\x1b]0;title\x07\x9b31m\r\n\u202ey\x7f\u2028\udc80"
 

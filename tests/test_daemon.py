@@ -26,8 +26,6 @@ from tests.service import PATIENCE_S, Service, World, open_world
 from fedsender import daemon, version
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
-from fedsender.demo import process
-from fedsender.demo.process import SERVER_NAME, write_signing_key
 from fedsender.federation.signing import signing_key_from_seed
 from fedsender.ledger import NOTES
 from fedsender.runtime import Limiter, RealNetwork, real_runtime
@@ -35,9 +33,11 @@ from fedsender.segments import segments
 from fedsender.sender.admission import Admission
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.systemd import Notifier
-from fedsender.testing.clock import inline, until
-from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
-from fedsender.testing.rules import Origin
+from fedsender_lab.demo import process
+from fedsender_lab.demo.process import SERVER_NAME, write_signing_key
+from fedsender_lab.testing.clock import inline, until
+from fedsender_lab.testing.receiver import STALLING, ReceivingServer, healthy, slow
+from fedsender_lab.testing.rules import Origin
 
 pytestmark = pytest.mark.slow
 

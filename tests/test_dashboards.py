@@ -15,10 +15,10 @@ from tests.test_docs import command_of, whole_command, words_of_commands
 from fedsender import cli
 from fedsender.cli import run_command
 from fedsender.config import from_values
-from fedsender.pipeline.lake import open_lake
-from fedsender.pipeline.schemas import FATES
-from fedsender.pipeline.textfile import write_textfile
 from fedsender.telemetry import Metrics
+from fedsender_pipeline.lake import open_lake
+from fedsender_pipeline.schemas import FATES
+from fedsender_pipeline.textfile import write_textfile
 
 RULE_TESTS = Path(__file__).with_name("rules_test.yaml")
 

@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
 
-from fedsender import bench, limits, runtime, tls
+from fedsender import limits, runtime, tls
 from fedsender.admin import access, http1, page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Sending
@@ -23,12 +23,13 @@ from fedsender.replication import resp, server
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.telemetry import Metrics
+from fedsender_lab import bench
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "src/fedsender/pipeline/lake.md",
+    ROOT / "src/fedsender_pipeline/lake.md",
 ]
 BY_ARGUMENT = {"simulate", "bench"}
 """Commands that parse the rest of the line themselves."""

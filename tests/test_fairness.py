@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from fedsender.fairness import PASS_S, Accounts, Line, Payer, Turns, Usual, networks_of, site_of
-from fedsender.testing.clock import run_virtually
+from fedsender_lab.testing.clock import run_virtually
 
 
 class Loop(trio.abc.Instrument):

@@ -34,7 +34,7 @@ from fedsender.segments import (
 )
 from fedsender.sender.failure import Outcome
 from fedsender.telemetry import Count
-from fedsender.testing.clock import virtual_runtime
+from fedsender_lab.testing.clock import virtual_runtime
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "ledger.md"
 

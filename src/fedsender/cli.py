@@ -1,7 +1,7 @@
 """The command line. Commands for a running daemon go through its admin endpoint.
 
 Exit codes: 0: done. 1: it ran and found something wrong. 2: wrong usage or configuration. 75, of
-pipeline jobs only: another job is at work (`fedsender.pipeline.commands`). An error that a user can
+pipeline jobs only: another job is at work (`fedsender_pipeline.commands`). An error that a user can
 make is one line on standard error. Each command imports its modules when it runs, so that no
 command waits for the others' imports.
 """
@@ -10,6 +10,8 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,8 +22,6 @@ from fedsender import version
 from fedsender.admin import commands
 from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Server
 from fedsender.console import Mistake, say, say_alarm, say_json, say_text, show, utc_text
-from fedsender.pipeline import commands as pipeline_commands
-from fedsender.relay import commands as relay_commands
 
 if TYPE_CHECKING:
     from fedsender.config import Config
@@ -49,8 +49,6 @@ db_app = typer.Typer(help="The databases.")
 app.add_typer(config_app, name="config")
 app.add_typer(db_app, name="db")
 app.add_typer(commands.app)
-app.add_typer(pipeline_commands.app, name="pipeline")
-app.add_typer(relay_commands.app, name="relay")
 
 
 def _print_version(wanted: bool) -> None:
@@ -507,61 +505,6 @@ def config_from_synapse(
     return DONE
 
 
-# --- trying it out --------------------------------------------------------------------------------
-
-
-@app.command()
-def demo(
-    servers: Annotated[int | None, typer.Option(help="Receiving servers; 20, or 100.")] = None,
-    rooms: Annotated[int, typer.Option(help="Rooms.")] = 10,
-    events: Annotated[int, typer.Option(help="Events.")] = 500,
-    chaos: Annotated[bool, typer.Option("--chaos", help="With much going wrong.")] = False,
-    hostile: Annotated[
-        bool, typer.Option("--hostile", help="Beside three hostile servers for each one.")
-    ] = False,
-    seconds: Annotated[float, typer.Option(help="With --hostile: for so long.")] = 600.0,
-    proxy: Annotated[
-        bool, typer.Option("--proxy", help="With --hostile: through a forward proxy.")
-    ] = False,
-    relay: Annotated[bool, typer.Option("--relay", help="Through the relay.")] = False,
-    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave all files here.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same history.")] = 1,
-    as_json: AsJson = False,
-) -> int:
-    """Run a complete example: a homeserver, the daemon, servers that receive."""
-    from fedsender.demo import DemoOptions, run_demo
-
-    return run_demo(
-        DemoOptions(
-            servers=servers or (100 if hostile else 20),
-            rooms=rooms,
-            events=events,
-            chaos=chaos,
-            hostile=hostile,
-            seconds=seconds,
-            proxy=proxy,
-            relay=relay,
-            keep=keep,
-            as_json=as_json,
-            seed=seed,
-        )
-    )
-
-
-_REST = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-@app.command(context_settings=_REST, add_help_option=False)
-def simulate(context: typer.Context) -> int:
-    """Run the whole daemon on a virtual clock, in a network that misbehaves."""
-    from fedsender.simulation import main
-
-    return main(context.args)
-
-
-@app.command(context_settings=_REST, add_help_option=False)
-def bench(context: typer.Context) -> int:
-    """Run a benchmark: floor, fanout, burst, restart, replay, memory, latency, append ..."""
-    from fedsender.bench import main
-
-    return main(context.args)
+# The other products add theirs.
+for _product in sorted(entry_points(group="fedsender.commands"), key=attrgetter("name")):
+    _product.load()(app)

@@ -15,7 +15,7 @@ from tests.admin.desk import TOKEN
 from tests.test_cli import R1, A, B, with_a_dead_server
 
 from fedsender.federation.client import Unreachable
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 pytestmark = pytest.mark.program("chromium", "chromium")
 

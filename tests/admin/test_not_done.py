@@ -11,7 +11,7 @@ from tests.admin.desk import Desk, open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.simulation.daemon_life import disk_full
+from fedsender_lab.simulation.daemon_life import disk_full
 
 A, B = "a.example", "b.example"
 R1 = "!1:hs.example"

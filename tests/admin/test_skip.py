@@ -18,7 +18,7 @@ from fedsender.matrix import Pdu
 from fedsender.sender import routing
 from fedsender.store.records import EventRow
 from fedsender.streams import PduRow
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 pytestmark = pytest.mark.slow
 

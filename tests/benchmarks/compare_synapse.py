@@ -35,11 +35,11 @@ from tests.synapse.recorder import Recording, Sent
 from tests.synapse.slow import PatientHomeserver, open_town
 from tests.synapse.world import INSTANCE
 
-from fedsender.bench.meter import Options, cpu_s_of, percentile, rss_kb
 from fedsender.console import say
 from fedsender.replication.protocol import Dialect, Rdata, parse_command
 from fedsender.replication.resp import ReplyReader, request
-from fedsender.testing.children import BenchFailed
+from fedsender_lab.bench.meter import Options, cpu_s_of, percentile, rss_kb
+from fedsender_lab.testing.children import BenchFailed
 
 SMALL: Final = 20
 EVERY_S: Final = 0.5

@@ -23,7 +23,7 @@ from tests.pipeline.test_audit import lake_of
 from tests.pipeline.test_health import attempt
 from tests.pipeline.worlds import US
 
-from fedsender.bench.meter import cpu_s_of
+from fedsender_lab.bench.meter import cpu_s_of
 
 PATIENCE_S = 120
 BETWEEN_S = 2

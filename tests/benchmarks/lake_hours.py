@@ -22,13 +22,13 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from fedsender.bench.meter import cpu_s_of
 from fedsender.config import Spark
-from fedsender.pipeline import plan, schemas
-from fedsender.pipeline.lake import Lake, in_days, open_lake
-from fedsender.pipeline.ledger_lines import by_day
-from fedsender.pipeline.session import spark_session
-from fedsender.pipeline.vacuum import vacuum
+from fedsender_lab.bench.meter import cpu_s_of
+from fedsender_pipeline import plan, schemas
+from fedsender_pipeline.lake import Lake, in_days, open_lake
+from fedsender_pipeline.ledger_lines import by_day
+from fedsender_pipeline.session import spark_session
+from fedsender_pipeline.vacuum import vacuum
 
 US = "bench.example"
 ROWS = 20

@@ -25,13 +25,13 @@ from tests.pipeline.worlds import set_position
 from tests.servers import open_postgres
 from tests.store import synapse_schema
 
-from fedsender.bench.meter import Options, cpu_s_of
 from fedsender.config import Config, from_values
-from fedsender.pipeline import ingest, sources
-from fedsender.pipeline.database import open_source
-from fedsender.pipeline.lake import open_lake
-from fedsender.pipeline.session import showing, spark_session
 from fedsender.store import tables
+from fedsender_lab.bench.meter import Options, cpu_s_of
+from fedsender_pipeline import ingest, sources
+from fedsender_pipeline.database import open_source
+from fedsender_pipeline.lake import open_lake
+from fedsender_pipeline.session import showing, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

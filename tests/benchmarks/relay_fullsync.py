@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.bench.meter import Options, percentile
 from fedsender.config import UnixAddress, from_values
 from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES
@@ -25,11 +24,12 @@ from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, State
 from fedsender.replication.server import open_doors
 from fedsender.runtime import Runtime, real_runtime
-from fedsender.simulation.relay_consumer import DeafSink
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Json
-from fedsender.testing.children import BenchFailed
+from fedsender_lab.bench.meter import Options, percentile
+from fedsender_lab.simulation.relay_consumer import DeafSink
+from fedsender_lab.testing.children import BenchFailed
 
 SERVER: Final = "relay.test"
 AT_ONCE: Final = 1000

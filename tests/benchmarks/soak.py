@@ -22,15 +22,15 @@ import trio
 from tests.benchmarks.soak_stage import START_S, Run, SoakOptions, open_run
 from tests.benchmarks.soak_trend import JUDGED_S, MAX_GROWTH_MB, MAX_RISE, Sample, Trend, trend
 
-from fedsender.bench.meter import cpu_s_of, machine
 from fedsender.config import Log
 from fedsender.console import say, say_json
-from fedsender.demo import process
-from fedsender.demo.process import DaemonDied, own_and_rss_kb
-from fedsender.demo.report import Ledger, judge, ledger_of, still_owed, unrecorded
 from fedsender.runtime import real_runtime
 from fedsender.telemetry import configure_logging
-from fedsender.testing.children import BenchFailed, texts_of
+from fedsender_lab.bench.meter import cpu_s_of, machine
+from fedsender_lab.demo import process
+from fedsender_lab.demo.process import DaemonDied, own_and_rss_kb
+from fedsender_lab.demo.report import Ledger, judge, ledger_of, still_owed, unrecorded
+from fedsender_lab.testing.children import BenchFailed, texts_of
 
 SAMPLE_S: Final = 10.0
 SAMPLES: Final = 12

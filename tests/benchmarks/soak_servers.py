@@ -9,8 +9,8 @@ from typing import Final
 
 import trio
 
-from fedsender.demo.process import DaemonProcess
-from fedsender.testing.receiver import (
+from fedsender_lab.demo.process import DaemonProcess
+from fedsender_lab.testing.receiver import (
     DOWN,
     STALLING,
     Behaviour,

@@ -12,13 +12,13 @@ from tests.benchmarks.soak_servers import Servers, cast
 from tests.benchmarks.soak_traffic import Traffic
 from tests.benchmarks.soak_trend import Sample
 
-from fedsender.demo import process
-from fedsender.demo.process import DaemonProcess, open_daemon_process
-from fedsender.intake.client import IntakeClient
 from fedsender.runtime import real_runtime
-from fedsender.testing.children import BenchFailed
-from fedsender.testing.federation import open_federation
-from fedsender.testing.receiver import Receivers
+from fedsender_lab.demo import process
+from fedsender_lab.demo.process import DaemonProcess, open_daemon_process
+from fedsender_lab.intake_client import IntakeClient
+from fedsender_lab.testing.children import BenchFailed
+from fedsender_lab.testing.federation import open_federation
+from fedsender_lab.testing.receiver import Receivers
 
 START_S: Final = 300.0
 """For daemon or relay to come up, on a machine that is busy."""

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.intake.client import IntakeClient, NewRecord
-from fedsender.testing.rooms import Homeserver, Room, Step
+from fedsender_lab.intake_client import IntakeClient, NewRecord
+from fedsender_lab.testing.rooms import Homeserver, Room, Step
 
 BATCH: Final = 50
 TICK_S: Final = 0.05

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedsender.bench import Options, main, run_bench
+from fedsender_lab.bench import Options, main, run_bench
 
 
 @pytest.mark.slow

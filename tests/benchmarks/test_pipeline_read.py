@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.benchmarks.pipeline_read import _config, _read, _state_rows, fill
 
-from fedsender.pipeline import ingest
+from fedsender_pipeline import ingest
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

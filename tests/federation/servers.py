@@ -37,7 +37,7 @@ from fedsender.runtime import (
     real_runtime,
 )
 from fedsender.telemetry import Metrics
-from fedsender.testing.http import Request, RequestReader
+from fedsender_lab.testing.http import Request, RequestReader
 
 OURS = "ours.example"
 NAME = "b.example"

@@ -46,7 +46,7 @@ from fedsender.federation.client import (
 from fedsender.federation.signing import signing_key_from_seed
 from fedsender.runtime import OutOfResources, RealNetwork
 from fedsender.telemetry import Metrics
-from fedsender.testing.http import Request
+from fedsender_lab.testing.http import Request
 
 
 def noting(requests: list[Request], *answers: bytes) -> Conversation:

@@ -37,9 +37,9 @@ from fedsender.federation.client import (
 )
 from fedsender.runtime import RealNetwork
 from fedsender.telemetry import Metrics
-from fedsender.testing.clock import inline
-from fedsender.testing.network import memory_connection
 from fedsender.tls import TlsStream
+from fedsender_lab.testing.clock import inline
+from fedsender_lab.testing.network import memory_connection
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from fedsender.runtime import (
     Runtime,
     real_runtime,
 )
-from fedsender.testing.clock import inline
+from fedsender_lab.testing.clock import inline
 
 NOW_MS = 1_700_000_000_000
 

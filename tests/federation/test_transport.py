@@ -38,8 +38,8 @@ from fedsender.federation.transport import (
     words,
 )
 from fedsender.runtime import RealNetwork
-from fedsender.testing.network import memory_connection
 from fedsender.tls import TlsStream
+from fedsender_lab.testing.network import memory_connection
 
 NAME = "b.example"
 BOUNDS = Bounds(body_bytes=10_000, framing_bytes=4_000, headers=50)

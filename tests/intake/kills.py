@@ -28,11 +28,11 @@ import trio
 from tests.intake import small_homeserver
 
 from fedsender.config.policy import GAP_EVENTS
-from fedsender.demo import process
-from fedsender.demo.report import still_owed
 from fedsender.runtime import real_runtime
-from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
-from fedsender.testing.rules import pdu_reader
+from fedsender_lab.demo import process
+from fedsender_lab.demo.report import still_owed
+from fedsender_lab.testing.receiver import ReceivedTransaction, Receivers, open_receivers
+from fedsender_lab.testing.rules import pdu_reader
 
 SERVERS = 4
 PATIENCE_S = 120.0

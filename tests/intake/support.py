@@ -8,11 +8,11 @@ from typing import Any
 
 from fedsender.config import load
 from fedsender.daemon import open_core, open_intake
-from fedsender.demo import process
-from fedsender.intake.client import IntakeClient
 from fedsender.runtime import real_runtime
-from fedsender.testing.receiver import Receivers, ReceivingServer, open_receivers
-from fedsender.testing.rules import PduReader, pdu_reader
+from fedsender_lab.demo import process
+from fedsender_lab.intake_client import IntakeClient
+from fedsender_lab.testing.receiver import Receivers, ReceivingServer, open_receivers
+from fedsender_lab.testing.rules import PduReader, pdu_reader
 
 TOKEN = "a token that is long enough"
 ROOM_VERSION = "11"

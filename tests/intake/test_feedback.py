@@ -11,14 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from tests.intake.test_client import ANY_PORT, TOKEN
+from tests.lab.test_intake_client import ANY_PORT, TOKEN
 from tests.service import PATIENCE_S, open_world
 from trio.testing import MockClock
 
 from fedsender.config.sections import Ledger as Settings
-from fedsender.demo import process, relayed
 from fedsender.intake import feedback as module
-from fedsender.intake.client import IntakeClient, OutcomesLost, Position
 from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.feedback import MAX_READERS, BadCursor, Cursor, Feedback, Gap, Page, read_page
 from fedsender.intake.intake import Busy, Intake
@@ -27,7 +25,9 @@ from fedsender.runtime import Runtime, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.registry import Progress
 from fedsender.telemetry import Count
-from fedsender.testing.clock import inline, until
+from fedsender_lab.demo import process, relayed
+from fedsender_lab.intake_client import IntakeClient, OutcomesLost, Position
+from fedsender_lab.testing.clock import inline, until
 
 RUNTIME = real_runtime()
 FED1 = "fed1"

@@ -18,15 +18,15 @@ from tests.intake.support import TOKEN
 from tests.servers import Databases, free_port
 
 from fedsender.config.policy import GAP_EVENTS
-from fedsender.demo import process
-from fedsender.demo.process import DaemonProcess, open_daemon_process
-from fedsender.intake.client import IntakeClient
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
-from fedsender.testing.clock import until
-from fedsender.testing.receiver import open_receivers
-from fedsender.testing.rooms import new_timeline
-from fedsender.testing.rules import pdu_reader
+from fedsender_lab.demo import process
+from fedsender_lab.demo.process import DaemonProcess, open_daemon_process
+from fedsender_lab.intake_client import IntakeClient
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.receiver import open_receivers
+from fedsender_lab.testing.rooms import new_timeline
+from fedsender_lab.testing.rules import pdu_reader
 
 pytestmark = pytest.mark.slow
 

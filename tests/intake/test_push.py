@@ -34,7 +34,7 @@ from fedsender.store import (
 )
 from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 ALICE = "@alice:hs.example"
 

@@ -19,7 +19,6 @@ from tests.relay.log_support import key, pdu
 
 from fedsender.config import UnixAddress
 from fedsender.facts import Outdated, RoomServers, prepare
-from fedsender.intake.client import IntakeClient, Refused, ServersOutdated
 from fedsender.intake.endpoint import serve_intake
 from fedsender.intake.intake import Append, Intake
 from fedsender.intake.writer import Full
@@ -28,6 +27,7 @@ from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, StoreError, appends, open_store
 from fedsender.store.appends import NewRecord
 from fedsender.store.homeserver import HomeserverStore
+from fedsender_lab.intake_client import IntakeClient, Refused, ServersOutdated
 
 TOKEN = "not for everybody"
 ROOM = "!r:hs.example"

@@ -17,9 +17,7 @@ from tests.servers import Databases
 
 from fedsender.config import Config, ConfigError, UnixAddress, from_values
 from fedsender.daemon import Daemon, open_core
-from fedsender.demo.process import write_signing_key
 from fedsender.facts import Elsewhere, KeyReused
-from fedsender.intake.client import IntakeClient
 from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.intake import Append, ReservationGone
 from fedsender.matrix import ROOM_VERSIONS
@@ -35,10 +33,12 @@ from fedsender.store import (
 )
 from fedsender.store.records import PresenceState
 from fedsender.switching.handback import hand_back
-from fedsender.testing.clock import until
-from fedsender.testing.receiver import open_receivers
-from fedsender.testing.rooms import new_timeline
-from fedsender.testing.rules import pdu_reader
+from fedsender_lab.demo.process import write_signing_key
+from fedsender_lab.intake_client import IntakeClient
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.receiver import open_receivers
+from fedsender_lab.testing.rooms import new_timeline
+from fedsender_lab.testing.rules import pdu_reader
 
 HS = "hs.example"
 NAMES = ("a", "b")

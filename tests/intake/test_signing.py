@@ -13,10 +13,9 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from tests.intake.support import whole_daemon
 from tests.intake.test_push import abouts, events, ids
+from tests.lab.testing.test_rooms import NAME, a_homeserver
 from tests.replication.support import RecordingSink
-from tests.testing.test_rooms import NAME, a_homeserver
 
-from fedsender.demo import process
 from fedsender.facts import BadRow, prepare
 from fedsender.federation.signing import (
     KeyRing,
@@ -24,15 +23,16 @@ from fedsender.federation.signing import (
     parse_signing_keys,
     signing_key_from_seed,
 )
-from fedsender.intake.client import NewRecord
 from fedsender.intake.intake import Append, Intake
 from fedsender.intake.signing import EventSigner
 from fedsender.matrix import ROOM_VERSIONS, redact
 from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
-from fedsender.testing.clock import until
-from fedsender.testing.rules import ReceivedPdu, pdu_reader
+from fedsender_lab.demo import process
+from fedsender_lab.intake_client import NewRecord
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.rules import ReceivedPdu, pdu_reader
 
 OURS = "hs.example"
 ONE, TWO = (signing_key_from_seed(name, name.encode() * 32) for name in ("a", "b"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyspark
 
-from fedsender.pipeline.session import find_java, write_wrapper
+from fedsender_pipeline.session import find_java, write_wrapper
 
 START_SECONDS = 300.0
 # Small plans: compiling them costs more than running them.

@@ -12,11 +12,11 @@ from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import PipelineError, Usage, schemas
-from fedsender.pipeline.audit import Audited, accept, audit, missing_pairs, read_accepted
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.ledger_lines import read_ledger
-from fedsender.pipeline.session import showing
+from fedsender_pipeline import PipelineError, Usage, schemas
+from fedsender_pipeline.audit import Audited, accept, audit, missing_pairs, read_accepted
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.ledger_lines import read_ledger
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -24,11 +24,11 @@ from tests.servers import Databases
 
 from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
-from fedsender.pipeline import audit, ingest, ledger_lines, session
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.schemas import FATES, INTERVALS
-from fedsender.pipeline.session import find_java, showing
 from fedsender.store import tables
+from fedsender_pipeline import audit, ingest, ledger_lines, session
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.schemas import FATES, INTERVALS
+from fedsender_pipeline.session import find_java, showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -334,7 +334,7 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
 
 def test_the_homeservers_names_are_synapses() -> None:
     """The lake's tables that are taken as they stand have the columns of the databases."""
-    from fedsender.pipeline import schemas
+    from fedsender_pipeline import schemas
 
     for target, table in (
         (schemas.DESTINATIONS, tables.destinations),

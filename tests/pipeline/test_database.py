@@ -15,11 +15,11 @@ from tests.pipeline.worlds import US, driver_url, embedded_world, synapse_world
 from tests.servers import Databases
 
 from fedsender.config import Config
-from fedsender.pipeline import PipelineError, database, ingest, schemas, sources
-from fedsender.pipeline.database import Away, Reading, Source, open_source, own_errors
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.session import showing
 from fedsender.store import connections, tables
+from fedsender_pipeline import PipelineError, database, ingest, schemas, sources
+from fedsender_pipeline.database import Away, Reading, Source, open_source, own_errors
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,8 +12,8 @@ from tests.pipeline.test_audit import config_of, event, ingest_ledger, lake_of, 
 from tests.pipeline.test_ledger_lines import NOW_MS, line, write
 
 from fedsender.health import ServerHealth, read_health
-from fedsender.pipeline import PipelineError, health, ledger_lines, schemas
-from fedsender.pipeline.health import (
+from fedsender_pipeline import PipelineError, health, ledger_lines, schemas
+from fedsender_pipeline.health import (
     ALL,
     DAY_MS,
     HOUR_MS,
@@ -28,8 +28,8 @@ from fedsender.pipeline.health import (
     worse,
     worse_than_usual,
 )
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.session import showing
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -20,7 +20,7 @@ from tests.pipeline.test_ledger_lines import write
 from tests.pipeline.worlds import US
 
 from fedsender.cli import run_command
-from fedsender.pipeline import ledger_source, session
+from fedsender_pipeline import ledger_source, session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

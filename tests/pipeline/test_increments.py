@@ -23,13 +23,13 @@ from tests.pipeline.test_ledger_lines import write
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import accounts, intervals, schemas
-from fedsender.pipeline import audit as module
-from fedsender.pipeline import lake as lake_module
-from fedsender.pipeline.audit import accept, audit
-from fedsender.pipeline.lake import Lake, open_lake, write_manifest
-from fedsender.pipeline.ledger_lines import read_ledger
-from fedsender.pipeline.session import showing
+from fedsender_pipeline import accounts, intervals, schemas
+from fedsender_pipeline import audit as module
+from fedsender_pipeline import lake as lake_module
+from fedsender_pipeline.audit import accept, audit
+from fedsender_pipeline.lake import Lake, open_lake, write_manifest
+from fedsender_pipeline.ledger_lines import read_ledger
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -15,11 +15,11 @@ from tests.servers import Databases
 from tests.store import synapse_schema
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import PipelineError, database, ingest, schemas, sources
-from fedsender.pipeline.database import open_source
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.session import showing
 from fedsender.store import tables
+from fedsender_pipeline import PipelineError, database, ingest, schemas, sources
+from fedsender_pipeline.database import open_source
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.session import showing
 
 ROOM_TABLES = (
     schemas.EVENTS,

@@ -16,13 +16,13 @@ from tests.pipeline.test_ingest import config_of
 from tests.pipeline.worlds import US, embedded_world, set_position, synapse_world
 
 from fedsender.config import Config
-from fedsender.pipeline import ingest, intervals, rebuild, schemas
-from fedsender.pipeline.database import open_source
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.session import showing
 from fedsender.runtime import real_runtime
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
+from fedsender_pipeline import ingest, intervals, rebuild, schemas
+from fedsender_pipeline.database import open_source
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -7,8 +7,8 @@ from tests.pipeline.worlds import US
 
 from fedsender.config import from_values
 from fedsender.matrix import server_of, shard_of
-from fedsender.pipeline import intervals, schemas
-from fedsender.pipeline.lake import open_lake
+from fedsender_pipeline import intervals, schemas
+from fedsender_pipeline.lake import open_lake
 
 if TYPE_CHECKING:
     from pathlib import Path

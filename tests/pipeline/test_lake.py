@@ -18,16 +18,16 @@ from pyspark.sql import SparkSession
 from tests.pipeline.worlds import US
 
 from fedsender.files import replaced
-from fedsender.pipeline import PipelineError, Usage
-from fedsender.pipeline import lake as module
-from fedsender.pipeline.lake import (
+from fedsender_pipeline import PipelineError, Usage
+from fedsender_pipeline import lake as module
+from fedsender_pipeline.lake import (
     KEEP_DROPPED_MS,
     MANIFEST,
     STAGING,
     Lake,
     open_lake,
 )
-from fedsender.pipeline.schemas import (
+from fedsender_pipeline.schemas import (
     AUDIT,
     AUDIT_BY_SERVER,
     AUDITS,
@@ -170,7 +170,7 @@ def reader_in_another_process(directory: Path) -> Iterator[None]:
 import sys
 from pathlib import Path
 from typing import Any
-from fedsender.pipeline.lake import open_lake
+from fedsender_pipeline.lake import open_lake
 lake = open_lake(Path(sys.argv[1]), sys.argv[2])
 print(lake.manifest.commit, flush=True)
 sys.stdin.read()

@@ -9,11 +9,11 @@ from tests.pipeline.test_ingest import Killed
 from tests.pipeline.worlds import US
 
 from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
-from fedsender.pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.ledger_lines import FIELDS, Read, new_segments, read_ledger
-from fedsender.pipeline.session import showing
 from fedsender.segments import segments
+from fedsender_pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.ledger_lines import FIELDS, Read, new_segments, read_ledger
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -10,8 +10,8 @@ from tests.pipeline.test_audit import Rows, attempt, ingest_ledger, lake_of, pdu
 from tests.pipeline.test_ledger_lines import write
 
 from fedsender.matrix import shard_of
-from fedsender.pipeline import PipelineError, Usage, plan
-from fedsender.pipeline.lake import open_lake
+from fedsender_pipeline import PipelineError, Usage, plan
+from fedsender_pipeline.lake import open_lake
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

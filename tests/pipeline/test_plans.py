@@ -10,10 +10,10 @@ import pytest
 from tests.pipeline.test_audit import config_of, event, lake_of
 from tests.pipeline.test_ledger_lines import line, write
 
-from fedsender.pipeline import accounts, health, intervals, ledger_lines, plan, rebuild, schemas
-from fedsender.pipeline.accounts import Accounts, Look
-from fedsender.pipeline.intervals import few
-from fedsender.pipeline.lake import Lake, listed
+from fedsender_pipeline import accounts, health, intervals, ledger_lines, plan, rebuild, schemas
+from fedsender_pipeline.accounts import Accounts, Look
+from fedsender_pipeline.intervals import few
+from fedsender_pipeline.lake import Lake, listed
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

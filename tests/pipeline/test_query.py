@@ -14,10 +14,10 @@ from tests.pipeline.test_lake import durable_steps
 from tests.pipeline.worlds import US
 
 from fedsender.cli import run_command
-from fedsender.pipeline import Usage, session
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.query import select
-from fedsender.pipeline.schemas import ATTEMPTS, INTERVALS, SEGMENTS, TABLES
+from fedsender_pipeline import Usage, session
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.query import select
+from fedsender_pipeline.schemas import ATTEMPTS, INTERVALS, SEGMENTS, TABLES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

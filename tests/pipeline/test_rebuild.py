@@ -8,8 +8,8 @@ import pytest
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import PipelineError, rebuild, schemas
-from fedsender.pipeline.lake import Lake, open_lake
+from fedsender_pipeline import PipelineError, rebuild, schemas
+from fedsender_pipeline.lake import Lake, open_lake
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -17,11 +17,6 @@ from tests.pipeline.worlds import SERVERS, US
 from tests.relay.log_support import Clock, append, open_log, runtime
 
 from fedsender.config import Config, ConfigError, from_values
-from fedsender.pipeline import PipelineError, ingest, relay_source
-from fedsender.pipeline.database import open_source
-from fedsender.pipeline.ingest import Ingested
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.session import showing
 from fedsender.relay.log import RelayLog
 from fedsender.replication.client import parse_record
 from fedsender.replication.relay_feed import read_rows
@@ -31,6 +26,11 @@ from fedsender.store.event_rows import membership_in
 from fedsender.store.migrations import upgrade
 from fedsender.store.records import History
 from fedsender.streams import Json
+from fedsender_pipeline import PipelineError, ingest, relay_source
+from fedsender_pipeline.database import open_source
+from fedsender_pipeline.ingest import Ingested
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.session import showing
 
 INSTANCE = "sender-1"
 MS = 1_800_000_000_000

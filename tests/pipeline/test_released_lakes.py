@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.pipeline.worlds import US
 
-from fedsender.pipeline import vacuum
-from fedsender.pipeline.lake import MANIFEST, Lake, open_lake
-from fedsender.pipeline.schemas import ATTEMPTS, LAKE_VERSION, TABLES, LakeTable
+from fedsender_pipeline import vacuum
+from fedsender_pipeline.lake import MANIFEST, Lake, open_lake
+from fedsender_pipeline.schemas import ATTEMPTS, LAKE_VERSION, TABLES, LakeTable
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -10,9 +10,9 @@ from tests.admin.test_serving import serving
 from tests.sender.harness import RemoteServer, World
 
 from fedsender.config import from_values
-from fedsender.pipeline import PipelineError
-from fedsender.pipeline.audit import Repaired, repair
-from fedsender.pipeline.session import showing
+from fedsender_pipeline import PipelineError
+from fedsender_pipeline.audit import Repaired, repair
+from fedsender_pipeline.session import showing
 
 R1 = "!1:hs.example"
 A, B = "a.example", "b.example"

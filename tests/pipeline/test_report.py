@@ -20,11 +20,11 @@ from tests.pipeline.test_audit import (
 from tests.pipeline.test_audit import run as run_audit
 from tests.pipeline.test_ledger_lines import write
 
-from fedsender.pipeline import PipelineError, schemas
-from fedsender.pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
-from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.report import BEFORE, NOW, Figures, page, report
-from fedsender.pipeline.session import showing
+from fedsender_pipeline import PipelineError, schemas
+from fedsender_pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
+from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.report import BEFORE, NOW, Figures, page, report
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

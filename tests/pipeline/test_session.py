@@ -16,7 +16,7 @@ import pytest
 from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
 from fedsender.config import ConfigError, Spark, from_values
-from fedsender.pipeline import PipelineError, Usage, session
+from fedsender_pipeline import PipelineError, Usage, session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -164,7 +164,7 @@ _WITH_CLASSES = """
 import sys
 from pathlib import Path
 from fedsender.config import Spark
-from fedsender.pipeline import session
+from fedsender_pipeline import session
 kept = Path(sys.argv[1]) / session.CLASSES
 with (
     session.showing() as steps,

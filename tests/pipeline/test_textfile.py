@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.pipeline.test_audit import config_of
 from tests.pipeline.worlds import US
 
-from fedsender.pipeline.lake import open_lake
-from fedsender.pipeline.schemas import AUDIT_BY_SERVER, FATES
-from fedsender.pipeline.textfile import write_textfile
+from fedsender_pipeline.lake import open_lake
+from fedsender_pipeline.schemas import AUDIT_BY_SERVER, FATES
+from fedsender_pipeline.textfile import write_textfile
 
 
 def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> None:

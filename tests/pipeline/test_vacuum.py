@@ -20,10 +20,10 @@ from tests.pipeline.test_audit import (
 from tests.pipeline.test_ledger_lines import write
 from tests.pipeline.worlds import US
 
-from fedsender.pipeline import vacuum as module
-from fedsender.pipeline.lake import Lake, in_days, open_lake
-from fedsender.pipeline.schemas import ATTEMPTS, PDUS, SEGMENTS, LakeTable
-from fedsender.pipeline.vacuum import MANY_FILES, vacuum
+from fedsender_pipeline import vacuum as module
+from fedsender_pipeline.lake import Lake, in_days, open_lake
+from fedsender_pipeline.schemas import ATTEMPTS, PDUS, SEGMENTS, LakeTable
+from fedsender_pipeline.vacuum import MANY_FILES, vacuum
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

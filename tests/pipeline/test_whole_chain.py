@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from fedsender.cli import run_command
-from fedsender.pipeline import session
+from fedsender_pipeline import session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

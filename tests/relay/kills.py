@@ -30,8 +30,8 @@ from tests.intake.kills import PATIENCE_S, SmallProcess
 from tests.relay import small_consumer
 from tests.servers import Postgres, open_postgres
 
-from fedsender.demo import process
-from fedsender.intake.client import IntakeClient, NewRecord
+from fedsender_lab.demo import process
+from fedsender_lab.intake_client import IntakeClient, NewRecord
 
 CONSUMERS = ("consumer-1", "consumer-2")
 RELAYS = ("relay-1", "relay-2")

@@ -15,7 +15,7 @@ from fedsender.relay.log import RelayLog
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store.relay import open_relay_store
 from fedsender.streams import Json
-from fedsender.testing.clock import virtual_runtime
+from fedsender_lab.testing.clock import virtual_runtime
 
 
 class Clock:

@@ -22,7 +22,7 @@ from fedsender.facts import prepare
 from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
 from fedsender.runtime import Limiter, Runtime
 from fedsender.streams import Json
-from fedsender.testing.clock import now_ms
+from fedsender_lab.testing.clock import now_ms
 
 SERVER = "hs.example"
 MIB = 2**20

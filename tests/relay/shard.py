@@ -27,8 +27,8 @@ from fedsender.runtime import Runtime
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import Json, PduRow
-from fedsender.testing import clock
-from fedsender.testing.clock import virtual_runtime
+from fedsender_lab.testing import clock
+from fedsender_lab.testing.clock import virtual_runtime
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0

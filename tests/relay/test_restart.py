@@ -17,8 +17,8 @@ from tests.relay.shard import Line, MemoryStore, Shard, until
 
 from fedsender.intake.endpoint import ANSWER_S, PREFIX, build_app
 from fedsender.relay.status import problems
-from fedsender.simulation.daemon_life import disk_full
 from fedsender.store.records import History
+from fedsender_lab.simulation.daemon_life import disk_full
 
 Clock = trio.testing.MockClock
 

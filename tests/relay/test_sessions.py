@@ -21,7 +21,7 @@ from fedsender.replication.line_stream import Disconnected, Wire
 from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches
 from fedsender.replication.server import MAX_CONNECTIONS
 from fedsender.snapshot import SnapshotInfo
-from fedsender.testing.clock import now_ms
+from fedsender_lab.testing.clock import now_ms
 
 Clock = trio.testing.MockClock
 

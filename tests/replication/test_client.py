@@ -29,7 +29,7 @@ from fedsender.replication.client import Fact, LineFeed, LineSettings
 from fedsender.replication.line_stream import Disconnected, Endpoint, connect
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import Runtime, listen_tcp, real_runtime
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 SETTINGS = LineSettings(ANYWHERE, SERVER, "sender-1")
 GREETING = [f"SERVER {SERVER}", "PING 1"]

@@ -32,7 +32,7 @@ from fedsender.runtime import listen_unix, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Fact
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 
 def configured(directory: Path, **feed: Any) -> Config:

@@ -35,7 +35,7 @@ from fedsender.replication.redis import (
     open_redis_link,
 )
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 Heard = list[Command | Subscribed]
 

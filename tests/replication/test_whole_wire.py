@@ -23,7 +23,7 @@ from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender.streams import Json
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 ALICE = "@alice:hs.example"
 HOST = "127.0.0.1"

@@ -19,8 +19,8 @@ from fedsender.daemon import open_core
 from fedsender.federation.client import Answer
 from fedsender.runtime import real_runtime
 from fedsender.telemetry import Metrics
-from fedsender.testing.clock import until
-from fedsender.testing.receiver import healthy, slow
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.receiver import healthy, slow
 
 A, B = "a.example", "b.example"
 R1, R2 = "!1:hs.example", "!2:hs.example"

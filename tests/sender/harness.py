@@ -33,7 +33,7 @@ from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.telemetry import Metrics
-from fedsender.testing.clock import virtual_runtime
+from fedsender_lab.testing.clock import virtual_runtime
 
 HS = "hs.example"
 EPOCH_MS = 1_800_000_000_000

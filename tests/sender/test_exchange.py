@@ -29,8 +29,8 @@ from fedsender.config.values import TcpAddress
 from fedsender.federation.client import Answer, Peer
 from fedsender.sender.destination import Exchange, GaveWay
 from fedsender.sender.failure import Outcome, Verdict
-from fedsender.testing.http import Request
 from fedsender.waiting import Alarms, open_alarms
+from fedsender_lab.testing.http import Request
 
 
 @asynccontextmanager

@@ -15,8 +15,8 @@ from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.sender.sender import MARKS_EVERY_S
-from fedsender.simulation.daemon_life import disk_full
 from fedsender.store.homeserver import MARKS_LATE_S, MAX_UNWRITTEN
+from fedsender_lab.simulation.daemon_life import disk_full
 
 R = "!r:hs.example"
 A, B = "a.example", "b.example"

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Table, insert
 
 from fedsender.store import tables
-from fedsender.testing.rooms import Event
+from fedsender_lab.testing.rooms import Event
 
 ROOM = "!room:us.example"
 

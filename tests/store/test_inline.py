@@ -13,7 +13,7 @@ from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.streams import HostsRow
-from fedsender.testing.clock import inline
+from fedsender_lab.testing.clock import inline
 
 T = TypeVar("T")
 

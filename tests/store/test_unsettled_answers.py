@@ -10,8 +10,8 @@ from tests.sender.harness import Request, World, answer
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
-from fedsender.simulation.daemon_life import disk_full
-from fedsender.testing.clock import now_ms
+from fedsender_lab.simulation.daemon_life import disk_full
+from fedsender_lab.testing.clock import now_ms
 
 R1, R2 = "!1:hs.example", "!2:hs.example"
 GOOD, BAD = "good.example", "bad.example"

@@ -29,8 +29,8 @@ from fedsender.switching import shadow as run
 from fedsender.switching.comparison import Report
 from fedsender.switching.shadow import run_shadow
 from fedsender.systemd import Notifier
-from fedsender.testing.clock import until
-from fedsender.testing.rooms import Signer, Timeline
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.rooms import Signer, Timeline
 
 US = "us.example"
 

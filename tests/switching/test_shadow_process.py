@@ -9,7 +9,7 @@ from tests.service import open_service
 from tests.switching.following import lines
 from tests.switching.test_shadow import World, world
 
-from fedsender.testing.clock import until
+from fedsender_lab.testing.clock import until
 
 __all__ = ["world"]
 

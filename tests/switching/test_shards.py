@@ -20,7 +20,6 @@ from trio.testing import MockClock
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.config.sections import Ledger as Settings
 from fedsender.daemon import Daemon, open_core
-from fedsender.demo.process import write_signing_key
 from fedsender.ledger import NOTES, SentPdu, TransactionRecord, open_ledger
 from fedsender.runtime import real_runtime
 from fedsender.segments import read_lines, segments
@@ -29,9 +28,10 @@ from fedsender.store import SenderStore, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import InstanceLock, SendersDiffer
 from fedsender.store.records import FrozenRecord
-from fedsender.testing.clock import until
-from fedsender.testing.receiver import Receivers, failing, healthy, open_receivers
-from fedsender.testing.rules import pdu_reader
+from fedsender_lab.demo.process import write_signing_key
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.receiver import Receivers, failing, healthy, open_receivers
+from fedsender_lab.testing.rules import pdu_reader
 
 HS = "hs.example"
 SERVERS = 12

@@ -18,7 +18,6 @@ from tests.switching.test_shards import HS, PATIENCE_S, Site, config_of, site
 
 from fedsender.config import ConfigError
 from fedsender.daemon import Daemon
-from fedsender.demo.process import KEY_VERSION
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
 from fedsender.segments import read_lines, segments
@@ -27,8 +26,9 @@ from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import SendersDiffer
 from fedsender.switching import shards
 from fedsender.switching.handback import Findings, hand_back
-from fedsender.testing.clock import until
-from fedsender.testing.rooms import Signer, new_timeline
+from fedsender_lab.demo.process import KEY_VERSION
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.rooms import Signer, new_timeline
 
 ROOM = "!room:us.example"
 BAD = "$not-its-hash"

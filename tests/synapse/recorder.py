@@ -16,8 +16,8 @@ import trio
 import trustme
 from tests.proxy import Address
 
-from fedsender.testing.http import RequestReader
-from fedsender.testing.rules import SEND
+from fedsender_lab.testing.http import RequestReader
+from fedsender_lab.testing.rules import SEND
 
 _CHUNK = 65_536
 

@@ -25,9 +25,9 @@ from tests.synapse.recorder import Recording, Sent
 
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.matrix import RoomVersion, canonical_json, event_id_of, redact, room_version_of
-from fedsender.testing.http import Conversation, Reply, Request, TlsStream
-from fedsender.testing.rooms import Signer
-from fedsender.testing.rules import SEND
+from fedsender_lab.testing.http import Conversation, Reply, Request, TlsStream
+from fedsender_lab.testing.rooms import Signer
+from fedsender_lab.testing.rules import SEND
 
 _FEDERATION = "/_matrix/federation"
 _ANSWER_S = 60.0

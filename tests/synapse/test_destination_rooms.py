@@ -8,11 +8,11 @@ from tests.synapse.daemon import open_daemon
 from tests.synapse.world import INSTANCE, World, until
 
 from fedsender.config import Config, from_values, load
-from fedsender.pipeline import ingest, intervals, rebuild
-from fedsender.pipeline.audit import Audited, audit
-from fedsender.pipeline.database import open_source
-from fedsender.pipeline.lake import open_lake
-from fedsender.pipeline.session import showing
+from fedsender_pipeline import ingest, intervals, rebuild
+from fedsender_pipeline.audit import Audited, audit
+from fedsender_pipeline.database import open_source
+from fedsender_pipeline.lake import open_lake
+from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -61,6 +61,11 @@ app = typer.Typer(
 )
 
 
+def add_to(whole: typer.Typer) -> None:
+    """Add `fedsender relay` to the command line."""
+    whole.add_typer(app, name="relay")
+
+
 @app.callback()
 def relay(
     context: typer.Context,

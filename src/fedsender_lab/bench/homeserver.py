@@ -1,0 +1,166 @@
+"""The homeserver of a benchmark, in a process of its own, and its messages of the usual size."""
+
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from typing import Any
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedsender.matrix import ROOM_VERSIONS
+from fedsender.replication.server import open_replication_server
+from fedsender.runtime import Runtime, real_runtime
+from fedsender.streams import Fact, Watermark
+from fedsender_lab.testing.children import Order, serve_orders
+from fedsender_lab.testing.rooms import Event, Signer, new_timeline
+
+SERVER_NAME = "hs.bench"
+KEY_ID = "ed25519:a_bench"
+ROOM_VERSION = "10"
+TEXT = "x" * 380
+"""With it a message has about 960 bytes: 50 of them make the 48 KB of a full transaction."""
+
+
+def encode_seed(seed: bytes) -> str:
+    """A signing key's seed, for a child."""
+    return b64encode(seed).decode()
+
+
+def signer(encoded_seed: str) -> Signer:
+    """The key with which the homeserver signs its events."""
+    key = Ed25519PrivateKey.from_private_bytes(b64decode(encoded_seed))
+    return Signer(SERVER_NAME, KEY_ID, key)
+
+
+class Room:
+    """A room with a local user that sends messages."""
+
+    def __init__(self, number: int, signer: Signer, now_ms: int) -> None:
+        self.creator = f"@creator:{SERVER_NAME}"
+        self._signer = signer
+        self._now_ms = now_ms
+        self._timeline = new_timeline(ROOM_VERSIONS[ROOM_VERSION], f"room{number}", self.creator)
+        version = {"room_version": ROOM_VERSION, "creator": self.creator}
+        self._append("m.room.create", version, state_key="")
+        self._append("m.room.member", {"membership": "join"}, state_key=self.creator)
+        self._append("m.room.power_levels", {"users": {self.creator: 100}}, state_key="")
+
+    @property
+    def room_id(self) -> str:
+        return self._timeline.room_id
+
+    def say(self, stamp: int | None = None, numbers: int = 0) -> Event:
+        """A message; `stamp` travels with it, and so many numbers of one digit."""
+        content: dict[str, Any] = {"msgtype": "m.text", "body": TEXT}
+        if numbers:
+            content["n"] = [number % 10 for number in range(numbers)]
+        if stamp is not None:
+            content["sent_us"] = stamp
+        return self._append("m.room.message", content)
+
+    def _append(self, kind: str, content: dict[str, Any], *, state_key: str | None = None) -> Event:
+        return self._timeline.append(
+            kind,
+            self.creator,
+            content,
+            signer=self._signer,
+            now_ms=self._now_ms,
+            state_key=state_key,
+        )
+
+
+HOSTS_PER_ROW = 1_000
+
+
+class History:
+    """The events stream: every token from `first` + 1 on has a fact."""
+
+    def __init__(self, first: int) -> None:
+        self.watermark = Watermark(first)
+        self._first = first
+        self._facts: list[Fact] = []
+
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact]:
+        """As `StreamSource.read`."""
+        await trio.lowlevel.checkpoint()
+        start = max(0, after - self._first)
+        return self._facts[start : min(upto - self._first, start + limit)]
+
+    def add(self, *rows: object) -> None:
+        """One more token; it is not visible before `publish`."""
+        token = self._first + len(self._facts) + 1
+        self._facts.append(Fact("master", token, rows))
+
+    def publish(self) -> int:
+        """Let everything be seen; the newest token."""
+        self.watermark.advance(self._first + len(self._facts))
+        return self.watermark.value
+
+
+class Homeserver:
+    """Rooms that do not change, and the messages in them."""
+
+    def __init__(self, nursery: trio.Nursery, runtime: Runtime) -> None:
+        self._nursery = nursery
+        self._runtime = runtime
+        self._rooms: list[Room] = []
+        self._history = History(0)
+        self._turn = 0
+
+    async def begin(self, seed: str, rooms: list[list[str]], first_token: int) -> Order:
+        """Make the rooms with these servers in them and serve the stream; tells its port."""
+        self._history = History(first_token)
+        signs, now_ms = signer(seed), self._runtime.now_ms()
+        for number, servers in enumerate(rooms):
+            room = Room(number, signs, now_ms)
+            self._rooms.append(room)
+            for start in range(0, len(servers), HOSTS_PER_ROW):
+                joined = servers[start : start + HOSTS_PER_ROW]
+                self._history.add(["hosts", [room.room_id, joined, []]])
+        self._history.publish()
+        return {"port": await self._nursery.start(self._serve)}
+
+    async def _serve(self, *, task_status: trio.TaskStatus[int]) -> None:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        streams = {"events": self._history}
+        async with open_replication_server(SERVER_NAME, streams, listeners, self._runtime):
+            task_status.started(listeners[0].socket.getsockname()[1])
+            await trio.sleep_forever()
+
+    async def say(
+        self, count: int, every_s: float = 0.0, stamp: bool = False, room: int | None = None
+    ) -> Order:
+        """Messages, in one room or in all of them in turn: all at once, or one `every_s` seconds.
+
+        With `stamp` each says when it was made, on this machine's monotonic clock in microseconds.
+        """
+        due = trio.current_time()
+        for _ in range(count):
+            if every_s:
+                due += every_s
+                await trio.sleep_until(due)
+            self._say(room, time.monotonic_ns() // 1000 if stamp else None)
+            if every_s:
+                self._history.publish()
+        return {"token": self._history.publish()}
+
+    def _say(self, number: int | None, stamp: int | None) -> None:
+        if number is None:
+            number, self._turn = self._turn % len(self._rooms), self._turn + 1
+        room = self._rooms[number]
+        event = room.say(stamp)
+        about = {"room_version": ROOM_VERSION, "plus": [], "minus": []}
+        self._history.add(["pdu", [room.room_id, event.event_id, event.content, about]])
+
+
+async def main() -> None:
+    """Be the homeserver until told to end."""
+    async with trio.open_nursery() as nursery:
+        homeserver = Homeserver(nursery, real_runtime())
+        await serve_orders({"begin": homeserver.begin, "say": homeserver.say})
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(main)

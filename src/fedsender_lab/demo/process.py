@@ -1,0 +1,331 @@
+"""The real daemon in a process of its own, configured and used as an operator would."""
+
+import os
+import signal
+import subprocess
+import sys
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tenacity
+import trio
+import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedsender_lab.testing.rooms import Signer
+
+DAEMON = (sys.executable, "-m", "fedsender")
+SERVER_NAME = "hs.demo"
+KEY_VERSION = "a_demo"
+CATCH_UP_GAP_EVENTS = 25
+"""Small, so that a short run has gaps on both sides of it."""
+STOP_SECONDS = 40.0
+ADMIN_SECONDS = 30.0
+LONGEST_SOCKET_PATH = 100
+"""Unix allows 108 bytes and less, depending on the system."""
+
+
+class DaemonDied(Exception):
+    """The daemon's process ended by itself or gives no answer; the text has its last lines."""
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that only its owner may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def write_signing_key(directory: Path, seed: bytes, server_name: str = SERVER_NAME) -> Signer:
+    """Write `signing.key` as Synapse does; return the signer that uses it."""
+    encoded = b64encode(seed).rstrip(b"=").decode()
+    write_secret(directory / "signing.key", f"ed25519 {KEY_VERSION} {encoded}\n")
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    return Signer(server_name, f"ed25519:{KEY_VERSION}", key)
+
+
+def push_feed(directory: Path) -> Mapping[str, Any]:
+    """The feed of a daemon that the homeserver appends to, over a Unix socket in the directory."""
+    listen = f"unix:{socket_in(directory, 'append.sock')}"
+    return {"kind": "push", "push": {"listen": listen, "token_file": "append.token"}}
+
+
+def tcp_feed(port: int) -> Mapping[str, Any]:
+    """The feed of a daemon that listens to the homeserver itself, on loopback."""
+    return {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{port}"}}
+
+
+def socket_in(directory: Path, name: str) -> Path:
+    """The path of a Unix socket of this name; raises ValueError if it is too long for a system."""
+    socket = directory / name
+    if len(str(socket)) > LONGEST_SOCKET_PATH:
+        raise ValueError(f"{directory} is too long a path for the sockets in it")
+    return socket
+
+
+def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Mapping[str, Any]:
+    """The contents of `config.yaml`, with waits as short as the daemon allows.
+
+    Files are named relative to the directory, so that it can be moved.
+    """
+    socket = socket_in(directory, "admin.sock")
+    return {
+        "server_name": SERVER_NAME,
+        "signing_key": "signing.key",
+        "feed": dict(feed),
+        "federation": {
+            "ca_file": os.path.relpath(ca_file, directory),
+            "ip_allow": ["127.0.0.0/8"],
+            "connect_timeout": "3s",
+            "handshake_timeout": "5s",
+            "request_timeout": "4s",
+        },
+        "destinations": {
+            "defaults": {
+                "backoff": {"first": "1s", "multiplier": 1.5, "steady_for": 0},
+                "catch_up_gap_events": CATCH_UP_GAP_EVENTS,
+            }
+        },
+        "admin": {"listen": f"unix:{socket}", "token_file": "admin.token"},
+    }
+
+
+def relay_configuration(directory: Path, **settings: Any) -> Mapping[str, Any]:
+    """The contents of `config.yaml` of a relay in this directory, where everything of it is.
+
+    `settings`: more of its section `relay`.
+    """
+    return {
+        "server_name": SERVER_NAME,
+        "relay": {
+            "directory": "data",
+            "listen": [f"unix:{socket_in(directory, 'relay.sock')}"],
+            "intake": f"unix:{socket_in(directory, 'intake.sock')}",
+            "intake_token_file": "intake.token",
+            "disk_reserve": 0,
+            **settings,
+        },
+        "admin": {"listen": f"unix:{socket_in(directory, 'admin.sock')}"},
+    }
+
+
+class DaemonProcess:
+    """A daemon in a process of its own, which may be killed and started again.
+
+    Attributes:
+        log_file: its standard error, over all starts.
+        starts: the number of starts.
+        ended: the end of the process that was started last.
+    """
+
+    def __init__(
+        self, directory: Path, token: str, nursery: trio.Nursery, command: str = "run"
+    ) -> None:
+        """`command`: the command of fedsender, "run" or "relay"."""
+        self.log_file = directory / "daemon.log"
+        self.directory = directory
+        self.starts = 0
+        self.ended = trio.Event()
+        self._token = token
+        self._command = command
+        self._nursery = nursery
+        self._process: trio.Process | None = None
+        self._asked_to_end = False
+
+    async def start(self) -> None:
+        """Start it, without waiting until it is ready."""
+        command = [*DAEMON, self._command, "-c", str(self.directory / "config.yaml")]
+        self._asked_to_end = False
+        self.ended = trio.Event()
+        self.starts += 1
+        with _appending(self.log_file) as log:
+            run = partial(
+                trio.run_process, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            self._process = await self._nursery.start(partial(run, check=False))
+        self._nursery.start_soon(self._watch, self._process, self.ended)
+
+    @property
+    def pid(self) -> int:
+        """The id of the process that was started last."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def away(self) -> bool:
+        """Whether it was killed or stopped, and not started again."""
+        return self.ended.is_set() and self._asked_to_end
+
+    async def kill(self) -> None:
+        """`kill -9`, and wait until it is gone."""
+        assert self._process is not None
+        self._asked_to_end = True
+        self._process.kill()
+        await self._process.wait()
+
+    async def stop(self) -> int:
+        """Ask it to drain and end, as systemd would; return its exit code.
+
+        Raises:
+            DaemonDied: it did not end in time.
+        """
+        assert self._process is not None
+        self._asked_to_end = True
+        self._process.send_signal(signal.SIGTERM)
+        with trio.move_on_after(STOP_SECONDS):
+            return await self._process.wait()
+        self._process.kill()
+        raise DaemonDied(f"did not end {STOP_SECONDS:.0f} s after SIGTERM\n{self.last_words()}")
+
+    async def wake(self, servers: Sequence[str]) -> None:
+        """Tell it through the admin endpoint that these servers are up.
+
+        Raises:
+            DaemonDied: it does not answer with 200.
+        """
+        body = orjson.dumps({"servers": list(servers)})
+        await self.ask("POST", "/_fedsender/admin/v1/notify_remote_server_up", body)
+
+    async def ask(self, method: str, target: str, body: bytes = b"") -> bytes:
+        """The admin endpoint's answer, head included.
+
+        Raises:
+            DaemonDied: it does not answer with 200.
+        """
+        answer = await self._ask(method, target, body)
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise DaemonDied(f"admin endpoint: {answer[:500].decode(errors='replace')}")
+        return answer
+
+    async def not_ready(self) -> str | None:
+        """Its answer to `/ready`, in its own words; None: it is ready. Raises DaemonDied."""
+        answer = await self._ask("GET", "/ready", b"")
+        if answer.startswith(b"HTTP/1.1 200"):
+            return None
+        return answer.partition(b"\r\n\r\n")[2][:500].decode(errors="replace")
+
+    async def _ask(self, method: str, target: str, body: bytes) -> bytes:
+        head = (
+            f"{method} {target} HTTP/1.1\r\n"
+            f"Host: localhost\r\nAuthorization: Bearer {self._token}\r\n"
+            "Content-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        try:
+            with trio.fail_after(ADMIN_SECONDS):
+                return await self._ask_when_up(head.encode() + body)
+        except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
+            raise DaemonDied(f"admin endpoint: {error!r}\n{self.last_words()}") from error
+
+    async def _ask_when_up(self, request: bytes) -> bytes:
+        """The endpoint's answer, once there is an endpoint: the daemon may just have started."""
+        connecting = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(OSError), wait=tenacity.wait_fixed(0.1)
+        )
+        socket = str(self.directory / "admin.sock")
+        stream: trio.SocketStream = await connecting(trio.open_unix_socket, socket)
+        async with stream:
+            await stream.send_all(request)
+            return b"".join([bytes(piece) async for piece in stream])
+
+    def last_words(self, count: int = 15) -> str:
+        """The last lines that it logged."""
+        return "\n".join(_lines(self.log_file)[-count:])
+
+    def errors(self) -> list[str]:
+        """Every line that it logged as an error; a demo that passes has none."""
+        return [line for line in _lines(self.log_file) if '"level":"error"' in line]
+
+    def count(self, event: str) -> int:
+        """The number of times that it has logged this event."""
+        return sum(f'"event":"{event}"' in line for line in _lines(self.log_file))
+
+    async def _watch(self, process: trio.Process, ended: trio.Event) -> None:
+        code = await process.wait()
+        ended.set()
+        if not self._asked_to_end:
+            raise DaemonDied(f"ended by itself with {code}\n{self.last_words()}")
+
+
+def own_and_rss_kb(pid: int) -> tuple[int, int]:
+    """A process's own memory (written by it, or in swap), and all resident, in KiB. Linux only.
+
+    Raises:
+        OSError: there is no such process (any more).
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kb = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+    return kb["Private_Dirty"] + kb["Swap"], kb["Rss"]
+
+
+def _appending(path: Path) -> Any:
+    return path.open("ab")
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+@asynccontextmanager
+async def open_daemon_process(
+    directory: Path, config: Mapping[str, Any], token: str, command: str = "run"
+) -> AsyncIterator[DaemonProcess]:
+    """Start the daemon; when the body is left, its process is ended if it still runs.
+
+    Raises:
+        DaemonDied: (in a group) it ended by itself while the body ran.
+    """
+    write_secret(directory / "admin.token", token + "\n")
+    write_secret(directory / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+    async with trio.open_nursery() as nursery:
+        daemon = DaemonProcess(directory, token, nursery, command)
+        await daemon.start()
+        yield daemon
+        nursery.cancel_scope.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Daemons:
+    """The senders of a run, one or several, as one.
+
+    Attributes:
+        each: by instance name.
+        owner: the instance name that sends to a server.
+    """
+
+    each: Mapping[str, DaemonProcess]
+    owner: Callable[[str], str]
+
+    def of(self, server: str) -> DaemonProcess:
+        """The sender that handles this server."""
+        return self.each[self.owner(server)]
+
+    async def wake(self, servers: Sequence[str]) -> None:
+        """Tell the senders that these servers are up, each for its own; raises DaemonDied."""
+        for name, daemon in self.each.items():
+            mine = [server for server in servers if self.owner(server) == name]
+            if mine and not daemon.away:
+                await daemon.wake(mine)
+
+    async def stop(self) -> int:
+        """Ask all to drain and end; return the largest exit code. Raises DaemonDied."""
+        return max([await daemon.stop() for daemon in self.each.values()])
+
+    @property
+    def starts(self) -> int:
+        """The number of starts of all together."""
+        return sum(daemon.starts for daemon in self.each.values())
+
+    def errors(self) -> list[str]:
+        """Every line that any of them logged as an error."""
+        return [line for daemon in self.each.values() for line in daemon.errors()]
+
+    def last_words(self) -> str:
+        """The last lines that each of them logged."""
+        return "\n".join(daemon.last_words() for daemon in self.each.values())

@@ -1,0 +1,188 @@
+"""The demo's homeserver behind a relay, and two senders that only the relay feeds.
+
+Relay and senders are processes of their own, each with files of its own, as on three hosts. The
+relay keeps so little of its log that a sender that is away for a while needs a snapshot.
+"""
+
+import sqlite3
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fedsender.config import load
+from fedsender.runtime import Runtime
+from fedsender_lab.demo.process import (
+    DaemonDied,
+    DaemonProcess,
+    Daemons,
+    configuration,
+    open_daemon_process,
+    relay_configuration,
+    write_secret,
+)
+from fedsender_lab.intake_client import IntakeClient, NewRecord, Refused
+from fedsender_lab.testing.rooms import LARGE_TEXT, Homeserver, Room, Step
+
+SHARDS = ("sender-1", "sender-2")
+BATCH = 50
+POLL_SECONDS = 0.2
+LEVEL_SECONDS = 60.0
+KEPT_BYTES = 256 * 1024
+"""The cap of the relay's log in bytes: the smallest that can be configured."""
+
+
+@dataclass(slots=True)
+class Relayed:
+    """The relay, the senders, and the client that appends, in such a run.
+
+    Attributes:
+        cut_off: the sender that is away; None: none is.
+    """
+
+    homeserver: Homeserver
+    relay: DaemonProcess
+    daemons: Daemons
+    client: IntakeClient
+    cut_off: str | None = None
+
+    async def level(self) -> None:
+        """Wait until every sender has all present steps; raises DaemonDied."""
+        upto = len(self.homeserver.steps)
+        with trio.move_on_after(LEVEL_SECONDS):
+            waiting = [daemon.directory for daemon in self.daemons.each.values()]
+            while True:
+                waiting = [
+                    at for at in waiting if await trio.to_thread.run_sync(_position, at) < upto
+                ]
+                if not waiting:
+                    return
+                await trio.sleep(POLL_SECONDS)
+        raise DaemonDied(f"never came level with the relay\n{self.daemons.last_words()}")
+
+    async def lose(self, name: str) -> None:
+        """`kill -9` one sender; it stays away until it is `found` again."""
+        self.cut_off = name
+        await self.daemons.each[name].kill()
+
+    async def find(self, room: Room) -> None:
+        """Start the sender again, once the relay's log does not reach back to it any more.
+
+        Until then long messages are sent in `room`. Raises DaemonDied if that never happens.
+        """
+        assert self.cut_off is not None
+        daemon, self.cut_off = self.daemons.each[self.cut_off], None
+        held = await trio.to_thread.run_sync(_position, daemon.directory)
+        with trio.move_on_after(LEVEL_SECONDS):
+            while ((await self.client.position()).first or 0) <= held + 1:
+                self.homeserver.say(room, size=LARGE_TEXT)
+                await trio.sleep(POLL_SECONDS)
+            await daemon.start()
+            return
+        raise DaemonDied(f"the relay kept its log\n{self.relay.last_words()}")
+
+    @property
+    def full_syncs(self) -> int:
+        """The number of snapshots that the senders have loaded."""
+        return sum(daemon.count("relay_snapshot_loaded") for daemon in self.daemons.each.values())
+
+
+def _position(directory: Path) -> int:
+    """The token up to which this sender's store has all records; 0 if it has none yet."""
+    try:
+        with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as connection:
+            query = "SELECT stream_id FROM federation_stream_position WHERE type = 'feed'"
+            row = connection.execute(query).fetchone()
+    except sqlite3.OperationalError:
+        return 0
+    return 0 if row is None else int(row[0])
+
+
+def loaded_events(directory: Path) -> set[str]:
+    """The events of this sender's store that came with a snapshot."""
+    query = "SELECT event_id FROM event_json WHERE internal_metadata LIKE '%stands_above%'"
+    with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as connection:
+        return {event_id for (event_id,) in connection.execute(query)}
+
+
+def _shard_configuration(
+    directory: Path, name: str, relay: Path, ca_file: Path
+) -> Mapping[str, Any]:
+    feed = {"kind": "relay", "relay": {"address": f"unix:{relay / 'relay.sock'}"}}
+    return {
+        **configuration(directory, feed, ca_file),
+        "instance_name": name,
+        "signing_key": "../signing.key",
+        "homeserver": {"federation_sender_instances": list(SHARDS)},
+        # So that an audit need not believe the sender's own store.
+        "pipeline": {"relay": "../relay/data/relay.sqlite3"},
+    }
+
+
+@asynccontextmanager
+async def open_relayed(
+    homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
+) -> AsyncIterator[Relayed]:
+    """Run relay and senders; the homeserver's steps are appended to the relay.
+
+    Raises:
+        DaemonDied: (in a group) one of them ended by itself while the body ran.
+    """
+    hub = directory / "relay"
+    hub.mkdir(mode=0o700)
+    token = runtime.entropy(16).hex()
+    write_secret(hub / "intake.token", token + "\n")
+    async with AsyncExitStack() as stack:
+        start = partial(_start, stack, runtime)
+        config = relay_configuration(hub, keep_min=0, log_cap=KEPT_BYTES, snapshot_every="2s")
+        relay = await start(hub, config, "relay")
+        shards: dict[str, DaemonProcess] = {}
+        for name in SHARDS:
+            place = directory / name
+            place.mkdir(mode=0o700)
+            config = _shard_configuration(place, name, hub, ca_file)
+            shards[name] = await start(place, config, "run")
+        first = load(shards[SHARDS[0]].directory / "config.yaml")
+        daemons = Daemons(shards, lambda server: SHARDS[0] if first.handles(server) else SHARDS[1])
+        client = await stack.enter_async_context(
+            IntakeClient.at(f"unix:{hub / 'intake.sock'}", token)
+        )
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(tell, homeserver, client)
+        yield Relayed(homeserver, relay, daemons, client)
+        nursery.cancel_scope.cancel()
+
+
+async def _start(
+    stack: AsyncExitStack,
+    runtime: Runtime,
+    directory: Path,
+    config: Mapping[str, Any],
+    command: str,
+) -> DaemonProcess:
+    token = runtime.entropy(16).hex()
+    return await stack.enter_async_context(open_daemon_process(directory, config, token, command))
+
+
+async def tell(homeserver: Homeserver, client: IntakeClient) -> None:
+    """Append every step, as one record each, so that both have the same tokens."""
+    told = 0
+    while True:
+        await homeserver.watermark.wait_past(told)
+        steps = homeserver.steps[told : told + BATCH]
+        try:
+            tokens = await client.append_all([_record(step) for step in steps])
+        except Refused as refused:
+            raise DaemonDied(f"step {told + 1} is refused: {refused}") from refused
+        if tokens != [step.token for step in steps]:
+            raise DaemonDied(f"step {told + 1} has token {tokens[0]}")
+        told += len(steps)
+        homeserver.asked.set()
+
+
+def _record(step: Step) -> NewRecord:
+    return NewRecord(step.rows, f"step {step.token}")

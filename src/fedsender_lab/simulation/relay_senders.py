@@ -1,0 +1,306 @@
+"""`fedsender simulate --relay --servers N`: whole senders behind a relay, and everything checked.
+
+Two shards, each a daemon with stores of its own, follow one relay, beside consumers that only
+remember. All that the simulation does to a sender is done to both, and all that it does to a relay
+to the relay; the invariants of both hold, and the homeserver's events reach every server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import trio
+
+from fedsender.config import Config, from_values
+from fedsender.intake.intake import Append, Busy, Waiting
+from fedsender.intake.writer import Full
+from fedsender.relay.daemon import RelayDaemon
+from fedsender_lab.simulation.daemon_life import SPEAKER
+from fedsender_lab.simulation.observations import Observations, log_goes_to, traceback_in
+from fedsender_lab.simulation.receiver import make_site
+from fedsender_lab.simulation.relay import SETTINGS
+from fedsender_lab.simulation.relay_checks import RelayViews
+from fedsender_lab.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
+from fedsender_lab.simulation.relay_station import Away, RelayStation
+from fedsender_lab.simulation.report import Report
+from fedsender_lab.simulation.scenario import Scenario
+from fedsender_lab.simulation.world import ORIGIN, Size, configuration, found, people, run_world
+from fedsender_lab.testing.clock import derived
+from fedsender_lab.testing.network import Internet, MemoryStream
+from fedsender_lab.testing.rooms import Homeserver
+
+DOOR: Final = Path("/run/relay.sock")
+AT_ONCE: Final = 40
+CALL_S: Final = 30.0
+
+
+class RelayFront:
+    """The homeserver's way to its senders; also the door of the relay, for them.
+
+    Attributes:
+        up: the homeserver is there.
+    """
+
+    certificate: tuple[str, ...] = ()
+
+    def __init__(
+        self, homeserver: Homeserver, station: RelayStation, views: RelayViews, rng: Random
+    ) -> None:
+        self.up = True
+        self.told = 0
+        self._homeserver = homeserver
+        self._station = station
+        self._views = views
+        self._random = rng
+
+    # --- the door ---------------------------------------------------------------------------------
+
+    def knock(self) -> str:
+        return "open" if self._station.links.up and self._station.relay else "refused"
+
+    async def converse(self, stream: MemoryStream) -> None:
+        try:
+            self._station.serve(self._station.links.end(stream))
+        except ConnectionRefusedError:
+            stream.close()
+        await trio.lowlevel.checkpoint()
+
+    # --- the homeserver's side --------------------------------------------------------------------
+
+    def go_down(self) -> None:
+        self.up = False
+
+    def server_up(self, server: str) -> None:
+        """A relay has no word for it."""
+
+    def heal(self) -> None:
+        self.up = True
+        self._station.heal()
+
+    def post(self, server: str, message: str, content: dict[str, Any]) -> None:
+        """A to-device message is to be sent."""
+        name = f"{message}-{server}"
+        self._homeserver.tell(name, ["edu", ["to_device", server, name, content]])
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Tell the relay of everything, in order, until cancelled."""
+        task_status.started()
+        audience = {happening.event_id: happening.servers for happening in self._homeserver.steps}
+        seen = len(self._homeserver.steps)
+        while True:
+            for happening in self._homeserver.steps[seen:]:
+                audience[happening.event_id] = happening.servers
+            seen = len(self._homeserver.steps)
+            waiting = self._homeserver.records[self.told : self.told + AT_ONCE]
+            for name, rows in waiting:
+                if name not in self._views.rows:
+                    self._views.send_in(name, rows)
+                    self._views.audience[name] = audience.get(name, ())
+            if waiting and self.up and await self._append(waiting):
+                self.told += len(waiting)
+                continue
+            await trio.sleep(self._random.uniform(0.05, 1.0))
+
+    async def _append(self, records: Sequence[tuple[str, Sequence[Any]]]) -> bool:
+        """Whether they were answered 200, and the answer came through."""
+        counts = self._views.counts
+        appends = [Append(name, rows) for name, rows in records]
+
+        async def ask(relay: RelayDaemon) -> tuple[str, list[int | None]]:
+            return relay.log.epoch, await relay.intake.append(appends)
+
+        with trio.move_on_after(CALL_S) as call:
+            try:
+                epoch, tokens = await self._station.ask(ask)
+            except (Full, Busy, Waiting, Away) as refused:
+                counts[f"answered {type(refused).__name__}"] += 1
+                return False
+        if call.cancelled_caught or self._random.random() < 0.05:
+            counts["answers lost"] += 1
+            return False
+        for number, (token, (name, _)) in enumerate(zip(tokens, records, strict=True)):
+            if token != self.told + number + 1:
+                self._views.fail("token", f"{name} is {token}, not {self.told + number + 1}")
+            self._views.answer(epoch, token or 0, name)
+            counts["answered 200"] += 1
+        return True
+
+    # --- at the end -------------------------------------------------------------------------------
+
+    def check_messages(self, observed: Observations) -> None:
+        """Each to-device message has reached its server, or stands in quarantine.
+
+        A sender that was restored to before some of them came may have told the relay that it had
+        them.
+        """
+        for token, (name, rows) in enumerate(self._homeserver.records, 1):
+            kind, body = rows[0]
+            view = observed.views.of.get(body[1]) if kind == "edu" else None
+            if view is None or any(low < token <= high for low, high in observed.given_back):
+                continue
+            if name not in view.messages_answered and name not in view.quarantined:
+                observed.fail("lost", f"{view.name} never got {name}, token {token}")
+
+
+SHARDS: Final = ("sender-0", "sender-1")
+DAYS: Final = 0.15
+RELAY: Final[Mapping[str, object]] = {
+    **SETTINGS,
+    "log_cap": 2 * 2**20,
+    "disk_reserve": 512 * 1024,
+}
+CONSUMERS: Final[Mapping[str, ConsumerBehaviour]] = {
+    "slow": ConsumerBehaviour(slow_s=8.0, away_s=40.0),
+    "long-away": ConsumerBehaviour(lives_s=300.0, away_s=1500.0),
+}
+AT_LEAST_ONCE: Final = (
+    *("crashes", "restores", "PDUs: live", "PDUs: catch_up", "to-device messages", "quarantined"),
+    *("relay: crashes", "relay: snapshots loaded", "relay: senders' full syncs", "spills"),
+)
+
+
+def simulate_senders(seed: int, servers: int, days: float) -> Report:
+    """Run one world. Not from within trio."""
+    size = Size(seed, servers, days)
+    return run_world(seed, lambda directory: _run(size, directory))
+
+
+async def _run(size: Size, directory: Path) -> Report:
+    """The counts are those of both shards together, and those of the relay."""
+    views = RelayViews()
+    async with trio.open_nursery() as nursery:
+        world = SendersWorld(size, directory, views, nursery)
+        with log_goes_to(partial(_hear, views, [shard.observed for shard in world.shards])):
+            await world.run()
+        nursery.cancel_scope.cancel()
+    counts: Counter[str] = Counter()
+    for shard in world.shards:
+        counts.update(shard.observed.counts)
+    counts["events"] = len(world.shards[0].homeserver.steps)
+    counts.update({f"relay: {name}": count for name, count in views.counts.items()})
+    broken = [each for shard in world.shards for each in shard.observed.violations]
+    return Report(
+        f"senders behind a relay, seed {size.seed}: {size.servers} servers, {size.days:g} days",
+        f"--relay --seed {size.seed} --servers {size.servers} --days {size.days:g}",
+        counts,
+        (*views.violations, *broken),
+        tuple(f"no {name}" for name in AT_LEAST_ONCE if not counts[name]),
+        views.trace,
+    )
+
+
+class SendersWorld:
+    """The relay, its homeserver, and its consumers.
+
+    Attributes:
+        shards: one world for each sender; the first also has the homeserver's events.
+    """
+
+    def __init__(
+        self, size: Size, directory: Path, views: RelayViews, nursery: trio.Nursery
+    ) -> None:
+        seed = size.seed
+        relay = {"server_name": ORIGIN, "signing_key": "key", "relay": dict(RELAY)}
+        home = directory / "relay"
+        home.mkdir()
+        config = from_values(relay, directory=home)
+        self._views = views
+        self._station = RelayStation(seed, config, home, views, goes_back=False)
+        sites = {index: make_site(index) for index in range(size.servers)}
+        origins = found(size, [site.name for site in sites.values()], dense=True)
+        front = RelayFront(origins.homeserver, self._station, views, derived(seed, "front"))
+        self._front = front
+        internet = Internet(derived(seed, "internet"), nursery)
+        internet.doors[DOOR] = front
+        self.shards = []
+        for number, name in enumerate(SHARDS):
+            configure = partial(_configuration, name)
+            place = directory / name
+            place.mkdir()
+            is_mine = configure(place).handles
+            world = people(
+                replace(size, seed=seed + number * 1_000_003),
+                place,
+                origins,
+                {index: site for index, site in sites.items() if is_mine(site.name)},
+                internet,
+                front,
+            )
+            world.observed.trace = views.trace
+            self.shards.append(
+                replace(
+                    world,
+                    configure=configure,
+                    leads=number == 0,
+                    post=front.post,
+                    long_absences=True,
+                )
+            )
+        self._consumers = [
+            SimulatedConsumer(
+                name, views, self._station, derived(seed, name), behaviour, home, ORIGIN
+            )
+            for name, behaviour in CONSUMERS.items()
+        ]
+
+    async def run(self) -> None:
+        """All of it, to the end."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._station.run)
+            for consumer in self._consumers:
+                nursery.start_soon(consumer.run)
+            with trio.CancelScope() as troubles:
+                async with trio.open_nursery() as lives:
+                    lives.start_soon(self._trouble)
+                    async with trio.open_nursery() as scenarios:
+                        for shard in self.shards:
+                            scenarios.start_soon(Scenario(shard).run)
+                    troubles.cancel()
+            self._views.check_answered()
+            for shard in self.shards:
+                self._front.check_messages(shard.observed)
+            nursery.cancel_scope.cancel()
+
+    async def _trouble(self) -> None:
+        """Until all are healed."""
+        with trio.move_on_after(self.shards[0].size.seconds):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._station.trouble)
+                for consumer in self._consumers:
+                    nursery.start_soon(consumer.trouble)
+        for consumer in self._consumers:
+            consumer.calm()
+
+
+def _configuration(name: str, directory: Path) -> Config:
+    """One shard's, with the small bounds of the other simulation."""
+    return configuration(
+        directory,
+        instance_name=name,
+        homeserver={
+            "database": "homeserver.sqlite3",
+            "federation_sender_instances": list(SHARDS),
+        },
+        feed={"kind": "relay", "relay": {"address": f"unix:{DOOR}", "directory": "snapshot"}},
+    )
+
+
+def _hear(
+    views: RelayViews, all_observed: Sequence[Observations], level: str, event: Mapping[str, Any]
+) -> None:
+    """Look for secrets in a log line (I10), and take one that shows a bug for one."""
+    name, speaker = event.get("event"), SPEAKER.get()
+    if speaker is not None and not speaker.alive:
+        return
+    observed = speaker or all_observed[0]
+    observed.check_secrets("a log line", repr(event).encode())
+    views.trace.note("log", name, event.get("destination", event.get("consumer", "")))
+    views.counts["senders' full syncs"] += speaker is not None and name == "relay_snapshot_loaded"
+    if event.get("exc_info") or (level == "critical" and speaker is not None):
+        observed.fail("bug", f"{name}: {traceback_in(event)[-500:]}")

@@ -1,0 +1,502 @@
+"""The commands of `fedsender pipeline`, one for each job. Exit codes are the command line's."""
+
+import datetime
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
+from fedsender.console import Mistake, safe, say, say_answer, say_json, say_text, show
+from fedsender_pipeline import Busy, PipelineError, Usage
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from fedsender.config import Config
+    from fedsender_pipeline.lake import Lake
+    from fedsender_pipeline.plan import Plan
+    from fedsender_pipeline.session import Steps
+
+BUSY: Final = os.EX_TEMPFAIL
+"""Exit code 75: another job works on the lake. Code 1 would mean that deliveries are missing."""
+
+app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark.")
+
+
+def add_to(whole: typer.Typer) -> None:
+    """Add `fedsender pipeline` to the command line."""
+    whole.add_typer(app, name="pipeline")
+
+
+@contextmanager
+def job(
+    name: str, config: Path, *, ingests: bool = False, writes: bool = False
+) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
+    """The parts of a job: a Spark session, the lake, the configuration, and its display.
+
+    A job that ingests makes the lake if there is none. It and one that `writes` hold the lake, so
+    that no other job can come in between.
+    """
+    from fedsender_pipeline.ingest import rows_to_read, rows_to_work_on
+    from fedsender_pipeline.session import SMALL_ROWS, showing, spark_session
+
+    with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
+        if name in ("health", "run"):
+            _check_target("pipeline.health", loaded.pipeline.health)
+        if name == "run":
+            _check_target("pipeline.textfile", loaded.pipeline.textfile)
+        if ingests or writes:
+            stack.enter_context(lake.held())
+        steps = stack.enter_context(showing())
+        unread = rows_to_read(lake, loaded) if ingests else 0
+        if unread is None:
+            rows = None
+        elif name in ("ingest", "audit", "run"):
+            rows = rows_to_work_on(lake, unread)
+        else:
+            rows = lake.rows() + unread
+        with steps.step("starting Spark"):
+            # The first run over a few rows may be the only one.
+            goes_on = lake.position("audit") >= 0 or rows is None or rows > SMALL_ROWS
+            session = spark_session(
+                *(loaded.pipeline.spark, name, lake.directory, rows),
+                archives=steps if name == "run" and goes_on else None,
+            )
+            spark = stack.enter_context(session)
+        yield spark, lake, loaded, steps
+
+
+@contextmanager
+def opened(name: str, config: Path, *, create: bool = False) -> Iterator[tuple["Lake", "Config"]]:
+    """The lake and the configuration of a command.
+
+    The command line shows errors of the pipeline. It exits with 1, with 2 for usage, or with 75
+    where another job works on the lake. SIGTERM ends it as Ctrl-C does: uncommitted changes are
+    discarded, and Java ends.
+    """
+    from fedsender.config import load
+    from fedsender_pipeline.lake import open_lake
+
+    loaded = load(config)
+    code = WRONG
+    try:
+        with _interrupted_by_sigterm():
+            yield open_lake(loaded.pipeline.lake, loaded.server_name, create=create), loaded
+    except Usage:
+        raise
+    except Busy as error:
+        text, code = f"{error}; try again when it has ended", BUSY
+    except PipelineError as error:
+        text = str(error)
+    except KeyboardInterrupt:
+        text = "interrupted; what it has committed stays, and the next run goes on from there"
+    else:
+        return
+    say(f"fedsender: pipeline {name}: {text}", error=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@app.command()
+def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
+    """Bring new rows of the homeserver's database, and new ledger lines, into the lake."""
+    from fedsender_pipeline.ingest import ingest as run
+
+    with job("ingest", config, ingests=True) as (spark, lake, loaded, steps):
+        told = run(spark, lake, loaded, steps)
+        position = lake.position("events")
+    lines = [
+        f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
+        f" from {told.segments} segments, {told.rejects} lines rejected"
+    ]
+    if told.from_sender:
+        lines.append(
+            f"{told.from_sender} events by the sender's word alone: the relay has not got them"
+            " (any more); ingest more often than it lets segments go"
+        )
+    if told.unknown_fields:
+        lines.append(f"{told.unknown_fields} lines have fields that this version does not know")
+    say_answer({"position": position, **asdict(told)}, as_json, *lines)
+    return DONE
+
+
+@app.command()
+def rebuild(
+    config: ConfigFile,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Compare with destination_rooms, as last ingested.")
+    ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what is missing there, for `fedsender owe`."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compute the servers that should have got each event, and from them destination_rooms."""
+    from fedsender_pipeline import rebuild as module
+
+    _check_target("--write", write)
+    written = None
+    with job("rebuild", config) as (spark, lake, loaded, steps):
+        expected = module.rebuild(spark, lake, loaded).persist()
+        if not diff and write is None:
+            with steps.spark("destination_rooms", spark):
+                rows = expected.count()
+            say_answer({"rows": rows}, as_json, f"{rows} rows in destination_rooms")
+            return DONE
+        differing = module.differences(spark, lake, expected).persist()
+        with steps.spark("differences", spark):
+            found = module.summed_up(expected, differing)
+        if write is not None:
+            with steps.spark(f"writing {write}", spark):
+                written = module.write_owed(differing, write)
+    counts = [
+        {"kind": kind, "reason": reason, "rows": n}
+        for (kind, reason), n in sorted(found.counts.items())
+    ]
+    answer = {"rows": found.rows, "differences": counts, "shown": found.shown}
+    number = sum(found.counts.values()) or "no"
+    lines = [
+        f"{found.rows} rows expected in destination_rooms, {number} differences",
+        *(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip() for each in counts),
+    ]
+    lines += [
+        f"{row['kind']}: {row['destination']} {row['room_id']} expected {row['expected']},"
+        f" found {row['found']} {row['reason']}".rstrip()
+        for row in found.shown
+    ]
+    if written is not None:
+        answer["written"] = written
+        lines.append(f"{written} rows written to {write}")
+    say_answer(answer, as_json, *lines)
+    return WRONG if found.wrong else DONE
+
+
+# --- for other programs ---------------------------------------------------------------------------
+
+
+@app.command()
+def sql(
+    query: Annotated[str, typer.Argument(metavar="QUERY", help='"SELECT ...", "SHOW TABLES".')],
+    config: ConfigFile,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many rows.")] = 1_000,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="CSV, with names in the first line.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Ask the lake's tables in Spark's SQL; it changes nothing."""
+    from rich.table import Table
+
+    from fedsender.admin.display import plain
+    from fedsender_pipeline import query as module
+
+    if as_csv and as_json:
+        raise Mistake("--csv and --json: one at a time")
+    with job("sql", config) as (spark, lake, _, steps), steps.spark("query", spark):
+        answer = module.select(spark, lake, query)
+        # The names, too, while there is a Java to ask.
+        names, rows = answer.columns, list(module.values(answer.limit(limit + 1)))
+    if as_csv or as_json:
+        for line in (module.as_csv if as_csv else module.as_json)(names, rows[:limit]):
+            say(line)
+    else:
+        table = Table(*map(safe, names), box=None, pad_edge=False)
+        for row in rows[:limit]:
+            table.add_row(*(plain(module.plain(value)) for value in row))
+        show(table)
+    if len(rows) > limit:
+        say(f"the first {limit} rows: `--limit N` shows more", error=True)
+    return DONE
+
+
+@app.command()
+def export(
+    name: Annotated[str, typer.Argument(metavar="TABLE", help="As `pipeline schemas` names it.")],
+    config: ConfigFile,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="A file, or a directory for it.")
+    ] = Path(),
+    kind: Annotated[
+        str, typer.Option("--format", help="parquet, csv, or json: an object a line.")
+    ] = "parquet",
+) -> int:
+    """Write a table of the lake to one file."""
+    from fedsender_pipeline import query as module
+    from fedsender_pipeline.schemas import TABLES
+
+    if name not in TABLES:
+        raise Mistake(f"{name[:100]!r} is none of the tables: {', '.join(TABLES)}")
+    if kind not in module.FORMATS:
+        raise Mistake(f"--format: must be one of {', '.join(module.FORMATS)}")
+    path = (output / f"{name}.{kind}" if output.is_dir() else output).absolute()
+    _check_target("-o", path)
+    with job("export", config) as (spark, lake, _, steps), steps.spark(f"writing {path}", spark):
+        module.export(module.rows_of(spark, lake, TABLES[name]), path, kind)
+    say(path)
+    return DONE
+
+
+@app.command()
+def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
+    """Merge small files of the lake, let old lines go, delete what is of no use any more."""
+    from fedsender_pipeline import vacuum as module
+
+    with opened("vacuum", config) as (lake, loaded), lake.held():
+        told = module.vacuum(lake, loaded.pipeline.keep)
+    say_answer(
+        asdict(told),
+        as_json,
+        f"{told.merged} files merged, {told.let_go} lines of the ledger let go,"
+        f" {told.freed / 2**20:.1f} MiB freed; the lake has {told.files} files",
+    )
+    return DONE
+
+
+@app.command()
+def schemas() -> int:
+    """Print the tables of the lake and their columns, as Markdown."""
+    from fedsender_pipeline.schemas import PAGE
+
+    say_text(PAGE)
+    return DONE
+
+
+# --- what came of it ------------------------------------------------------------------------------
+
+
+@app.command()
+def audit(
+    config: ConfigFile,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Have the daemon send again what is missing.")
+    ] = False,
+    since: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only events from that day on.")
+    ] = None,
+    accept: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What you accept as not delivered, from now on."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compare the expected deliveries with those that the ledger proves."""
+    from fedsender_pipeline import audit as module
+    from fedsender_pipeline.ledger_lines import read_ledger
+
+    first = _day(since)
+    repaired = failed = None
+    rows = None if accept is None else module.read_accepted(accept)
+    with job("audit", config, writes=True) as (spark, lake, loaded, steps):
+        if rows is not None:
+            module.accept(lake, rows)
+        read_ledger(spark, lake, loaded.ledger.directory, steps)
+        found = module.audit(spark, lake, loaded, steps, since=first)
+        if repair:
+            pages = module.missing_pairs(spark, lake, since=first)
+            try:
+                repaired = module.repair(pages, found.missing, loaded, steps)
+            except PipelineError as error:
+                # What was found out is told all the same.
+                failed = error
+    answer = found.as_json()
+    lines = [f"{found.expected} deliveries expected, of events up to {found.upto}"]
+    lines += [f"{n:>9} {fate.replace('_', ' ')}" for fate, n in found.counts.items()]
+    if found.unknown_hosts:
+        lines.append(f"{found.unknown_hosts} events have servers that cannot be told")
+    for row in found.shown:
+        lines.append(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
+    if found.missing > len(found.shown):
+        lines.append(f"and {found.missing - len(found.shown)} more: see the table `missing`")
+    if repaired is not None:
+        answer |= asdict(repaired)
+        lines.append(f"accepted by the daemon: {repaired.accepted}")
+        lines += [f"refused: {' '.join(map(str, each.values()))}" for each in repaired.refused]
+    say_answer(answer, as_json, *lines)
+    if failed is not None:
+        say(f"fedsender: pipeline audit: --repair: {failed}", error=True)
+        return WRONG
+    if repaired is not None:
+        return WRONG if repaired.refused else DONE
+    return WRONG if found.missing else DONE
+
+
+def _day(text: str | None) -> datetime.date | None:
+    if text is None:
+        return None
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise Mistake(f"--since: {text[:50]!r} is not a day such as 2026-01-31") from None
+
+
+@app.command()
+def health(
+    config: ConfigFile,
+    follow: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1, max=86_400, help="Go on, looking that often."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compute the health of the servers from the ledger, for the daemon."""
+    from fedsender_pipeline import health as module
+    from fedsender_pipeline.ledger_lines import read_ledger
+
+    with job("health", config, writes=follow is None) as (spark, lake, loaded, steps):
+        if follow is None:
+            read_ledger(spark, lake, loaded.ledger.directory, steps)
+        told = module.health(spark, lake, loaded, steps, every_seconds=follow)
+        if follow is not None:
+            say(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
+            return DONE
+        with steps.spark("the week, and what is usual", spark):
+            level = module.service_level(spark, lake, loaded)
+            today = module.last_24_hours(*module.recent_hours(spark, lake))
+            worse = module.worse(spark, lake, today)
+    week, unusual = asdict(level), [asdict(each) for each in worse]
+    counts = {"servers": told.servers, "ill": told.ill}
+    say_answer(
+        counts | {"service_level": week, "worse_than_usual": unusual},
+        as_json,
+        f"{told.servers} servers, of which {told.ill} ill",
+        f"this week {level}",
+        *(f"worse than usual: {each}" for each in worse),
+    )
+    return DONE
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    names: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="These senders; else one to eight of them."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show the load of each sender in another list of senders, and the servers that would move."""
+    from fedsender_pipeline import plan as module
+
+    chosen = None if names is None else module.checked_names(names)
+    with job("plan", config) as (spark, lake, loaded, steps):
+        now = module.current_names(loaded)
+        wanted = (
+            [module.names_for(number, now) for number in range(1, module.MOST_SHARDS + 1)]
+            if chosen is None
+            else [chosen]
+        )
+        with steps.spark("plans", spark):
+            made = module.plans(module.loads(spark, lake), wanted, now)
+    if as_json:
+        for one in made:
+            say_json(asdict(one) | {"yaml": one.as_yaml()})
+    else:
+        _show_plans(made)
+    return DONE
+
+
+def _show_plans(made: "Sequence[Plan]") -> None:
+    if len(made) > 1:
+        say(f"{'senders':>7} {'worst':>24} {'share':>7} {'even':>7} {'servers moving':>14}")
+        for each in made:
+            share = max(shard.share for shard in each.shards)
+            even = 1 / len(each.shards)
+            number = len(each.shards)
+            say(f"{number:>7} {each.worst:>24} {share:>7.1%} {even:>7.1%} {each.moving:>14}")
+        say("")
+        say("`--names A,B,...` shows the load of each, and who moves.")
+        for each in made:
+            senders = "1 sender" if len(each.shards) == 1 else f"{len(each.shards)} senders"
+            say_text(f"\n# {senders}: in every sender's configuration\n---\n{each.as_yaml()}")
+        return
+    (only,) = made
+    say(f"{'sender':>24} {'servers':>8} {'attempts':>10} {'events':>10} {'MiB':>8} {'busy s':>8}")
+    for shard in only.shards:
+        say(
+            f"{shard.name:>24} {shard.servers:>8} {shard.attempts:>10} {shard.pdus:>10}"
+            f" {shard.bytes / 2**20:>8.1f} {shard.busy_ms / 1000:>8.1f} {shard.share:>7.1%}"
+        )
+    say(f"the worst is {only.worst}; {only.moving} servers move")
+    for server, before, after in only.moves:
+        say(f"  {server}: {before} -> {after}")
+    if only.moving > len(only.moves):
+        say(f"  and {only.moving - len(only.moves)} more")
+    say_text(f"\n# in every sender's configuration\n{only.as_yaml()}")
+
+
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="The page; else report.html in the lake."),
+]
+
+
+@app.command()
+def report(config: ConfigFile, output: ReportFile = None) -> int:
+    """Write one HTML page about the deliveries."""
+    from fedsender_pipeline import report as module
+
+    _check_target("-o", output)
+    with job("report", config, writes=True) as (spark, lake, loaded, steps):
+        path = (output or lake.directory / "report.html").absolute()
+        module.report(spark, lake, loaded, steps, path)
+    say(path)
+    return DONE
+
+
+def _check_target(option: str, path: Path | None) -> None:
+    """Check, before the job starts, that a file can be written there."""
+    if path is None:
+        return
+    directory = path.absolute().parent
+    if path.is_dir():
+        raise Mistake(f"{option}: {path}: is a directory")
+    if not directory.is_dir():
+        raise Mistake(f"{option}: {path}: there is no directory {directory}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise Mistake(f"{option}: {path}: {directory} may not be written to")
+
+
+@app.command()
+def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) -> int:
+    """Do a scheduled run: ingest, audit, health, report. Exits with 1 if an event is missing."""
+    from fedsender_pipeline import audit as audit_module
+    from fedsender_pipeline import health as health_module
+    from fedsender_pipeline import ingest as ingest_module
+    from fedsender_pipeline import report as report_module
+    from fedsender_pipeline.textfile import write_textfile
+
+    _check_target("-o", output)
+    with job("run", config, ingests=True) as (spark, lake, loaded, steps):
+        told = ingest_module.ingest(spark, lake, loaded, steps)
+        found = audit_module.audit(spark, lake, loaded, steps)
+        well = health_module.health(spark, lake, loaded, steps)
+        path = (output or lake.directory / "report.html").absolute()
+        report_module.report(spark, lake, loaded, steps, path)
+        if loaded.pipeline.textfile is not None:
+            write_textfile(loaded.pipeline.textfile, loaded, lake, found.counts)
+    answer = {"ingest": asdict(told), "audit": found.as_json(), "report": str(path)}
+    say_answer(
+        answer | {"health": {"servers": well.servers, "ill": well.ill}},
+        as_json,
+        f"{told.events} events, {told.attempts} attempts taken in; {found.expected} deliveries"
+        f" expected, {found.missing} missing; {well.ill} of {well.servers} servers ill; {path}",
+    )
+    return WRONG if found.missing else DONE

@@ -1,0 +1,289 @@
+"""A database to read, and ranges of it that several processes read side by side.
+
+It is never written to: the connections are read-only. Every page of a read is a short transaction
+of its own that starts behind the last key of the page before, so that a reader that takes hours
+blocks no other work. Only `sources.newer_rooms` looks through a table in one. On PostgreSQL the
+pages of a range, whoever reads them, see the database as it was at one moment.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import pyarrow as pa
+import sqlalchemy as sa
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from sqlalchemy import Connection, Row
+from sqlalchemy.exc import DBAPIError
+
+from fedsender.store.connections import DatabaseOptions, checked_url, kind_of, make_engine, words
+from fedsender_pipeline import PipelineError, schemas
+
+T = TypeVar("T")
+
+PAGE: Final = 5_000
+_SMALLEST_PAGE: Final = 100
+SNAPSHOT_MS: Final = 900_000
+"""PostgreSQL ends the connection that holds a snapshot after so long, also if we cannot."""
+_TRIES: Final = 5
+
+
+class Away(PipelineError):
+    """The database is away or busy, or a snapshot has ended: the same may be asked again."""
+
+
+class Slow(PipelineError):
+    """A statement took longer than the store's limit, `STATEMENT_MS`."""
+
+
+def patiently(look: Callable[[], T]) -> T:
+    """The result of `look`, which is called again for some seconds while the database is away."""
+    for attempt in range(_TRIES - 1):
+        try:
+            return look()
+        except Away:
+            time.sleep(0.2 * 2.0**attempt)
+    return look()
+
+
+class Source:
+    """One database, for reading, by one connection at a time. See `open_source`.
+
+    A copy in another process connects anew. What travels there is the URL, with its password.
+
+    Attributes:
+        rows_per_s: the limit for `pages`.
+    """
+
+    def __init__(
+        self, url: str, name: str, rows_per_s: float = math.inf, snapshot: str | None = None
+    ) -> None:
+        parsed = checked_url(url)
+        self.is_file = parsed.get_backend_name() == "sqlite"
+        if self.is_file and not Path(parsed.database or "").is_file():
+            raise PipelineError(f"{name} database: there is no file {parsed.database}")
+        self._arguments = (url, name, rows_per_s, snapshot)
+        self._name = name
+        self.rows_per_s = rows_per_s
+        self._due = time.monotonic()
+        self._snapshot = snapshot
+        self._engine = make_engine("read", parsed, 1, DatabaseOptions(ours=False))
+        if not self.is_file:
+            sa.event.listen(self._engine, "connect", _set_up)
+
+    def __reduce__(self) -> tuple[type["Source"], tuple[str, str, float, str | None]]:
+        return Source, self._arguments
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._engine.dispose()
+
+    def read(self, look: Callable[[Connection], T]) -> T:
+        """The result of `look`, in a read transaction of its own; an absent database is retried.
+
+        Raises:
+            PipelineError: the database cannot be read.
+        """
+        once = partial(self._read, look)
+        # A snapshot that has ended does not come back.
+        return patiently(once) if self._snapshot is None else once()
+
+    def _read(self, look: Callable[[Connection], T]) -> T:
+        with self._in_words(), self._engine.connect() as connection:
+            if self._snapshot is not None:
+                try:
+                    connection.exec_driver_sql(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")
+                except DBAPIError as error:
+                    raise Away(f"{self._name} database: {words(error)}") from None
+            return look(connection)
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except DBAPIError as error:
+            kinds = {"away": Away, "conflict": Away, "locked": Away, "slow": Slow}
+            kind = kinds.get(kind_of(error) or "", PipelineError)
+            raise kind(f"{self._name} database: {words(error)}") from None
+
+    @contextmanager
+    def snapshot(self) -> Iterator["Source"]:
+        """The database as it is now, for any number of processes, while the body runs.
+
+        An SQLite file is given as it is: each page has what is committed then.
+
+        Raises:
+            Away: here or at a read, PostgreSQL has ended it: after `SNAPSHOT_MS`, with the
+                connection, or, on a replica, for what its primary removes.
+        """
+        if self.is_file:
+            yield self
+            return
+        with self._in_words(), self._engine.connect() as holder:
+            limit = "SET LOCAL idle_in_transaction_session_timeout"
+            holder.exec_driver_sql(f"{limit} = {SNAPSHOT_MS}")
+            snapshot = holder.execute(sa.select(sa.func.pg_export_snapshot())).scalar_one()
+            with closing(Source(*self._arguments[:3], snapshot)) as frozen:
+                yield frozen
+
+    def pages(
+        self,
+        query: "sa.Select[Any]",
+        key: Sequence["sa.ColumnElement[Any]"],
+        after: Sequence[Any] | None = None,
+    ) -> Iterator[Sequence[Row[Any]]]:
+        """The query's rows in pages, in the order of `key`, which identifies a row and is not null.
+
+        The first columns of the query must be those of the key. Where a page takes the database too
+        long, the next are smaller. Between them are pauses.
+        """
+        keys, ordered = sa.tuple_(*key), query.order_by(*key)
+        limit, last = PAGE, after
+        while True:
+            page = ordered.limit(limit)
+            if last is not None:
+                page = page.where(keys > tuple(last))
+            try:
+                rows = self.read(lambda connection, page=page: connection.execute(page).all())  # type: ignore[misc]
+            except Slow:
+                if limit <= _SMALLEST_PAGE:
+                    raise
+                limit = max(limit // 4, _SMALLEST_PAGE)
+                continue
+            if rows:
+                yield rows
+                self.pause(len(rows))
+            if len(rows) < limit:
+                return
+            last = rows[-1][: len(key)]
+
+    def pause(self, rows: int) -> None:
+        """Wait after so many rows, so that a second has no more than `rows_per_s`."""
+        # What was slower is not caught up with.
+        self._due = max(self._due + rows / self.rows_per_s, time.monotonic())
+        if (pause := self._due - time.monotonic()) > 0:
+            time.sleep(pause)
+
+
+_SETTINGS: Final = (
+    "default_transaction_read_only = on",
+    "application_name = 'fedsender pipeline'",
+    # One connection is one process of the server, also where it would rather take three.
+    "max_parallel_workers_per_gather = 0",
+)
+
+
+def _set_up(connection: Any, _record: object) -> None:
+    for setting in _SETTINGS:
+        connection.execute(f"SET {setting}")
+    connection.commit()
+
+
+@contextmanager
+def open_source(url: str, name: str, rows_per_s: float = math.inf) -> Iterator[Source]:
+    """Open a database to read; `name` is its name in errors.
+
+    Raises:
+        PipelineError: there is no such database.
+    """
+    with closing(Source(url, name, rows_per_s)) as source:
+        yield source
+
+
+# --- ranges ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A table of the lake, of which a range of numbers is read.
+
+    Attributes:
+        batches: called with the sources, `after` and `upto`; yields rows with
+            after < number <= upto, with all columns of the table but `version`.
+        rows_per_number: about; 1 is the most where numbers are of rows.
+    """
+
+    table: schemas.LakeTable
+    sources: tuple[Source, ...]
+    batches: Callable[..., Iterator[pa.RecordBatch]]
+    rows_per_number: int = 1
+
+    def read(self, after: int, upto: int) -> Iterator[pa.RecordBatch]:
+        """Read a range, in this process.
+
+        Raises:
+            PipelineError: it cannot be read; the text names the table and the range.
+        """
+        where = f"{self.table.name} {after + 1} to {upto}"
+        try:
+            yield from self.batches(*self.sources, after, upto)
+        except PipelineError as error:
+            raise type(error)(f"{error} ({where})") from None
+        except (ValueError, TypeError) as error:
+            # Of Arrow: SQLite lets a column have values of any type.
+            raise PipelineError(f"{where}: {str(error)[:200]}") from None
+
+    def frame(self, spark: SparkSession, after: int, upto: int, parts: int) -> DataFrame:
+        """A range, cut into `parts` that Spark's executors read side by side."""
+        spark.dataSource.register(_data_source(self, after, upto, parts))
+        columns = (f"`{name}` {kind}" for name, kind in self.table.columns.items())
+        ddl = ", ".join(column for column in columns if not column.startswith("`version`"))
+        return spark.read.format(_NAME).schema(ddl).load()
+
+
+_NAME: Final = "fedsender"
+
+
+def _data_source(reading: Reading, after: int, upto: int, parts: int) -> type[DataSource]:
+    """The range for Spark.
+
+    It has no options. The sources, with passwords, are in the class itself, which Spark passes on
+    to its Python processes as bytes, and shows nowhere.
+    """
+    bounds = [after + (upto - after) * part // parts for part in range(parts + 1)]
+
+    class Reader(DataSourceReader):
+        def partitions(self) -> Sequence[InputPartition]:
+            return [InputPartition(pair) for pair in pairwise(bounds)]
+
+        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+            with ExitStack() as stack:
+                for source in set(reading.sources):
+                    source.rows_per_s /= parts
+                    stack.enter_context(closing(source))
+                yield from reading.read(*partition.value)
+
+    class Ranges(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return _NAME
+
+        def reader(self, schema: object) -> DataSourceReader:
+            return Reader()
+
+    return Ranges
+
+
+_RAISED: Final = re.compile(r"^fedsender\.pipeline\.(?:database\.)?([A-Z]\w+): (.*)$", re.M)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise an error of a `Reading` that Spark reports as what it was."""
+    try:
+        yield
+    except PySparkException as error:
+        raised = _RAISED.search(str(error))
+        if raised is None:
+            raise
+        kinds = {"Away": Away, "Slow": Slow}
+        raise kinds.get(raised[1], PipelineError)(raised[2]) from None

@@ -1,0 +1,466 @@
+"""The health of servers, from their attempts in the ledger.
+
+`update` keeps two tables of the lake: a row per server and hour, and one per server and day. Their
+times are KLL sketches, which Spark merges for any window. A day with new attempts is computed anew
+and whole, so a job that is repeated changes nothing.
+
+`fedsender pipeline health` writes one small SQLite file for the daemon (`fedsender.health`), out of
+those rows. With `--follow` a Spark stream goes on with the lines of the ledger that the lake has
+not read. It keeps no state of its own: after a kill the next start begins with the lake again. So
+every line counts exactly once.
+"""
+
+import datetime
+import math
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from fedsender.config import Config
+from fedsender.files import draft_of
+from fedsender.health import SCHEMA, VERSION
+from fedsender.segments import segments
+from fedsender_pipeline import PipelineError, latest_ms, ledger_lines, ledger_source, schemas
+from fedsender_pipeline.lake import Lake, in_days
+from fedsender_pipeline.schemas import FAILURES
+from fedsender_pipeline.session import Steps, kept
+
+HOUR_MS: Final = 3_600_000
+DAY_MS: Final = 24 * HOUR_MS
+DAYS: Final = 30
+"""The days, up to the newest line, that reports and the file for the daemon look back."""
+SUMS: Final = ("attempts", "delivered", "pdus", "bytes", "connections", *FAILURES)
+SKETCHES: Final = ("took", "waited")
+ALL: Final = "*"
+"""The name of all servers together."""
+OF_ALL: Final = f"server = '{ALL}'"
+OF_SERVERS: Final = f"server != '{ALL}'"
+
+
+# --- transforms, in the order of the data ---------------------------------------------------------
+
+
+def waits(pdus: DataFrame, events: DataFrame) -> DataFrame:
+    """server, day, ms, waited: the ms from the homeserver's receipt of an event to its answer."""
+    received = events.select("stream_ordering", "received_ts").where("received_ts is not null")
+    answered = pdus.where("outcome = 'delivered' and lane in ('live', 'catch_up')")
+    return answered.join(received, on="stream_ordering", how="inner").selectExpr(
+        "destination as server", "day", "ms", "greatest(ms - received_ts, 0L) as waited"
+    )
+
+
+def hours(attempts: DataFrame, waited: DataFrame | None = None) -> DataFrame:
+    """Rows of `health`, from rows of `attempts` and of `waits`."""
+    rows = attempts.where(ledger_lines.IS_ATTEMPT).withColumnRenamed("destination", "server")
+    if waited is None:
+        rows = rows.withColumn("waited", F.lit(None).cast("bigint"))
+    else:
+        rows = rows.unionByName(waited, allowMissingColumns=True)
+    counted = rows.groupBy("server", F.expr(f"ms - ms % {HOUR_MS} as hour_ms"), "day").agg(
+        F.expr("count(outcome) as attempts"),
+        F.expr("sum(if(outcome = 'delivered', pdu_count, 0)) as pdus"),
+        F.expr("sum(coalesce(bytes, 0)) as bytes"),
+        F.expr("count_if(status is not null and not reused) as connections"),
+        *(F.expr(f"count_if(outcome = '{name}') as {name}") for name in ("delivered", *FAILURES)),
+        F.expr("max(ms) as last_ms"),
+        F.expr("max(if(outcome = 'delivered', ms, null)) as well_ms"),
+        F.expr(f"collect_list(if(outcome in {FAILURES}, ms, null)) as ill_ms"),
+        F.expr("kll_sketch_agg_bigint(if(outcome = 'delivered', took_ms, null)) as took"),
+        F.expr("kll_sketch_agg_bigint(waited) as waited"),
+    )
+    return _first_after(counted)
+
+
+def merged(rows: DataFrame, *key: str | Column) -> DataFrame:
+    """Rows of `health` or `health_days`, summed up by `key`."""
+    summed = rows.groupBy(*key).agg(
+        *(F.expr(f"sum({name}) as {name}") for name in SUMS),
+        *(F.expr(f"max({name}) as {name}") for name in ("last_ms", "well_ms")),
+        F.expr("collect_list(ill_ms) as ill_ms"),
+        *(F.expr(f"kll_merge_agg_bigint({name}) as {name}") for name in SKETCHES),
+    )
+    return _first_after(summed)
+
+
+def _first_after(rows: DataFrame) -> DataFrame:
+    """The rows; of the times of failures in `ill_ms`, the first after the last success is left."""
+    first = "array_min(filter(ill_ms, failed_ms -> failed_ms > coalesce(well_ms, -1)))"
+    return rows.withColumn("ill_ms", F.expr(first))
+
+
+FAILED: Final = f"({' + '.join(FAILURES)})"
+"""The number of attempts that failed by the server's fault, as SQL."""
+
+
+def quantile(sketch: str, q: float) -> str:
+    """A quantile of a sketch, within 2 % of the ranks, as SQL; null: it has no values."""
+    value = f"kll_sketch_get_quantile_bigint({sketch}, {q}D)"
+    return f"if(kll_sketch_get_n_bigint({sketch}) > 0, {value}, null)"
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def update(spark: SparkSession, lake: Lake) -> None:
+    """Bring `health` and `health_days` up to the lake's `attempts`.
+
+    Raises:
+        Busy: another job writes to the lake.
+    """
+    days = _new_days(spark, lake)
+    if not days:
+        return
+    attempts, pdus = (
+        lake.frame(spark, table, in_days(days)).where(F.col("day").isin(*days))
+        for table in (schemas.ATTEMPTS, schemas.PDUS)
+    )
+    oldest = pdus.agg(F.min("stream_ordering").alias("at")).first()
+    first = (oldest and oldest["at"]) or 0
+    events = lake.frame(
+        spark, schemas.EVENTS, lambda part: int(part) >= first // schemas.EVENTS_PER_PART
+    )
+    servers = hours(attempts, waits(pdus, events)).persist()
+    found = servers.unionByName(merged(servers, F.lit(ALL).alias("server"), "hour_ms", "day"))
+    with lake.commit() as commit:
+        for table, rows in (
+            (schemas.HEALTH, found),
+            (schemas.HEALTH_DAYS, merged(found, "server", "day")),
+        ):
+            commit.clear(table, days.__contains__)
+            commit.append_frame(table, ledger_lines.by_day(rows))
+        commit.set_position("health", commit.version)
+    servers.unpersist()
+
+
+def _new_days(spark: SparkSession, lake: Lake) -> set[str]:
+    """The days with attempts of segments that were read since the last update."""
+    known = lake.position("health")
+    read = lake.read(schemas.SEGMENTS, ["name", "version"]).to_pylist()
+    new = [row["name"] for row in read if row["version"] > known]
+    if not new:
+        return set()
+    written = {file.part for file in lake.files(schemas.ATTEMPTS) if file.commit > known}
+    attempts = lake.frame(spark, schemas.ATTEMPTS, written.__contains__)
+    if known >= 0:
+        # Files that were only merged have lines of earlier segments.
+        attempts = attempts.where(F.col("segment").isin(*new))
+    return {str(row["day"]) for row in attempts.select("day").distinct().collect()}
+
+
+def newest_day(lake: Lake) -> datetime.date | None:
+    """The newest day of `health`, of those that have begun; None: it has none."""
+    # A clock that was ahead has left days that are to come.
+    today = _day(latest_ms())
+    known = (file.part for file in lake.manifest.tables.get(schemas.HEALTH.name, ()))
+    newest = max((day for day in known if day <= str(today)), default=None)
+    return None if newest is None else datetime.date.fromisoformat(newest)
+
+
+def _day(ms: int) -> datetime.date:
+    return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).date()
+
+
+def _between(lake: Lake, first: int, last: int) -> Callable[[str], bool]:
+    newest = newest_day(lake)
+    if newest is None:
+        return lambda _: False
+    begin, end = (str(newest - datetime.timedelta(days)) for days in (first, last))
+    return lambda day: begin <= day <= end
+
+
+def days_of(
+    spark: SparkSession, lake: Lake, table: schemas.LakeTable, first: int, last: int = 0
+) -> DataFrame:
+    """Rows of `health` or `health_days`: from `first` to `last` days before the newest one."""
+    return lake.frame(spark, table, _between(lake, first, last))
+
+
+def recent_hours(spark: SparkSession, lake: Lake) -> tuple[DataFrame, int]:
+    """Rows of `health` of the last 48 hours at least, and when the newest hour began, in ms."""
+    files = lake.files(schemas.HEALTH, _between(lake, 2, 0))
+    latest = latest_ms()
+    known = lake.dataset(schemas.HEALTH, files).to_table(
+        columns=["hour_ms"], filter=ds.field("hour_ms") <= latest
+    )
+    rows = days_of(spark, lake, schemas.HEALTH, 2).where(F.col("hour_ms") <= latest)
+    return rows, pc.max(known["hour_ms"]).as_py() or 0
+
+
+def last_24_hours(hours: DataFrame, newest_ms: int) -> DataFrame:
+    """The rows of `health` of the 24 hours up to the one that began at `newest_ms`."""
+    return hours.where(F.col("hour_ms") > newest_ms - DAY_MS)
+
+
+# --- what they say --------------------------------------------------------------------------------
+
+LEAST: Final = 100
+"""Attempts, or messages, of a day from which it is compared with other days."""
+LEAST_DAYS: Final = 7
+USUAL_DAYS: Final = 28
+FAR: Final = 6.0
+"""Standard deviations, as the median deviation tells them, from which a day is no chance."""
+MORE_FAILED: Final = 0.1
+LONGER: Final = 2.0
+SHOWN: Final = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The level of service of a week.
+
+    Attributes:
+        share: of the servers that have a message within `within_ms`, on average over its messages
+            (0 to 1); None: no server has answered.
+        goal: the share that the configuration asks for.
+        servers: that have answered.
+        silent: that have answered nothing; they are not in `share`.
+    """
+
+    within_ms: int
+    goal: float
+    share: float | None
+    servers: int
+    silent: int
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal is reached."""
+        return self.share is None or self.share >= self.goal
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return "no server has answered a message"
+        return (
+            f"{100 * self.share:.1f} % of {self.servers:,} servers have a message within"
+            f" {self.within_ms / 1000:g} s (goal: {100 * self.goal:g} %);"
+            f" {self.silent:,} never answered"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Worse:
+    """A figure of the last 24 hours that is worse than usual.
+
+    Attributes:
+        server: `ALL`: of all together.
+        what: `failed` (a share, 0 to 1) or `waited` (90 % of messages, in ms).
+    """
+
+    server: str
+    what: str
+    now: float
+    usual: float
+
+    def __str__(self) -> str:
+        whose = "all servers" if self.server == ALL else self.server
+        if self.what == "failed":
+            now, usual = 100 * self.now, 100 * self.usual
+            return f"{whose}: {now:.1f} % of attempts fail, usually {usual:.1f} %"
+        return (
+            f"{whose}: a message takes {self.now / 1000:.1f} s, usually {self.usual / 1000:.1f} s"
+        )
+
+
+def service_level(spark: SparkSession, lake: Lake, config: Config) -> Level:
+    """The level of service of the seven days up to the newest one."""
+    within_ms = round(config.pipeline.service_within * 1000)
+    week = merged(days_of(spark, lake, schemas.HEALTH_DAYS, 6).where(OF_SERVERS), "server")
+    rank = f"kll_sketch_get_rank_bigint(waited, {within_ms}L)"
+    row = week.selectExpr(
+        f"avg(if(kll_sketch_get_n_bigint(waited) > 0, {rank}, null)) as share",
+        "count_if(delivered > 0) as servers",
+        "count_if(delivered = 0) as silent",
+    ).first()
+    assert row is not None
+    return Level(within_ms, config.pipeline.service_share, *row)
+
+
+def measures(rows: DataFrame) -> DataFrame:
+    """server, failed, waited: what is compared with other days; null where there is too little."""
+    return rows.selectExpr(
+        "server",
+        f"if(attempts >= {LEAST}, {FAILED} / attempts, null) as failed",
+        f"if(kll_sketch_get_n_bigint(waited) >= {LEAST}, log({quantile('waited', 0.9)} + 1), null)"
+        " as waited",
+    )
+
+
+def worse_than_usual(now: DataFrame, usual: DataFrame) -> DataFrame:
+    """server, what, now, usual: of `measures`, those of `now` that are far above a server's usual.
+
+    A day is far above if it differs from the median of the usual days by more than `FAR` times what
+    those differ from it, and by enough to matter. The median and the median difference do not move
+    for a few bad days.
+    """
+
+    def middle(values: str) -> str:
+        return f"element_at(sort_array({values}), cast((size({values}) + 1) / 2 as int))"
+
+    def tall(rows: DataFrame, value: str) -> DataFrame:
+        each = rows.unpivot(["server"], ["failed", "waited"], "what", value)
+        return each.where(f"{value} is not null")
+
+    past = tall(usual, "value").groupBy("server", "what").agg(F.expr("collect_list(value) as days"))
+    spread = middle("transform(days, value -> abs(value - usual))")
+    least = f"if(what = 'failed', {MORE_FAILED}, {math.log(LONGER)})"
+    found = (
+        tall(now, "now")
+        .join(past, on=["server", "what"], how="inner")
+        .where(f"size(days) >= {LEAST_DAYS}")
+        .selectExpr("*", f"{middle('days')} as usual")
+        .where(f"now > usual + greatest({FAR} * 1.4826 * {spread}, {least})")
+    )
+    said = (f"if(what = 'failed', {name}, exp({name}) - 1) as {name}" for name in ("now", "usual"))
+    return found.selectExpr("server", "what", *said)
+
+
+def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
+    """The figures of `today` that are worse than in the four weeks before, worst first.
+
+    Those of all servers together come first; there are `SHOWN` at most.
+
+    Args:
+        today: rows of `health` of the last 24 hours.
+    """
+    usual = days_of(spark, lake, schemas.HEALTH_DAYS, 1 + USUAL_DAYS, 2)
+    found = worse_than_usual(measures(merged(today, "server")), measures(usual))
+    most = F.desc(F.col("now") / F.greatest("usual", F.lit(0.01)))
+    first = found.orderBy(F.col("server") != ALL, most, "server").limit(SHOWN)
+    return [Worse(*row) for row in first.collect()]
+
+
+# --- the file for the daemon ----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Absorbed:
+    """The counts of a run; `batches`: of the stream."""
+
+    batches: int = 0
+    servers: int = 0
+    ill: int = 0
+
+
+def health(
+    spark: SparkSession,
+    lake: Lake,
+    config: Config,
+    steps: Steps,
+    *,
+    every_seconds: float | None = None,
+) -> Absorbed:
+    """Bring the tables up to date, and write the file.
+
+    Args:
+        every_seconds: then follow the ledger, looking that often, until interrupted; None: end.
+
+    Raises:
+        PipelineError: the ledger cannot be read, or another job writes to the lake.
+    """
+    ledger, path = config.ledger.directory, config.pipeline.health
+    if not ledger.is_dir():
+        raise PipelineError(f"ledger.directory: {ledger}: is not a directory")
+    told = Absorbed()
+    with steps.spark("health", spark) as step:
+        update(spark, lake)
+        state = _recent(spark, lake)
+        newest_ms = _write(state, path, told)
+        if every_seconds is not None:
+            _follow(spark, lake, config, state, newest_ms, told, every_seconds)
+        step.say(f"{told.servers:,} servers, {told.ill:,} ill")
+    return told
+
+
+def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
+    """The rows from which the file is made; in those of whole days, `hour_ms` is 0."""
+    before = days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1, 2)
+    rows = days_of(spark, lake, schemas.HEALTH, 1).drop("day")
+    before = before.drop("day").withColumn("hour_ms", F.lit(0).cast("bigint"))
+    return rows.unionByName(before).where(OF_SERVERS)
+
+
+def _follow(
+    spark: SparkSession,
+    lake: Lake,
+    config: Config,
+    state: DataFrame,
+    newest_ms: int,
+    told: Absorbed,
+    every_seconds: float,
+) -> None:
+    """Add the lines that the lake does not have, and those that come, until interrupted."""
+    ledger = config.ledger.directory
+    there = {path.stem for path in segments(ledger)}
+    read = ledger_lines.bytes_read(lake)
+    after = {name: size for name, size in read.items() if name in there}
+
+    def absorb(batch: DataFrame, _number: int) -> None:
+        nonlocal state, newest_ms
+        lines = ledger_lines.parsed_text(batch).where("why is null").dropDuplicates(["line"])
+        new = hours(ledger_lines.attempts_of(lines)).drop("day")
+        rows = _of_a_day(state, newest_ms).unionByName(new)
+        state = kept(merged(rows, "server", "hour_ms"))
+        newest_ms = _write(state, config.pipeline.health, told)
+        told.batches += 1
+
+    with tempfile.TemporaryDirectory(prefix="fedsender-health-") as checkpoint:
+        query = (
+            ledger_source.following(spark, ledger, after)
+            .writeStream.foreachBatch(absorb)
+            .option("checkpointLocation", f"file://{checkpoint}")
+            .trigger(processingTime=f"{every_seconds} seconds")
+            .start()
+        )
+        # A signal that breaks into a question to Java spoils the connection for the next one.
+        with ThreadPoolExecutor(1) as waiting:
+            ended = waiting.submit(query.awaitTermination)
+            try:
+                ended.result()
+            except KeyboardInterrupt:
+                query.stop()
+
+
+def _of_a_day(rows: DataFrame, newest_ms: int) -> DataFrame:
+    """The rows; those before the last 24 hours only say since when a server is ill."""
+    recent = f"hour_ms > {newest_ms - DAY_MS}"
+    others = (name for name in rows.columns if name not in ("hour_ms", *SUMS, *SKETCHES))
+    return rows.selectExpr(
+        *others,
+        *(f"if({recent}, {name}, 0) as {name}" for name in ("hour_ms", *SUMS)),
+        *(f"if({recent}, {name}, null) as {name}" for name in SKETCHES),
+    )
+
+
+def _write(state: DataFrame, path: Path, told: Absorbed) -> int:
+    """Replace the file by one of these rows; return the time of the newest attempt, in ms."""
+    row = state.agg(F.max("last_ms").alias("newest")).first()
+    newest_ms: int = (row and row["newest"]) or 0
+    rows = _of_a_day(state, newest_ms)
+    servers = merged(rows, "server").selectExpr(
+        *("server", "attempts", "delivered"),
+        *(quantile("took", q) for q in (0.5, 0.9, 0.99)),
+        *("last_ms", "ill_ms"),
+    )
+    found = servers.collect()
+    _replace(path, found, {"version": VERSION, "newest_ms": newest_ms})
+    told.servers, told.ill = len(found), sum(row["ill_ms"] is not None for row in found)
+    return newest_ms
+
+
+def _replace(path: Path, servers: Iterable[tuple[Any, ...]], meta: dict[str, int]) -> None:
+    """Write the SQLite file in place of the old one."""
+    with draft_of(path) as draft, closing(sqlite3.connect(draft)) as connection:
+        connection.executescript(SCHEMA)
+        connection.executemany("INSERT INTO servers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", servers)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.commit()

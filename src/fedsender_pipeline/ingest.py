@@ -1,0 +1,321 @@
+"""`fedsender pipeline ingest`: bring new rows into the lake.
+
+Each step commits by itself, so that a killed job continues from there; a second run changes
+nothing. Events come first, up to the position that the fan-out had then; the later reads are at
+least as new. The last step derives the servers that should get each event.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+import pyarrow.compute as pc
+from pyspark.sql import SparkSession
+
+from fedsender.config import Config, database_url
+from fedsender.runtime import real_runtime
+from fedsender_pipeline import PipelineError, intervals, ledger_lines, schemas, sources
+from fedsender_pipeline.database import (
+    Reading,
+    Source,
+    open_source,
+    own_errors,
+    patiently,
+)
+from fedsender_pipeline.intervals import NEWER_INTERVALS
+from fedsender_pipeline.lake import Commit, Lake
+from fedsender_pipeline.relay_source import open_relay_source
+from fedsender_pipeline.session import Steps
+from fedsender_pipeline.vacuum import vacuum
+
+ROWS_PER_COMMIT: Final = 250_000
+"""Of one connection; so many are read sooner than Spark has started its Python for more."""
+_SECONDS_PER_COMMIT: Final = 60
+ROWS_PER_NEW: Final = 1_000
+"""So many rows of the lake are passed by in the time that one takes to work on."""
+LINE_BYTES: Final = 300
+"""Of a short line of the ledger."""
+ROOMS_READ: Final = "destination_rooms_read"
+"""The position that is the day on which all of `destination_rooms` were read."""
+MOST_NEWER: Final = 200_000
+"""As many rows of `intervals` replace older ones before the table is written anew."""
+
+
+@dataclass(slots=True)
+class Ingested(ledger_lines.Read):
+    """The counts of a run, in rows; `from_sender`: events that the relay does not have."""
+
+    events: int = 0
+    state_groups: int = 0
+    state_members: int = 0
+    room_servers: int = 0
+    from_sender: int = 0
+    snapshots: dict[str, int] = field(default_factory=dict)
+
+
+def rows_to_read(lake: Lake, config: Config) -> int | None:
+    """The rows that an ingest will read, about and rather too many; None: not known.
+
+    Raises:
+        PipelineError: a source cannot be read.
+    """
+    homeserver = config.homeserver
+    if homeserver.kind == "synapse" and lake.position("state_groups") < 0:
+        return None  # A few events may come with the state of large rooms.
+    url = database_url(homeserver.database, homeserver.database_password_file)
+    with open_source(url, "homeserver") as main:
+        upto = sources.events_position(main, config.instance_name)
+    ledger = config.ledger.directory
+    unread = ledger_lines.new_segments(lake, ledger) if ledger.is_dir() else []
+    lines = sum(sum(batch.values()) for batch in unread) // LINE_BYTES
+    return max(0, upto - lake.position("events", 0)) + lines
+
+
+def rows_to_work_on(lake: Lake, unread: int) -> int:
+    """The rows that an ingest and an audit work on, about: all at first, and later what is new."""
+    return unread + (lake.rows() if lake.position("audit") < 0 else lake.rows() // ROWS_PER_NEW)
+
+
+def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ingested:
+    """Bring new rows into the lake, and derive the servers that should get each event.
+
+    Raises:
+        PipelineError: a source cannot be read; earlier commits stay.
+    """
+    told = Ingested()
+    homeserver, rate = config.homeserver, config.pipeline.rows_per_second
+    main_url = database_url(homeserver.database, homeserver.database_password_file)
+    with open_source(main_url, "homeserver", rate) as main:
+        with _rooms(lake, main, config, steps, told) as rooms:
+            HomeserverReader(lake, rooms, config, steps, told, spark).read()
+        read_snapshots(lake, main, "homeserver", steps, told)
+    own_url = database_url(config.sender_database, config.sender_database_password_file)
+    with open_source(own_url, "sender", rate) as own:
+        read_snapshots(lake, own, "sender", steps, told)
+    ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps, told)
+    derive(spark, lake, config.server_name, steps)
+    with steps.step("files of the lake") as step:
+        files = vacuum(lake, config.pipeline.keep)
+        step.say(f"{files.merged:,} merged, {files.files:,} now")
+    return told
+
+
+@contextmanager
+def _rooms(
+    lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested
+) -> Iterator[Source]:
+    """The source of events and of the servers of rooms: the homeserver's database, or a relay's."""
+    if config.pipeline.relay is None:
+        yield main
+        return
+    instance = config.instance_name
+    url = database_url(config.pipeline.relay, config.pipeline.relay_password_file)
+    with open_relay_source(lake, url, main, instance, steps) as opened:
+        source, followed = opened
+        told.from_sender = followed.from_sender
+        yield source
+
+
+@dataclass(frozen=True, slots=True)
+class HomeserverReader:
+    """Reads events, and the servers of their rooms.
+
+    Attributes:
+        main: the source of events.
+        told: the counts, which a read raises.
+        spark: reads long ranges; None: all is read here, by one connection.
+    """
+
+    lake: Lake
+    main: Source
+    config: Config
+    steps: Steps
+    told: Ingested
+    spark: SparkSession | None = None
+
+    def read(self) -> None:
+        """Read what is new.
+
+        Raises:
+            PipelineError: a source cannot be read, or is another one; earlier commits stay.
+        """
+        upto = sources.events_position(self.main, self.config.instance_name)
+        before = self.lake.position("events", 0)
+        if upto < before:
+            raise PipelineError(
+                f"the homeserver's events position is {upto}, and the lake has read up to {before}:"
+                " the database is another one, or was restored; ingest into a new lake"
+            )
+        readings = [sources.events(self.main, self.config)]
+        with self.steps.step("events", max(upto - before, 1)) as step:
+            for last, (rows,) in self.ranges(readings, before, upto):
+                self.told.events += rows
+                step.show(last - before)
+            step.say(f"{self.told.events:,} new")
+        if self.config.homeserver.kind == "synapse":
+            self._read_state(upto)
+        else:
+            self._read_room_servers(upto)
+
+    def ranges(
+        self, readings: Sequence[Reading], after: int, upto: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Read numbers, commit by commit: the last number, and the rows of each reading.
+
+        The position of that name is of the first reading's table. A commit has a snapshot of its
+        own, which is held for about a minute.
+        """
+        settings, spark = self.config.pipeline, self.spark
+        files = any(source.is_file for reading in readings for source in reading.sources)
+        # The machines of a cluster have no homeserver's file.
+        local = spark is not None and (spark.sparkContext.master or "").startswith("local")
+        connections = settings.connections if local or (spark and not files) else 1
+        rows_each = max(reading.rows_per_number for reading in readings)
+        rows = min(ROWS_PER_COMMIT * connections, _SECONDS_PER_COMMIT * settings.rows_per_second)
+        while after < upto:
+            last = min(upto, after + max(rows // rows_each, 1))
+            parts = 1 if (last - after) * rows_each <= ROWS_PER_COMMIT else connections
+            yield last, patiently(partial(self._range, readings, after, last, parts))
+            after = last
+
+    def _range(self, readings: Sequence[Reading], after: int, upto: int, parts: int) -> list[int]:
+        """Read numbers in one commit, from one snapshot; the rows of each reading."""
+        with ExitStack() as stack, self.lake.commit() as commit:
+            used = {source for reading in readings for source in reading.sources}
+            frozen = {source: stack.enter_context(source.snapshot()) for source in used}
+            found = []
+            for reading in readings:
+                now = replace(reading, sources=tuple(frozen[source] for source in reading.sources))
+                if self.spark is None or parts == 1:
+                    found.append(commit.append(now.table, now.read(after, upto)))
+                else:
+                    with own_errors():
+                        frame = now.frame(self.spark, after, upto, parts)
+                        found.append(commit.append_frame(now.table, frame))
+            name = readings[0].table.name
+            # The first numbers may be ones that were read before.
+            commit.set_position(name, max(upto, self.lake.position(name)))
+        return found
+
+    def _read_state(self, upto: int) -> None:
+        homeserver = self.config.homeserver
+        # By a position of its own: a run that died among the events has not come here.
+        after = self.lake.position("told_servers", 0)
+        if after < upto:
+            with self.lake.commit() as commit:
+                rows = sources.told_servers(self.main, after=after, upto=upto)
+                commit.append(schemas.TOLD_SERVERS, rows)
+                commit.set_position("told_servers", upto)
+        with ExitStack() as stack:
+            state = self.main
+            if homeserver.state_database is not None:
+                url = database_url(homeserver.state_database, homeserver.database_password_file)
+                opened = open_source(url, "state", self.config.pipeline.rows_per_second)
+                state = stack.enter_context(opened)
+            self._read_groups(state)
+
+    def _read_groups(self, state: Source) -> None:
+        """Read state groups with their members: neither is of use without the other."""
+        after = self.lake.position("state_groups")
+        newest = state.read(sources.newest_state_group)
+        if newest <= after:
+            return
+        start = max(after - sources.GROUP_OVERLAP, -1)
+        readings, told = sources.state(self.main, state), self.told
+        with self.steps.step("state groups", newest - start) as step:
+            for last, rows in self.ranges(readings, start, newest):
+                told.state_groups += rows[0]
+                told.state_members += rows[1]
+                step.show(last - start)
+            step.say(f"{told.state_groups:,} groups, {told.state_members:,} members")
+
+    def _read_room_servers(self, upto: int) -> None:
+        """Read the intervals that changed, after the events, so that they are at least as new."""
+        after, told = self.lake.position("room_servers"), self.told
+        if upto <= after:
+            return
+        with self.steps.step("servers in rooms") as step, self.lake.commit() as commit:
+            batches = sources.room_server_batches(self.main, after)
+            told.room_servers = commit.append(schemas.ROOM_SERVERS, batches)
+            commit.set_position("room_servers", upto)
+            step.say(f"{told.room_servers:,} new")
+
+
+def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps, told: Ingested) -> None:
+    """Read the tables that are taken as they stand, of the `homeserver` or the `sender` database.
+
+    Raises:
+        PipelineError: the database cannot be read.
+    """
+    with steps.step(f"{database} as it stands"), lake.commit() as commit:
+        for table, batches in sources.snapshots(source, database):
+            if table is schemas.DESTINATION_ROOMS:
+                rows = _read_newer_rooms(lake, commit, source)
+                # What is at or below the fan-out's position was there before its events were read.
+                commit.set_position(table.name, lake.position("events", 0))
+                if rows is not None:
+                    told.snapshots[table.name] = rows
+                    continue
+                commit.set_position(ROOMS_READ, _today())
+            commit.clear(table)
+            told.snapshots[table.name] = commit.append(table, batches)
+
+
+def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
+    """Put newer rows of `destination_rooms` in the place of those with the same server and room.
+
+    Only the fan-out's rows are newer ones. `fedsender owe` writes older ones too, and a room that
+    is purged takes its rows with it: then the number of rows, or the sum of their orderings, is
+    another one than the database has. Changes may cancel each other in both: so all are read once
+    a day.
+
+    Returns:
+        the number of rows read; None: the table must be read whole.
+    """
+    table = schemas.DESTINATION_ROOMS
+    files = lake.files(table)
+    if not files or lake.position(ROOMS_READ) != _today():
+        return None
+    found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
+    if found is None:
+        return None
+    rows, count, total = found
+    newer = pc.binary_join_element_wise(rows["destination"], rows["room_id"], " ")
+    pair = pc.binary_join_element_wise(pc.field("destination"), pc.field("room_id"), " ")
+    commit.rewrite(table, files, "", only=~pair.isin(newer))
+    commit.append(table, [rows])
+    orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
+    same = (len(orderings), pc.sum(orderings).as_py()) == (count, total)
+    return rows.num_rows if same else None
+
+
+def _today() -> int:
+    """The day, in UTC, as a number."""
+    return real_runtime().now_ms() // 86_400_000
+
+
+def derive(spark: SparkSession, lake: Lake, server_name: str, steps: Steps) -> None:
+    """Bring `intervals` and `unknown_hosts` up to the newest event."""
+    upto = lake.position("events", 0)
+    if lake.position("intervals") == upto:
+        return
+    with steps.spark("who should get what", spark) as step:
+        newer = lake.position(NEWER_INTERVALS, 0)
+        if newer > MOST_NEWER:
+            with lake.commit() as commit:
+                rows = intervals.current(spark, lake).selectExpr("*", "0L AS version")
+                commit.clear(schemas.INTERVALS)
+                commit.append_frame(schemas.INTERVALS, rows)
+                commit.set_position(NEWER_INTERVALS, newer := 0)
+        with lake.commit() as commit:
+            found, unknown = intervals.derive(spark, lake, server_name)
+            changed = commit.append_frame(schemas.INTERVALS, found)
+            commit.append_frame(schemas.UNKNOWN_HOSTS, unknown)
+            commit.set_position(
+                NEWER_INTERVALS, newer + changed if lake.position("intervals") >= 0 else 0
+            )
+            commit.set_position("intervals", upto)
+            commit.set_position("intervals_version", commit.version)
+        step.say(f"{changed:,} intervals")

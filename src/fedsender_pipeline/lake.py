@@ -1,0 +1,591 @@
+"""The lake: Parquet files, and one manifest that lists the valid ones.
+
+    MANIFEST.json                  the files of every table, and the position of each source
+    LOCK                           held by the one job that writes, from its start to its end
+    READERS                        held by each job, at the byte of the commit that it reads
+    events/part=0/00000003-0001.parquet, attempts/day=2026-01-31/..., intervals/..., ...
+    staging/                       files that a job has begun and not committed
+    java/                          the classes of Spark, for a start in less time (`session`)
+
+A job writes files that no reader uses yet, flushes them to the disk, and then renames a new
+manifest over the old one. All its changes become visible at that moment, or none. Files that a
+killed job left are not in the manifest, and the next job that writes removes them. Files that a
+commit replaces stay for an hour, and for as long as a job reads an earlier commit.
+
+Files are read by their names, never by listing a directory. So a lake with a missing file is an
+error and not a smaller result. A column that was added after a file was written is null in it.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Final
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from fedsender.files import DRAFT, LONGEST_JOB_S, flush, replaced
+from fedsender.runtime import real_runtime
+from fedsender_pipeline import Busy, PipelineError, Usage
+from fedsender_pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
+from fedsender_pipeline.session import CHECKPOINTS, CLASSES, LOG_NAME
+
+MANIFEST: Final = "MANIFEST.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LakeFile:
+    """One Parquet file of a table.
+
+    Attributes:
+        path: below the lake's directory.
+        part: the value of the table's `part` column in all its rows, as text, or the month of its
+            days, such as "2026-01"; "" without such a column.
+    """
+
+    path: str
+    rows: int
+    bytes: int
+    part: str = ""
+
+    @property
+    def commit(self) -> int:
+        """The number of the commit that wrote it."""
+        return int(Path(self.path).name.split("-")[0])
+
+
+def _supported(version: int) -> int:
+    """The version that a lake of this one becomes."""
+    if FIRST_VERSION <= version <= LAKE_VERSION:
+        return LAKE_VERSION
+    remedy = (
+        "use a newer one" if version > LAKE_VERSION else "ingest into a new lake (pipeline.lake)"
+    )
+    said = f"the lake has version {version}, and this fedsender knows {LAKE_VERSION}: {remedy}"
+    raise PydanticCustomError("version", said)
+
+
+@dataclass(slots=True)
+class Manifest:
+    """The manifest of a commit: immutable once it is on disk.
+
+    Attributes:
+        server_name: the homeserver's.
+        positions: source -> the position up to which it was read.
+        dropped: [path, time of its replacement in ms, commit of it] of files that may be deleted.
+    """
+
+    lake: Annotated[int, AfterValidator(_supported)]
+    server_name: str
+    commit: int
+    positions: dict[str, int]
+    tables: dict[str, list[LakeFile]]
+    dropped: list[tuple[str, int, int]]
+
+
+_MANIFEST: Final = TypeAdapter(Manifest)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest on disk; None: there is no lake.
+
+    Raises:
+        Usage: the lake's path is not a directory.
+        PipelineError: it cannot be read; the text names the field.
+    """
+    path = directory / MANIFEST
+    try:
+        return _MANIFEST.validate_json(path.read_bytes(), strict=True)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        raise Usage(f"pipeline.lake: {directory}: is not a directory") from None
+    except OSError as error:
+        raise PipelineError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "manifest"
+        raise PipelineError(f"{path}: {field}: {first['msg']}") from None
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Put the manifest in place of the one on disk, by rename, durable."""
+    with replaced(directory / MANIFEST) as file:
+        file.write(_MANIFEST.dump_json(manifest).decode())
+
+
+STAGING: Final = "staging"
+RELAY: Final = "relay"
+"""The directory, below the lake's, for the records of a relay (`relay_source`)."""
+LET_GO: Final = "let_go"
+"""The position up to which the lake has let go lines of the ledger (`vacuum`)."""
+KEEP_DROPPED_MS: Final = 3_600_000
+ROW_GROUP: Final = 250_000
+"""Rows that are put together in memory."""
+MOST_PASSED: Final = 100_000_000
+"""Of more rows, the machines of a cluster sooner find a few than one process does."""
+MOST_WANTED: Final = 200_000
+_LOCK: Final = struct.Struct("hhqqi0q")
+"""The C library's `struct flock`."""
+Faults = Callable[[str], None]
+
+
+def in_days(days: Collection[str]) -> Callable[[str], bool]:
+    """Select the files that may have rows of these days; a file may have those of a month."""
+    return lambda part: any(day.startswith(part) for day in days)
+
+
+class Lake:
+    """A lake as of its newest commit when this was opened. See `open_lake`.
+
+    Attributes:
+        freed: bytes of the files that this object's commits deleted.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, *, faults: Faults | None) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.freed = 0
+        self._faults = faults or (lambda _: None)
+        self._is_held = False
+        self._readers = os.open(directory / "READERS", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, self._readers)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Keep the files of this commit, and no more those of an earlier one, from deletion."""
+        for kind, start, length in (fcntl.F_UNLCK, 0, 0), (fcntl.F_RDLCK, self.manifest.commit, 1):
+            lock = _LOCK.pack(kind, os.SEEK_SET, start, length, 0)
+            fcntl.fcntl(self._readers, fcntl.F_OFD_SETLK, lock)
+
+    def _is_read(self, before: int) -> bool:
+        """Whether a job reads a commit before this one."""
+        lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, before, 0)
+        kind = _LOCK.unpack(fcntl.fcntl(self._readers, fcntl.F_OFD_GETLK, lock))[0]
+        return bool(kind != fcntl.F_UNLCK)
+
+    def position(self, source: str, default: int = -1) -> int:
+        """The position up to which `source` was read."""
+        return self.manifest.positions.get(source, default)
+
+    def files(self, table: LakeTable, parts: Callable[[str], bool] | None = None) -> list[LakeFile]:
+        """The table's files; `parts` selects by the value of the part column.
+
+        Raises:
+            PipelineError: one of them is missing or has another size: the lake is damaged.
+        """
+        found = self.manifest.tables.get(table.name, [])
+        if parts is not None:
+            found = [file for file in found if parts(file.part)]
+        self._check(found)
+        return found
+
+    def _check(self, files: Iterable[LakeFile]) -> None:
+        for file in files:
+            path = self.directory / file.path
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise self._damaged(path, error.strerror or "cannot be read") from None
+            if size != file.bytes:
+                raise self._damaged(path, f"has {size} bytes in place of {file.bytes}")
+
+    def _damaged(self, path: Path, why: str) -> PipelineError:
+        return PipelineError(
+            f"{path}: {why}: the lake is damaged; restore it, or remove {self.directory} and"
+            " ingest anew (what the ledger no longer holds is lost then)"
+        )
+
+    def rows(self, table: LakeTable | None = None) -> int:
+        """The number of rows in the table's files, or in those of all tables."""
+        names = self.manifest.tables if table is None else [table.name]
+        return sum(file.rows for name in names for file in self.manifest.tables.get(name, []))
+
+    def frame(
+        self,
+        spark: SparkSession,
+        table: LakeTable,
+        parts: Callable[[str], bool] | None = None,
+    ) -> DataFrame:
+        """The table for Spark, with exactly the columns of its schema.
+
+        Raises:
+            PipelineError: the lake is damaged.
+        """
+        files = self.files(table, parts)
+        if not files:
+            return empty_frame(spark, table)
+        paths = [f"file://{self.directory / file.path}" for file in files]
+        return spark.read.schema(table.ddl).parquet(*paths)
+
+    def some(
+        self,
+        spark: SparkSession,
+        table: LakeTable,
+        wanted: ds.Expression | None = None,
+        narrow: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda rows: rows,
+    ) -> DataFrame:
+        """The rows that are wanted, for Spark; where they are many, perhaps all rows.
+
+        Arrow passes by the other rows for a tenth of the CPU that Spark needs for it.
+
+        Args:
+            narrow: leaves the wanted rows of a batch.
+        """
+        files = self.files(table)
+        found, number = [], 0
+        if sum(file.rows for file in files) > MOST_PASSED:
+            return self.frame(spark, table)
+        for batch in self.dataset(table, files).to_batches(filter=wanted):
+            found.append(narrow(batch))
+            number += found[-1].num_rows
+            if number > MOST_WANTED:
+                return self.frame(spark, table)
+        # Spark would end at a batch without rows.
+        rows = pa.Table.from_batches(found, table.arrow_schema()).combine_chunks()
+        return spark.createDataFrame(rows, schema=table.ddl)
+
+    def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> pa.Table:
+        """A table small enough for memory, without Spark."""
+        return self.dataset(table, self.files(table)).to_table(columns=columns)
+
+    def dataset(self, table: LakeTable, files: Sequence[LakeFile]) -> ds.Dataset:
+        """These files of a table for pyarrow, with exactly the columns of its schema."""
+        paths = [str(self.directory / file.path) for file in files]
+        return ds.dataset(paths, schema=table.arrow_schema(), format="parquet")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other jobs from writing to the lake while the body runs.
+
+        Raises:
+            Busy: another job is writing.
+        """
+        with locked(self.directory):
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
+
+    @contextmanager
+    def commit(self) -> Iterator["Commit"]:
+        """Change the lake: all is visible when the body ends, or nothing if it raises.
+
+        Afterwards this object is the changed lake.
+
+        Raises:
+            Busy: another job is writing, or has written since this lake was opened.
+            PipelineError: the lake is damaged.
+        """
+        with nullcontext() if self._is_held else locked(self.directory):
+            current = read_manifest(self.directory)
+            if current is not None and current.commit != self.manifest.commit:
+                raise Busy(f"{self.directory}: another job has written to the lake")
+            # Nothing is built on what is half gone.
+            self._check(file for files in self.manifest.tables.values() for file in files)
+            self._sweep()
+            commit = Commit(self, self.manifest, self._faults)
+            yield commit
+            self.manifest = commit.finish()
+            self._hold()
+            shutil.rmtree(self.directory / STAGING, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Delete files that killed jobs left, and replaced files that nobody reads."""
+        now_ms = real_runtime().now_ms()
+        self.manifest.dropped = [
+            (path, ms, commit)
+            for path, ms, commit in self.manifest.dropped
+            if now_ms <= ms + KEEP_DROPPED_MS
+            or (now_ms <= ms + LONGEST_JOB_S * 1000 and self._is_read(before=commit))
+        ]
+        known = {file.path for files in self.manifest.tables.values() for file in files}
+        known.update(path for path, _, _ in self.manifest.dropped)
+        shutil.rmtree(self.directory / STAGING, ignore_errors=True)
+        for name in TABLES:
+            for path in list((self.directory / name).rglob("*.parquet")):
+                if str(path.relative_to(self.directory)) not in known:
+                    self.freed += path.stat().st_size
+                    path.unlink()
+                    with suppress(OSError):
+                        path.parent.rmdir()  # Unless it has other files.
+
+
+def empty_frame(spark: SparkSession, table: LakeTable) -> DataFrame:
+    """An empty frame of a table, without a Python worker, which `createDataFrame` would start.
+
+    Spark sees that it is always empty, and leaves operations that only work on it out of a plan.
+    """
+    columns = (f"cast(null as {kind}) as `{name}`" for name, kind in table.columns.items())
+    return spark.range(0).where("false").selectExpr(*columns)
+
+
+def literal(rows: Sequence[Mapping[str, object]], columns: str) -> Column:
+    """A few thousand rows from Python, as an array of structs; `columns` as Spark's DDL.
+
+    It is one text in the plan. So many literals would be too deep or too slow for Spark, and
+    `createDataFrame` would start a Python worker.
+    """
+    return F.from_json(F.lit(json.dumps(rows)), f"ARRAY<STRUCT<{columns}>>")
+
+
+def listed(spark: SparkSession, rows: Sequence[Mapping[str, object]], columns: str) -> DataFrame:
+    """A frame of a few thousand rows from Python (`literal`)."""
+    return spark.range(1).select(F.inline(literal(rows, columns)))
+
+
+def _in_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The rows in groups of `ROW_GROUP`, or a little more."""
+    group: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        group.append(batch)
+        rows += batch.num_rows
+        if rows >= ROW_GROUP:
+            yield pa.Table.from_batches(group)
+            group, rows = [], 0
+    if group:
+        yield pa.Table.from_batches(group)
+
+
+def _by_part(table: LakeTable, rows: pa.Table) -> list[tuple[str, pa.Table]]:
+    """The rows by the value of the part column, as text; "" without such a column."""
+    if table.part is None:
+        return [("", rows)]
+    parts = rows[table.part].cast("string")
+    return [(part, rows.filter(pc.equal(parts, part))) for part in pc.unique(parts).to_pylist()]
+
+
+class Commit:
+    """A change under way. See `Lake.commit`."""
+
+    def __init__(self, lake: Lake, base: Manifest, faults: Faults) -> None:
+        self._directory = lake.directory
+        self._lake = lake
+        self._faults = faults
+        self._dropped: list[str] = []
+        self._changed: set[Path] = set()
+        self._files = 0
+        self._manifest = replace(
+            base,
+            commit=base.commit + 1,
+            positions=dict(base.positions),
+            tables={name: list(files) for name, files in base.tables.items()},
+            dropped=list(base.dropped),
+        )
+
+    @property
+    def version(self) -> int:
+        """This commit's number, for `version` columns: higher is newer."""
+        return self._manifest.commit
+
+    def set_position(self, source: str, position: int) -> None:
+        """Set the position up to which `source` is read once this is committed."""
+        self._manifest.positions[source] = position
+
+    def clear(self, table: LakeTable, parts: Callable[[str], bool] = lambda _: True) -> None:
+        """Remove the table's rows, or those of some parts, which this commit replaces."""
+        self._drop(table, [f for f in self._manifest.tables.get(table.name, []) if parts(f.part)])
+
+    def _drop(self, table: LakeTable, files: Sequence[LakeFile]) -> None:
+        gone = set(files)
+        kept = [file for file in self._manifest.tables.get(table.name, []) if file not in gone]
+        self._manifest.tables[table.name] = kept
+        self._dropped += [file.path for file in files]
+
+    def dataset(self, table: LakeTable) -> ds.Dataset:
+        """The table as this commit leaves it so far."""
+        return self._lake.dataset(table, self._manifest.tables.get(table.name, []))
+
+    def append(self, table: LakeTable, batches: Iterable[pa.RecordBatch]) -> int:
+        """Add rows, in one file for each value of the part column; return their number.
+
+        Columns that the rows do not have are null; `version` is this commit's.
+        """
+        groups = (self._complete(table, rows) for rows in _in_groups(batches))
+        return self._write(table, (each for rows in groups for each in _by_part(table, rows)))
+
+    def append_rows(self, table: LakeTable, rows: Sequence[Mapping[str, object]]) -> int:
+        """Add a few rows, as `append` does."""
+        given = (field for field in table.arrow_schema() if any(field.name in row for row in rows))
+        return self.append(table, [pa.RecordBatch.from_pylist(rows, pa.schema(given))])
+
+    def rewrite(
+        self,
+        table: LakeTable,
+        files: Sequence[LakeFile],
+        part: str,
+        only: pc.Expression | None = None,
+    ) -> None:
+        """Put the rows of these files into one, in batches; `only`: the rows that stay."""
+        rows = self._lake.dataset(table, files).scanner(filter=only, batch_readahead=2)
+        self._drop(table, files)
+        self._write(table, ((part, group) for group in _in_groups(rows.to_batches())))
+
+    def _complete(self, table: LakeTable, rows: pa.Table) -> pa.Table:
+        nothing, version = pa.nulls(rows.num_rows), pa.repeat(self.version, rows.num_rows)
+        given = {"version": version} | dict(zip(rows.column_names, rows.columns, strict=True))
+        schema = table.arrow_schema()
+        columns = [given.get(field.name, nothing).cast(field.type) for field in schema]
+        return pa.table(columns, schema=schema)
+
+    def _write(self, table: LakeTable, groups: Iterable[tuple[str, pa.Table]]) -> int:
+        """Write a file for each part, with a row group for each of the groups."""
+        files: dict[str, tuple[Path, pq.ParquetWriter]] = {}
+        with ExitStack() as stack:
+            for part, rows in groups:
+                if part not in files:
+                    path = self.stage(table)
+                    writer = pq.ParquetWriter(path, rows.schema, compression="zstd")
+                    files[part] = path, stack.enter_context(writer)
+                files[part][1].write_table(rows)
+        return sum(self._adopt(table, path, part) for part, (path, _) in files.items())
+
+    def stage(self, table: LakeTable) -> Path:
+        """A path for files about this table, which is gone after the commit."""
+        self._files += 1
+        (self._directory / STAGING).mkdir(exist_ok=True, mode=0o700)
+        return self._directory / STAGING / f"{table.name}-{self._files:03d}"
+
+    def append_frame(self, table: LakeTable, frame: DataFrame) -> int:
+        """Add the rows of a Spark job; return their number.
+
+        Columns that the rows do not have are null; `version` is this commit's. It makes a file for
+        each of the frame's partitions (and of the table's parts): repartition it before.
+        """
+        staging = self.stage(table)
+        given = {"version": f"{self.version}L"} | {name: f"`{name}`" for name in frame.columns}
+        values = {
+            name: f"cast({given.get(name, 'null')} as {kind})"
+            for name, kind in table.columns.items()
+        }
+        columns = [f"{value} as `{name}`" for name, value in values.items()]
+        if table.part is None:
+            writer = frame.selectExpr(*columns).write
+        else:
+            # The column stays in the files: the copy names the directories and goes.
+            columns.append(f"{values[table.part]} as _part")
+            writer = frame.selectExpr(*columns).write.partitionBy("_part")
+        writer.option("compression", "zstd").parquet(f"file://{staging}")
+        self._faults(f"{table.name}: staged")
+        total = 0
+        for path in sorted(staging.rglob("*.parquet")):
+            part = "" if table.part is None else path.parent.name.removeprefix("_part=")
+            total += self._adopt(table, path, part)
+        return total
+
+    def _adopt(self, table: LakeTable, staged: Path, part: str) -> int:
+        """Take a staged file into the lake, unless it is empty; return the number of its rows."""
+        rows = int(pq.read_metadata(staged).num_rows)
+        if rows == 0:
+            return 0
+        self._files += 1
+        name = f"{self._manifest.commit:08d}-{self._files:04d}.parquet"
+        directory = self._directory / table.name
+        if table.part is not None:
+            directory /= f"{table.part}={quote(part, safe='-')}"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.chmod(staged, 0o600)
+        flush(staged)
+        path = directory / name
+        os.replace(staged, path)
+        self._changed |= {directory, directory.parent}
+        file = LakeFile(str(path.relative_to(self._directory)), rows, path.stat().st_size, part)
+        self._manifest.tables.setdefault(table.name, []).append(file)
+        self._faults(f"{table.name}: written")
+        return rows
+
+    def finish(self) -> Manifest:
+        """Put the new manifest in the old one's place."""
+        now_ms = real_runtime().now_ms()
+        self._manifest.dropped += [(path, now_ms, self.version) for path in self._dropped]
+        for directory in self._changed:
+            flush(directory)
+        self._faults("before commit")
+        write_manifest(self._directory, self._manifest)
+        self._faults("after commit")
+        return self._manifest
+
+
+def open_lake(
+    directory: Path, server_name: str, *, create: bool = False, faults: Faults | None = None
+) -> Lake:
+    """Open the lake in `directory`.
+
+    Args:
+        create: make it if there is none.
+        faults: called at the points of a commit, for tests.
+
+    Raises:
+        Usage: there is none, it is another homeserver's, or its path cannot be used.
+        PipelineError: its manifest is damaged or of a newer version.
+    """
+    directory = directory.absolute()
+    if any(letter in str(directory) for letter in "*?[]{}\\\n"):
+        raise Usage(f"pipeline.lake: {directory}: none of * ? [ ] {{ }} \\ may be in this path")
+    manifest = read_manifest(directory)
+    if manifest is None:
+        if not create:
+            raise Usage(f"{directory}: there is no lake; `fedsender pipeline ingest` makes it")
+        _make(directory)
+        manifest = Manifest(LAKE_VERSION, server_name, 0, {}, {}, [])
+    if manifest.server_name != server_name:
+        raise Usage(
+            f"{directory}: is the lake of {manifest.server_name}, and server_name is {server_name}"
+        )
+    try:
+        return Lake(directory, manifest, faults=faults)
+    except OSError as error:
+        raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
+        known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, CLASSES, LOG_NAME, *TABLES}
+        strange = sorted(
+            path.name
+            for path in directory.iterdir()
+            if path.name not in known and path.suffix != DRAFT
+        )
+    except OSError as error:
+        raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
+    # What a killed first commit left is no loss; a later one followed a manifest.
+    if any(not path.name.startswith(f"{1:08d}-") for path in files):
+        raise Usage(
+            f"{directory / MANIFEST}: is gone, and the lake's files are there: the lake is damaged;"
+            f" restore it, or remove {directory} and ingest anew (what the ledger no longer holds"
+            " is lost then)"
+        )
+    if strange:
+        raise Usage(f"pipeline.lake: {directory}: is not empty and is no lake: it has {strange[0]}")
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock while the body runs; raises Busy: another job does."""
+    descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(f"{directory}: another job is writing here") from None
+        yield
+    finally:
+        os.close(descriptor)

