@@ -5,12 +5,13 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
-from tests.servers import Databases, Valkey, open_postgres, open_valkey
+from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
 
 from fedsender.config import Spark
 from fedsender_pipeline.session import spark_session
@@ -101,6 +102,16 @@ def postgres(_databases: Databases) -> Iterator[Databases]:
     if not _databases.server.running:
         _databases.start()
     _databases.drop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> NewUrl:
+    """Of a test that runs on SQLite, and again on PostgreSQL."""
+    if request.param == "sqlite":
+        numbers = iter(range(1_000))
+        return lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db"
+    postgres: Databases = request.getfixturevalue("postgres")
+    return postgres.create_schema
 
 
 @pytest.fixture(scope="session")

@@ -158,6 +158,10 @@ class Postgres:
         )
 
 
+NewUrl = Callable[[], str]
+"""Gives the URL of a new, empty database."""
+
+
 class Databases:
     """A running PostgreSQL that gives out empty databases."""
 

@@ -22,7 +22,6 @@ import trio
 import yaml
 
 from fedsender.ledger import NOTES
-from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
 from fedsender.segments import read_lines, segments
 from fedsender_lab.demo import process
@@ -34,6 +33,7 @@ from fedsender_lab.testing.receiver import (
     healthy,
 )
 from fedsender_lab.testing.rooms import STREAM, Homeserver, Room
+from fedsender_relay.line_server import open_replication_server
 
 TOKEN = "the admin endpoint's token"
 PATIENCE_S = 60.0

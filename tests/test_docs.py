@@ -19,11 +19,12 @@ from fedsender.config import LEAST_SECRET, Federation, Sending
 from fedsender.config.sections import Ledger
 from fedsender.facts import MAX_LINE_BYTES
 from fedsender.federation import answer, client, discovery, places, transport
-from fedsender.replication import resp, server
+from fedsender.replication import resp
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.telemetry import Metrics
 from fedsender_lab import bench
+from fedsender_relay import line_server
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -175,7 +176,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"a drain waits {http1.GRACE_SECONDS:.0f} s",
         f"a `Host` of any name; at most {http1.PROBES.connections} connections",
         f"lines of {MAX_LINE_BYTES // kib} KiB, Redis replies of"
-        f" {resp.MAX_BULK // mib} MiB, {server.MAX_CONNECTIONS} clients",
+        f" {resp.MAX_BULK // mib} MiB, {line_server.MAX_CONNECTIONS} clients",
     ):
         assert text in security, text
 

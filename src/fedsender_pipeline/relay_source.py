@@ -27,13 +27,18 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, bindparam, func, select
 
 from fedsender.facts import BadRow, RelayRow, rows_of
-from fedsender.replication.client import parse_record
 from fedsender.store import embedded, positions, tables
 from fedsender.store.connections import words
 from fedsender.store.engine import StoreError
 from fedsender.store.migrations import upgrade
 from fedsender.store.records import History
-from fedsender.store.relay import (
+from fedsender.store.statements import insert_rows, select_rows
+from fedsender.streams import PduRow
+from fedsender_pipeline import PipelineError, sources
+from fedsender_pipeline.database import Source, open_source
+from fedsender_pipeline.lake import RELAY, Lake, locked
+from fedsender_pipeline.session import Step, Steps
+from fedsender_relay.database import (
     DamagedLog,
     LogBounds,
     LogRecord,
@@ -42,12 +47,7 @@ from fedsender.store.relay import (
     read_kept,
     read_log,
 )
-from fedsender.store.statements import insert_rows, select_rows
-from fedsender.streams import PduRow
-from fedsender_pipeline import PipelineError, sources
-from fedsender_pipeline.database import Source, open_source
-from fedsender_pipeline.lake import RELAY, Lake, locked
-from fedsender_pipeline.session import Step, Steps
+from fedsender_relay.line_feed import parse_record
 
 EXPIRED: Final = "expired"
 """The name of the position up to which `expire` has removed rows."""

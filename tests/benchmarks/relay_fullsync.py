@@ -9,6 +9,7 @@ changes, and the sender that missed it syncs again: only what is new is written.
 import os
 import resource
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -18,11 +19,7 @@ import trio
 from fedsender.config import UnixAddress, from_values
 from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES
-from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.replication.client import LineSettings
 from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.relay_feed import RelayFeed, State
-from fedsender.replication.server import open_doors
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
@@ -30,6 +27,11 @@ from fedsender.streams import Json
 from fedsender_lab.bench.meter import Options, percentile
 from fedsender_lab.simulation.relay_consumer import DeafSink
 from fedsender_lab.testing.children import BenchFailed
+from fedsender_relay.daemon import RelayDaemon, open_relay
+from fedsender_relay.feed import RelayFeed, State
+from fedsender_relay.line_feed import LineSettings
+from fedsender_relay.line_server import open_doors
+from fedsender_relay.load import load_snapshot
 
 SERVER: Final = "relay.test"
 AT_ONCE: Final = 1000
@@ -126,6 +128,7 @@ async def _sync(
         runtime,
         store,
         DeafSink(),
+        load=partial(load_snapshot, store, runtime.now_ms),
         handles=lambda _server: True,
         directory=directory / "snapshot",
     )

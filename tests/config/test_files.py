@@ -137,7 +137,7 @@ OUT_OF_FILES = """
 import os, resource, sys
 from fedsender.admin import client
 from fedsender.cli import run_command
-from fedsender.relay import daemon
+from fedsender_relay import daemon
 from fedsender.replication import feed
 name, *words = sys.argv[1:]
 opened = os.open

@@ -17,11 +17,7 @@ from tests.pipeline.worlds import SERVERS, US
 from tests.relay.log_support import Clock, append, open_log, runtime
 
 from fedsender.config import Config, ConfigError, from_values
-from fedsender.relay.log import RelayLog
-from fedsender.replication.client import parse_record
-from fedsender.replication.relay_feed import read_rows
-from fedsender.snapshot import Row, SnapshotInfo, write_snapshot
-from fedsender.store import embedded, positions, relay_load, tables
+from fedsender.store import embedded, positions, tables
 from fedsender.store.event_rows import membership_in
 from fedsender.store.migrations import upgrade
 from fedsender.store.records import History
@@ -31,6 +27,11 @@ from fedsender_pipeline.database import open_source
 from fedsender_pipeline.ingest import Ingested
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.session import showing
+from fedsender_relay.feed import read_rows
+from fedsender_relay.line_feed import parse_record
+from fedsender_relay.load import load
+from fedsender_relay.log import RelayLog
+from fedsender_relay.snapshot import Row, SnapshotInfo, write_snapshot
 
 INSTANCE = "sender-1"
 MS = 1_800_000_000_000
@@ -331,10 +332,10 @@ def take_snapshot(url: str, info: SnapshotInfo, history: History) -> None:
     """The sender does."""
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        steps = relay_load.load(_Taken(info.token, history, info), lambda _: True, MS)
-        step, _ = relay_load.run_step(steps, None)
+        steps = load(_Taken(info.token, history, info), lambda _: True, MS)
+        step, _ = embedded.run_step(steps, None)
         while step is not None:
-            step, _ = relay_load.run_step(steps, step(connection))
+            step, _ = embedded.run_step(steps, step(connection))
     engine.dispose()
 
 

@@ -48,7 +48,7 @@ from fedsender.replication.protocol import (
     UnsendableCommand,
     parse_command,
 )
-from fedsender.snapshot import (
+from fedsender_relay.snapshot import (
     BadSnapshot,
     FileInfo,
     file_name,

@@ -20,8 +20,8 @@ from fedsender.intake.endpoint import PREFIX, build_app
 from fedsender.intake.intake import Intake
 from fedsender.replication.line_stream import Wire
 from fedsender.replication.protocol import File, Snapshot, format_command
-from fedsender.replication.relay_feed import Fetcher, FetchFailed
-from fedsender.snapshot import (
+from fedsender_relay.feed import Fetcher, FetchFailed
+from fedsender_relay.snapshot import (
     COLUMNS,
     BadSnapshot,
     FileInfo,

@@ -11,11 +11,11 @@ import trio
 from fedsender.facts import prepare, rows_of
 from fedsender.intake.intake import Intake
 from fedsender.intake.writer import Writer
-from fedsender.relay.log import RelayLog
 from fedsender.runtime import Runtime, real_runtime
-from fedsender.store.relay import open_relay_store
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import virtual_runtime
+from fedsender_relay.database import open_relay_store
+from fedsender_relay.log import RelayLog
 
 
 class Clock:

@@ -9,11 +9,11 @@ import sqlalchemy as sa
 from tests.relay.relay_world import new_directory
 
 from fedsender.facts import prepare
-from fedsender.snapshot import SnapshotInfo, write_snapshot
 from fedsender.store import positions, tables
 from fedsender.store.migrations import upgrade
-from fedsender.store.relay import RelayRows, SnapshotTables
 from fedsender.streams import Json
+from fedsender_relay.database import RelayRows, SnapshotTables
+from fedsender_relay.snapshot import SnapshotInfo, write_snapshot
 
 HS = "hs.example"
 EPOCH = "0123456789abcdef"

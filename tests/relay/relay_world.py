@@ -19,10 +19,10 @@ from tests.replication.support import Netcat
 
 from fedsender.config import Config, from_values
 from fedsender.facts import prepare
-from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
 from fedsender.runtime import Limiter, Runtime
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import now_ms
+from fedsender_relay.daemon import DATABASE, RelayDaemon, open_relay
 
 SERVER = "hs.example"
 MIB = 2**20

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 import trio.testing
@@ -19,16 +19,17 @@ from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow
-from fedsender.replication.client import LineSettings
 from fedsender.replication.feed_api import Sink
 from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.runtime import Runtime
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import History, Receipt
-from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import Json, PduRow
 from fedsender_lab.testing import clock
 from fedsender_lab.testing.clock import virtual_runtime
+from fedsender_relay.feed import RelayFeed, RelayStore
+from fedsender_relay.line_feed import LineSettings
+from fedsender_relay.load import Handles, Load, Loaded, LoadedSnapshot, load_snapshot
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0
@@ -139,6 +140,12 @@ class MemoryStore:
         return len(self.receipts)
 
 
+class LoadingStore(RelayStore, Protocol):
+    """A store that loads snapshots in a way of its own."""
+
+    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded: ...
+
+
 @dataclass
 class Shard:
     """One sender's side of a relay: its feed, and what that works on."""
@@ -146,7 +153,7 @@ class Shard:
     line: Line
     name: str = "sender-1"
     server_name: str = "hs.example"
-    store: RelayStore = field(default_factory=MemoryStore)
+    store: LoadingStore | HomeserverStore = field(default_factory=MemoryStore)
     sink: Sink = field(default_factory=RecordingSink)
     directory: Path = field(default_factory=new_directory)
     handles: Handles = field(default=lambda server: True)
@@ -156,6 +163,11 @@ class Shard:
     def runtime(self) -> Runtime:
         return virtual_runtime(random.Random(self.name), self.line)  # type: ignore[arg-type]
 
+    def _load(self) -> Load:
+        if isinstance(self.store, HomeserverStore):
+            return partial(load_snapshot, self.store, self.runtime().now_ms)
+        return self.store.load_snapshot
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RelayFeed]:
         """The feed, until the body is left."""
@@ -164,6 +176,7 @@ class Shard:
             self.runtime(),
             self.store,
             self.sink,
+            load=self._load(),
             handles=self.handles,
             directory=self.directory / "snapshot",
         )

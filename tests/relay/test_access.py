@@ -23,18 +23,18 @@ from tests.replication.support import Netcat
 
 from fedsender.config import TcpAddress, UnixAddress, from_values
 from fedsender.intake.intake import Append
-from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication import line_stream
-from fedsender.replication.feed import relay_settings
 from fedsender.replication.line_stream import Endpoint, connect
-from fedsender.replication.server import (
+from fedsender.runtime import CannotListen, real_runtime
+from fedsender_relay.daemon import RelayDaemon, open_relay
+from fedsender_relay.feeds import relay_settings
+from fedsender_relay.line_server import (
     MAX_CONNECTIONS,
     MAX_LEAVING,
     MAX_OF_ONE,
     MAX_PROVING,
     open_doors,
 )
-from fedsender.runtime import CannotListen, real_runtime
 
 Clock = trio.testing.MockClock
 SECRET = "correct horse battery staple"

@@ -18,11 +18,11 @@ from tests.proxy import Proxy, open_proxy
 from tests.relay.relay_world import Hands
 from tests.service import TOKEN, Service, World, open_service, open_world
 
-from fedsender.replication.relay_feed import RETRY_S, TRIES
 from fedsender_lab.demo import process
 from fedsender_lab.demo.process import write_secret
 from fedsender_lab.intake_client import IntakeClient, NewRecord
 from fedsender_lab.testing.clock import until
+from fedsender_relay.feed import RETRY_S, TRIES
 
 pytestmark = pytest.mark.slow
 

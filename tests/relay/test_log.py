@@ -15,7 +15,7 @@ from tests.relay.relay_world import World
 
 from fedsender.facts import rows_of
 from fedsender.intake.writer import Full
-from fedsender.relay.log import TAIL_BYTES, Collected
+from fedsender_relay.log import TAIL_BYTES, Collected
 
 Clock = trio.testing.MockClock
 BODY = "x" * 1_000

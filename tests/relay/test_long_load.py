@@ -15,14 +15,15 @@ import pytest
 import structlog.testing
 import trio
 from tests.relay.relay_tables import Relay, hosts, pdu
-from tests.relay.test_relay_load import as_loaded, load
+from tests.relay.test_relay_load import as_loaded, load, load_into
 
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
-from fedsender.snapshot import PARTS, BadSnapshot
-from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, relay_load
+from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.records import History
-from fedsender.store.relay_load import LoadedSnapshot
+from fedsender_relay import load as relay_load
+from fedsender_relay.load import LoadedSnapshot
+from fedsender_relay.snapshot import PARTS, BadSnapshot
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ async def test_nothing_that_is_written_waits_for_the_end_of_a_long_load(
         async with open_store(config, real_runtime()) as store, trio.open_nursery() as nursery:
 
             async def run() -> None:
-                await store.homeserver.load_snapshot(snapshot, lambda _server: True)
+                await load_into(store, snapshot)
                 written.append("snapshot")
 
             nursery.start_soon(run)
@@ -182,7 +183,7 @@ async def killed(config: StoreConfig, faults: Faults, snapshot: LoadedSnapshot) 
     try:
         async with open_store(config, real_runtime(), faults=faults) as store:
             faults.points.clear()
-            await store.homeserver.load_snapshot(snapshot, lambda _server: True)
+            await load_into(store, snapshot)
     except BaseException as ended:
         if "Killed" not in repr(ended):
             raise
@@ -213,7 +214,7 @@ async def test_08_killed_at_any_commit_of_a_load_the_next_life_has_what_an_undis
         second = replace(as_loaded(other), history=History("f" * 16, first.token))
     whole = config_of(tmp_path)
     async with open_store(whole, real_runtime()) as store:
-        await store.homeserver.load_snapshot(first, lambda _server: True)
+        await load_into(store, first)
     before = tables_of(tmp_path, COUNTING)
     base = (tmp_path / "homeserver.db").read_bytes()
     faults = Faults()
@@ -275,7 +276,7 @@ async def test_a_snapshot_that_breaks_off_leaves_nothing_to_the_log(tmp_path: Pa
                 return iter(whole.read(table, part))
 
         with pytest.raises(BadSnapshot):
-            await store.homeserver.load_snapshot(Broken(), lambda _server: True)
+            await load_into(store, Broken())
         await store.homeserver.drop_unfinished_load()
         servers = await store.homeserver.servers_now([ROOM])
         assert servers == {ROOM: {"a.x", "b.x"}}

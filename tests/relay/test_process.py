@@ -22,10 +22,10 @@ from tests.service import PATIENCE_S, TOKEN, open_service
 
 from fedsender.cli import run_command
 from fedsender.config import ConfigError
-from fedsender.relay.process import STOP_S, load_config, only_one
 from fedsender_lab.demo.process import write_secret
 from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.clock import until
+from fedsender_relay.process import STOP_S, load_config, only_one
 
 pytestmark = pytest.mark.slow
 

@@ -18,13 +18,13 @@ from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
 from tests.replication.support import RecordingSink
 
 from fedsender.facts import RelayRow
-from fedsender.relay import hub
-from fedsender.relay.snapshots import SHARED_S
-from fedsender.replication.relay_feed import State
-from fedsender.snapshot import MANIFEST
 from fedsender.store.records import History
 from fedsender.streams import PduRow
 from fedsender.telemetry import Metrics
+from fedsender_relay import hub
+from fedsender_relay.feed import State
+from fedsender_relay.snapshot import MANIFEST
+from fedsender_relay.snapshots import SHARED_S
 
 Clock = trio.testing.MockClock
 HS = "hs.example"

@@ -24,13 +24,13 @@ from tests.sender.harness import HS, World
 from fedsender.facts import RoomServers
 from fedsender.intake.intake import Append
 from fedsender.replication.push import PushFeed
-from fedsender.replication.relay_feed import State, read_rows
 from fedsender.runtime import real_runtime
-from fedsender.snapshot import SnapshotInfo
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.records import History, stands_above
-from fedsender.store.relay_load import Loaded
 from fedsender.streams import Json
+from fedsender_relay.feed import State, read_rows
+from fedsender_relay.load import Loaded, LoadedSnapshot, load_snapshot
+from fedsender_relay.snapshot import SnapshotInfo
 
 Clock = trio.testing.MockClock
 ROOM = "!room:hs.example"
@@ -404,8 +404,14 @@ def as_loaded(relay: Relay) -> _Loaded:
     return _Loaded(relay, relay.compact(), History(EPOCH, 0))
 
 
+async def load_into(store: Store, snapshot: LoadedSnapshot) -> Loaded:
+    return await load_snapshot(
+        store.homeserver, real_runtime().now_ms, snapshot, lambda _server: True
+    )
+
+
 async def load(store: Store, relay: Relay) -> Loaded:
-    return await store.homeserver.load_snapshot(as_loaded(relay), lambda _server: True)
+    return await load_into(store, as_loaded(relay))
 
 
 async def test_from_the_relay_to_push_on_the_same_store(

@@ -17,11 +17,11 @@ from tests.relay.log_support import pdu, runtime
 from tests.relay.relay_world import World, config_of
 
 from fedsender.intake.writer import Full
-from fedsender.relay import retention
-from fedsender.relay.daemon import open_relay
-from fedsender.relay.registry import Connected
-from fedsender.relay.retention import TIDY_EVERY_S
-from fedsender.relay.status import problems
+from fedsender_relay import retention
+from fedsender_relay.daemon import open_relay
+from fedsender_relay.registry import Connected
+from fedsender_relay.retention import TIDY_EVERY_S
+from fedsender_relay.status import problems
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.

@@ -15,13 +15,13 @@ from tests.relay.log_support import pdu, runtime, to_device
 from tests.relay.relay_world import Hands, World
 
 from fedsender.facts import prepare_ephemeral
-from fedsender.relay.status import status_of
 from fedsender.replication import line_stream
 from fedsender.replication.line_stream import Disconnected, Wire
 from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches
-from fedsender.replication.server import MAX_CONNECTIONS
-from fedsender.snapshot import SnapshotInfo
 from fedsender_lab.testing.clock import now_ms
+from fedsender_relay.line_server import MAX_CONNECTIONS
+from fedsender_relay.snapshot import SnapshotInfo
+from fedsender_relay.status import status_of
 
 Clock = trio.testing.MockClock
 

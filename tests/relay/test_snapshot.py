@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fedsender import snapshot
-from fedsender.relay.snapshots import list_snapshots
-from fedsender.snapshot import (
+from fedsender_relay import snapshot
+from fedsender_relay.snapshot import (
     COLUMNS,
     KEYS,
     MANIFEST,
@@ -26,6 +25,7 @@ from fedsender.snapshot import (
     stream_part,
     write_snapshot,
 )
+from fedsender_relay.snapshots import list_snapshots
 
 EPOCH = "0123456789abcdef"
 MANY = 100_000

@@ -18,15 +18,15 @@ from tests.relay.log_support import append, hosts, pdu, to_device
 from tests.relay.relay_world import World, config_of
 from tests.relay.shard import Line, MemoryStore, Shard, forget_log
 
-from fedsender.relay.daemon import open_relay
-from fedsender.relay.retention import TIDY_EVERY_S
-from fedsender.relay.snapshots import SHARED_S
-from fedsender.relay.status import problems, status_of
-from fedsender.replication.relay_feed import Fetcher, State
 from fedsender.runtime import real_runtime
-from fedsender.snapshot import MANIFEST, SnapshotInfo, stream_part
-from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import Json
+from fedsender_relay.daemon import open_relay
+from fedsender_relay.feed import Fetcher, State
+from fedsender_relay.load import Handles, Loaded, LoadedSnapshot
+from fedsender_relay.retention import TIDY_EVERY_S
+from fedsender_relay.snapshot import MANIFEST, SnapshotInfo, stream_part
+from fedsender_relay.snapshots import SHARED_S
+from fedsender_relay.status import problems, status_of
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.

@@ -13,9 +13,9 @@ import trio
 import trio.testing
 from tests.relay.relay_world import World
 
-from fedsender.relay.admin_app import RelayContext, build_app
-from fedsender.relay.commands import consumers, facts
-from fedsender.relay.status import status_of
+from fedsender_relay.admin_app import RelayContext, build_app
+from fedsender_relay.commands import consumers, facts
+from fedsender_relay.status import status_of
 
 Clock = trio.testing.MockClock
 

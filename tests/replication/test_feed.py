@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog.testing
 import trio
@@ -25,14 +25,14 @@ from tests.replication.test_synapse import Tables
 from tests.servers import Valkey
 
 from fedsender.config import Config, from_values
-from fedsender.replication.client import EmbeddedFeed, LineSettings
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.replication.server import open_replication_server
 from fedsender.runtime import listen_unix, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Fact
 from fedsender_lab.testing.clock import until
+from fedsender_relay.line_feed import EmbeddedFeed, LineSettings
+from fedsender_relay.line_server import open_replication_server
 
 
 def configured(directory: Path, **feed: Any) -> Config:
@@ -262,9 +262,6 @@ class SynapseTables(Tables):
     async def drop_unfinished_load(self) -> None:
         raise NotImplementedError
 
-    async def load_snapshot(self, snapshot: Any, handles: Any) -> Any:
-        raise NotImplementedError
-
     async def store_receipts(self, receipts: Any) -> int:
         raise NotImplementedError
 
@@ -303,7 +300,7 @@ async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
     sink = RecordingSink()
     async with (
         trio.open_nursery() as nursery,
-        open_feed(config, real_runtime(), SynapseTables(), sink) as feed,
+        open_feed(config, real_runtime(), cast(HomeserverStore, SynapseTables()), sink) as feed,
     ):
         main = await Process.join(valkey.host, valkey.port, SERVER, nursery)
         await until(lambda: feed.status().connected)
@@ -350,7 +347,9 @@ async def test_notices_move_the_position_where_the_database_is_read_in_place(
         config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
         homeserver = config.homeserver.model_copy(update={"kind": "synapse"})
         config = config.model_copy(update={"homeserver": homeserver})
-        async with open_feed(config, real_runtime(), SynapseTables(), sink) as feed:
+        async with open_feed(
+            config, real_runtime(), cast(HomeserverStore, SynapseTables()), sink
+        ) as feed:
             await until(lambda: sink.events.value == 9 and feed.status().level)
             log.say(14, NOTICE)
             await until(lambda: sink.events.value == 14)

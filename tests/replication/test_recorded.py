@@ -19,9 +19,9 @@ from tests.replication.support import (
     runtime_with,
 )
 
-from fedsender.replication.client import EmbeddedFeed, LineSettings, NoticeFeed
-from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
+from fedsender_relay.line_feed import EmbeddedFeed, LineSettings, NoticeFeed
+from fedsender_relay.line_server import open_replication_server
 
 HERE = Path(__file__).parent / "recorded"
 SETTINGS = LineSettings(ANYWHERE, "old.example", "fed1")

@@ -22,10 +22,10 @@ from tests.replication.support import (
 )
 from tests.replication.test_synapse import BACKOFF, Tables, fed
 
-from fedsender.replication.client import EmbeddedFeed, LineSettings
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 from fedsender.streams import FeedStatus
+from fedsender_relay.line_feed import EmbeddedFeed, LineSettings
 
 Clock = trio.testing.MockClock
 

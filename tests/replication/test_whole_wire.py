@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
@@ -20,10 +21,11 @@ from tests.servers import Valkey
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.replication.server import open_replication_server
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import until
+from fedsender_relay.line_server import open_replication_server
 
 ALICE = "@alice:hs.example"
 HOST = "127.0.0.1"
@@ -153,7 +155,7 @@ async def secured(directory: Path, valkey: Valkey) -> AsyncIterator[Site]:
         rules = ["on", ">p w", "allcommands", "allkeys", "allchannels"]
         assert await main.ask("ACL", "SETUSER", "wire", *rules) == b"+OK\r\n"
         nursery.start_soon(trio.serve_listeners, listener.serve, [trio.SSLListener(http, tls)])
-        async with open_feed(config, real_runtime(), tables, sink) as feed:
+        async with open_feed(config, real_runtime(), cast(HomeserverStore, tables), sink) as feed:
             await until(lambda: feed.status().connected)
             yield Site(feed, sink, main, listener, tables)
         nursery.cancel_scope.cancel()

@@ -3,17 +3,14 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from tests.servers import Databases
+from tests.servers import NewUrl
 from tests.store import synapse_schema
 
 from fedsender.runtime import real_runtime
 from fedsender.store.engine import Database, DatabaseOptions, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
-
-NewUrl = Callable[[], str]
 
 
 @dataclass
@@ -27,15 +24,6 @@ class Synapse:
 
 
 OpenSynapse = Callable[..., AbstractAsyncContextManager[Synapse]]
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> NewUrl:
-    if request.param == "sqlite":
-        numbers = iter(range(1_000))
-        return lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db"
-    postgres: Databases = request.getfixturevalue("postgres")
-    return postgres.create_schema
 
 
 @pytest.fixture

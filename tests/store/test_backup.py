@@ -14,9 +14,8 @@ from typing import NoReturn
 import pytest
 import trio
 from sqlalchemy import Connection, make_url, text
-from tests.servers import Databases
+from tests.servers import Databases, NewUrl
 from tests.store import backup_writer
-from tests.store.conftest import NewUrl
 
 from fedsender.runtime import real_runtime
 from fedsender.store import (

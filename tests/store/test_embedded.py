@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, event
-from tests.store.conftest import NewUrl
+from tests.servers import NewUrl
 
 from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, migrations, open_store

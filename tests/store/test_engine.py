@@ -15,8 +15,7 @@ import trio
 import trio.testing
 from sqlalchemy import Connection, select, text
 from structlog.testing import capture_logs
-from tests.servers import Databases
-from tests.store.conftest import NewUrl
+from tests.servers import Databases, NewUrl
 
 from fedsender.runtime import real_runtime
 from fedsender.store.engine import (

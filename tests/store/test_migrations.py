@@ -9,9 +9,8 @@ import pytest
 import trio
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
-from tests.servers import Databases
+from tests.servers import Databases, NewUrl
 from tests.store import synapse_schema
-from tests.store.conftest import NewUrl
 
 from fedsender.runtime import real_runtime
 from fedsender.store import (

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 from sqlalchemy import Column, Connection
-from tests.servers import Databases
-from tests.store.conftest import NewUrl
+from tests.servers import Databases, NewUrl
 
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState, states_of

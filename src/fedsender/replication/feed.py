@@ -1,4 +1,4 @@
-"""The configured feed: Redis, push, relay or TCP.
+"""The configured feed. Ours are Redis and push; another package may bring more (`FeedParts`).
 
 Over TCP the homeserver (or a relay) sends the facts themselves, and they are stored before the
 events position moves. Over Redis, Synapse only announces the position of each of its writers: the
@@ -11,11 +11,12 @@ The feed does not skip a row that it cannot understand: events stop there, with 
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 import trio
@@ -25,76 +26,49 @@ from fedsender.config import (
     ConfigError,
     RedisFeed,
     TcpAddress,
-    TcpFeed,
     UnixAddress,
     read_secret,
 )
 from fedsender.federation.signing import KeyRing
 from fedsender.intake.signing import EventSigner
-from fedsender.replication.client import (
-    EmbeddedFeed,
-    LineSettings,
-    NoticeFeed,
-)
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.protocol import Shard
-from fedsender.replication.push import PushFeed, PushStore
+from fedsender.replication.push import PushFeed
 from fedsender.replication.redis import RedisSettings
-from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.stream_updates import Peers
-from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
+from fedsender.replication.synapse import InstanceTaken, SynapseFeed
 from fedsender.runtime import Runtime
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import FeedStatus, Watermark
 from fedsender.waiting import BeginAnew
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
 
-__all__ = ["Feed", "FeedStatus", "FeedStore", "InstanceTaken", "Sink", "open_feed"]
+__all__ = ["Feed", "FeedParts", "FeedStatus", "InstanceTaken", "Sink", "open_feed"]
 
 log = structlog.get_logger()
 
 
-class FeedStore(SynapseStore, RelayStore, PushStore, Protocol):
-    """The store that any feed needs."""
+@dataclass(frozen=True, slots=True)
+class FeedParts:
+    """The parts that a feed is made of.
 
-
-def tcp_settings(config: Config) -> LineSettings:
-    """The server of the plain protocol, and our name to it. Raises ConfigError.
-
-    Its limits are those of our own kind: only that kind has the rows of a store of ours.
+    Attributes:
+        keys: the keys of a feed that signs events.
+        shadow: whether the feed tells its server nothing about us.
     """
-    return _line_settings(config, config.feed.tcp)
+
+    config: Config
+    runtime: Runtime
+    store: HomeserverStore
+    sink: Sink
+    keys: KeyRing | None
+    shadow: bool
 
 
-def relay_settings(config: Config, *, sends: bool = True) -> LineSettings:
-    """The relay, and our name to it; a shadow sends nothing. Raises ConfigError."""
-    return replace(
-        _line_settings(config, config.feed.relay),
-        shard=_shard(config) if sends else None,
-    )
-
-
-def _line_settings(config: Config, feed: TcpFeed) -> LineSettings:
-    secret_file = feed.secret_file
-
-    def secret() -> str | None:
-        return None if secret_file is None else read_secret(secret_file)
-
-    secret()
-    return LineSettings(
-        endpoint=Endpoint(feed.address, _tls(feed.ca_file) if feed.tls else None),
-        server_name=config.server_name,
-        name=feed.name or config.instance_name,
-        secret=secret,
-    )
-
-
-def _shard(config: Config) -> Shard:
-    """The servers that we send to, as a share of all senders' (`Config.handles`)."""
-    senders = config.homeserver.federation_sender_instances or (config.instance_name,)
-    return Shard(senders.index(config.instance_name), len(senders))
+MakeFeed = Callable[[FeedParts], Feed]
+"""The entry point `fedsender.feeds` of a value of `feed.kind`. Raises ConfigError."""
 
 
 def redis_settings(config: Config) -> RedisSettings:
@@ -116,7 +90,7 @@ def peers(config: Config) -> Peers:
     """The processes to ask for missed rows. Raises ConfigError."""
     http = config.feed.http
     secret = read_secret(http.secret_file) if http.secret_file else None
-    tls = _tls(http.ca_file) if any(each.tls for each in http.instances.values()) else None
+    tls = tls_context(http.ca_file) if any(each.tls for each in http.instances.values()) else None
     endpoints = {
         name: Endpoint(each.address, tls if each.tls else None)
         for name, each in http.instances.items()
@@ -125,7 +99,7 @@ def peers(config: Config) -> Peers:
 
 
 def _redis_tls(redis: RedisFeed) -> ssl.SSLContext:
-    context = _tls(redis.ca_file, redis.ca_directory)
+    context = tls_context(redis.ca_file, redis.ca_directory)
     if not redis.verify_certificate:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -138,7 +112,7 @@ def _redis_tls(redis: RedisFeed) -> ssl.SSLContext:
     return context
 
 
-def _tls(ca_file: Path | None, ca_directory: Path | None = None) -> ssl.SSLContext:
+def tls_context(ca_file: Path | None, ca_directory: Path | None = None) -> ssl.SSLContext:
     """A context that checks the peer's certificate by these authorities. Raises ConfigError."""
     try:
         return ssl.create_default_context(cafile=ca_file, capath=ca_directory)
@@ -152,54 +126,42 @@ def _why(error: OSError | ValueError) -> str:
     return f"cannot be read: {error.strerror}"
 
 
-def _make_feed(
-    config: Config,
-    runtime: Runtime,
-    store: FeedStore,
-    sink: Sink,
-    *,
-    keys: KeyRing | None,
-    shadow: bool,
-) -> Feed:
-    if config.feed.kind == "relay":
-        settings = relay_settings(config, sends=not shadow)
-        relay = config.feed.relay
-        return RelayFeed(
-            settings,
-            runtime,
-            store,
-            sink,
-            handles=config.handles,
-            directory=relay.directory,
-            disk_reserve=relay.disk_reserve,
-        )
-    if config.feed.kind == "push":
-        signer = None
-        if config.feed.push.sign_events and keys is not None:
-            signer = EventSigner(config.server_name, keys, store.events_by_id)
-        return PushFeed(runtime, store, sink, signer)
-    if config.feed.kind == "tcp":
-        settings = tcp_settings(config)
-        if config.homeserver.kind == "synapse":
-            return NoticeFeed(settings, runtime, store, sink)
-        return EmbeddedFeed(settings, runtime, store, sink, handles=config.handles)
+def push_feed(parts: FeedParts) -> Feed:
+    """The feed to which a homeserver appends."""
+    signer = None
+    if parts.config.feed.push.sign_events and parts.keys is not None:
+        signer = EventSigner(parts.config.server_name, parts.keys, parts.store.events_by_id)
+    return PushFeed(parts.runtime, parts.store, parts.sink, signer)
+
+
+def redis_feed(parts: FeedParts) -> Feed:
+    """The feed of a Synapse. Raises ConfigError."""
+    config = parts.config
     return SynapseFeed(
         redis_settings(config),
-        runtime,
-        store,
-        sink,
+        parts.runtime,
+        parts.store,
+        parts.sink,
         instance=config.instance_name,
         writers=config.homeserver.event_writers,
         peers=peers(config),
-        shadow=shadow,
+        shadow=parts.shadow,
     )
+
+
+def _make_feed(parts: FeedParts) -> Feed:
+    kind = parts.config.feed.kind
+    for found in entry_points(group="fedsender.feeds", name=kind):
+        make: MakeFeed = found.load()
+        return make(parts)
+    raise ConfigError(f"feed.kind: no package that is installed has the feed {kind}")
 
 
 @asynccontextmanager
 async def open_feed(
     config: Config,
     runtime: Runtime,
-    store: FeedStore,
+    store: HomeserverStore,
     sink: Sink,
     *,
     keys: KeyRing | None = None,
@@ -212,7 +174,7 @@ async def open_feed(
     Raises ConfigError; and InstanceTaken, out of the body, as soon as another process speaks under
     our name.
     """
-    feed = _make_feed(config, runtime, store, sink, keys=keys, shadow=shadow)
+    feed = _make_feed(FeedParts(config, runtime, store, sink, keys, shadow))
     feed.metrics = metrics
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_run, feed, sink.events, name="feed")

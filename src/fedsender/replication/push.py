@@ -28,8 +28,7 @@ from fedsender.facts import (
 from fedsender.intake.intake import Intake
 from fedsender.intake.signing import EventSigner
 from fedsender.intake.writer import AppendStore, Full, Writer
-from fedsender.replication.client import redacted_in, tell_ephemeral
-from fedsender.replication.feed_api import Feed, Sink
+from fedsender.replication.feed_api import Feed, Sink, redacted_in, tell_ephemeral
 from fedsender.runtime import Runtime
 from fedsender.store.appends import REDACTED, NewRecord, News, Notice, Place, stored_rows
 from fedsender.store.engine import StoreError

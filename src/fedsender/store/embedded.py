@@ -6,12 +6,26 @@ the feed goes on from there, with nothing missing and nothing twice.
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, bindparam, delete, func, select, tuple_, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Select,
+    bindparam,
+    delete,
+    func,
+    literal,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
-from fedsender.facts import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
+from fedsender.facts import BadRow, DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
 from fedsender.ledger import DevicePoke
 from fedsender.store import positions, tables
 from fedsender.store.engine import StoreError
@@ -27,6 +41,11 @@ STICKY = "msc4354_sticky"
 LONGEST_STICKY_MS = 3_600_000
 MAX_RECEIPTS = 100_000
 """The most receipts that are kept for servers that do not answer; the oldest go first."""
+
+
+T = TypeVar("T")
+_AT_ONCE: Final = 250
+"""The most rows of an interrupted load that one transaction removes."""
 
 
 class FeedError(StoreError):
@@ -438,3 +457,86 @@ def store_receipts(connection: Connection, receipts: Sequence[Receipt]) -> int:
         )
     connection.execute(delete(table).where(table.c.stream_id <= newest - MAX_RECEIPTS))
     return newest
+
+
+# --- long writes ----------------------------------------------------------------------------------
+
+Step = Callable[[Connection], Any]
+"""The work of one transaction. It may be run twice, with the same result."""
+Steps = Generator[Step, Any, T]
+"""Yields one step after the other, and is sent each one's result. Blocks between."""
+
+
+def run_step(steps: Steps[T], result: Any) -> tuple[Step | None, T | None]:
+    """The next step, after the result of the one before (None: the first); or the end's value.
+
+    Raises FeedError for rows that cannot be stored.
+    """
+    try:
+        return steps.send(result), None
+    except StopIteration as end:
+        return None, end.value
+    except (BadRow, ValueError, TypeError, LookupError) as bad:
+        raise FeedError(f"the snapshot has rows that cannot be stored: {bad}") from bad
+
+
+def drop_unfinished_load() -> Steps[None]:
+    """Remove the rows that an interrupted load has stored above our position, if there are any."""
+    position = yield positions.unfinished_load
+    if position is None:
+        return
+    stays, told, events = tables.room_servers.c, tables.room_servers_told, tables.events
+
+    def restore_stays(connection: Connection, rows: Sequence[Any]) -> None:
+        key = tuple_(stays.room_id, stays.server, stays.joined)
+        found = key.in_([tuple(row) for row in rows])
+        connection.execute(delete(tables.room_servers).where(found, stays.joined > position))
+        connection.execute(
+            update(tables.room_servers).where(found, stays.left > position).values(left=None)
+        )
+
+    def lower_told(connection: Connection, rows: Sequence[Any]) -> None:
+        found = told.c.room_id.in_([row.room_id for row in rows])
+        connection.execute(update(told).where(found).values(token=position))
+
+    def drop_events(connection: Connection, rows: Sequence[Any]) -> None:
+        tokens = [row.stream_ordering for row in rows]
+        ids = select(events.c.event_id).where(events.c.stream_ordering.in_(tokens))
+        for table in (tables.event_servers, tables.event_json, tables.sticky_events):
+            connection.execute(delete(table).where(table.c.event_id.in_(ids)))
+        connection.execute(delete(events).where(events.c.stream_ordering.in_(tokens)))
+
+    yield from _by_page(
+        [stays.room_id, stays.server, stays.joined],
+        or_(stays.joined > position, stays.left > position),
+        restore_stays,
+    )
+    yield from _by_page([told.c.room_id], told.c.token > position, lower_told)
+    order = [events.c.stream_ordering]
+    yield from _by_page(order, events.c.stream_ordering > position, drop_events)
+    for table in (tables.device_federation_outbox, tables.device_lists_outbound_pokes):
+        key = [table.c.destination, table.c.stream_id]
+
+        def drop_edus(connection: Connection, rows: Sequence[Any], key: Any = key) -> None:
+            found = tuple_(*key).in_([tuple(row) for row in rows])
+            connection.execute(delete(key[0].table).where(found))
+
+        yield from _by_page(key, table.c.stream_id > position, drop_edus)
+    yield positions.end_load
+
+
+def _by_page(
+    key: Sequence[Column[Any]],
+    where: ColumnElement[bool],
+    change: Callable[..., None],
+) -> Steps[None]:
+    """Call `change` with the keys of the rows that match `where`, some in each transaction."""
+    query = select(*key).where(where).order_by(*key).limit(_AT_ONCE)
+    page = query
+    while rows := (yield partial(_all, query=page)):
+        yield partial(change, rows=rows)
+        page = query.where(tuple_(*key) > tuple_(*map(literal, rows[-1])))
+
+
+def _all(connection: Connection, query: Select[Any]) -> Sequence[Any]:
+    return connection.execute(query).all()

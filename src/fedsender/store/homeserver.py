@@ -3,7 +3,7 @@
 One class for both kinds: a Synapse's database, used in place, and the embedded store, which a feed
 fills. A question that needs several tables at once, or that several transactions ask, is a function
 of a connection in a module beside this one: `event_rows`, `room_servers`, `edus`, `positions`, and
-for the embedded store `embedded`, `appends` and `relay_load`.
+for the embedded store `embedded`, `appends`.
 """
 
 import math
@@ -51,12 +51,12 @@ from fedsender.store import (
     embedded,
     event_rows,
     positions,
-    relay_load,
     room_servers,
     tables,
 )
 from fedsender.store.appends import Appended, NewRecord, News, Notice, Place
 from fedsender.store.edus import changed_to_device, settle_device_lists
+from fedsender.store.embedded import Steps
 from fedsender.store.engine import Database, StoreError, reading, reading_together, writing
 from fedsender.store.lock import Lock, LockHeld
 from fedsender.store.records import (
@@ -76,7 +76,6 @@ from fedsender.store.records import (
     Settlement,
     StoredEvent,
 )
-from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
 from fedsender.store.schema_check import STATE_TABLES, check_schema, check_tables
 from fedsender.store.statements import (
     as_given,
@@ -1360,24 +1359,20 @@ class HomeserverStore:
         """Store receipts for servers that do not answer now; returns their newest stream id."""
         return embedded.store_receipts(connection, receipts)
 
-    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
-        """Load a snapshot; nothing of it counts until all is stored. See `relay_load`.
-
-        Raises FeedError, and the errors of `snapshot.read`.
-        """
-        return await self._run_steps(relay_load.load(snapshot, handles, self._now_ms()))
-
     async def drop_unfinished_load(self) -> None:
         """Remove the rows of an interrupted load; before the feed stores anything."""
-        await self._run_steps(relay_load.drop())
+        await self.write_in_steps(embedded.drop_unfinished_load())
 
-    async def _run_steps(self, steps: Steps[T]) -> T:
-        """Run each step in its own transaction, which others may share; returns the end's value."""
+    async def write_in_steps(self, steps: Steps[T]) -> T:
+        """Run each step in its own transaction, which others may share; returns the end's value.
+
+        Raises FeedError for rows that cannot be stored, and what the steps raise.
+        """
         limiter = trio.CapacityLimiter(1)
         result: Any = None
         with self._hosts_moving(), closing(steps):
             while True:
-                go_on = partial(relay_load.run_step, steps, result)
+                go_on = partial(embedded.run_step, steps, result)
                 step, value = await self._runtime.run_sync(go_on, limiter=limiter)
                 if step is None:
                     return cast(T, value)

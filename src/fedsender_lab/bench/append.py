@@ -26,7 +26,6 @@ from fedsender.intake.writer import GROUP_RECORDS
 from fedsender.runtime import real_runtime
 from fedsender.store import appends
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
-from fedsender.store.relay import RelayStore, open_relay_store
 from fedsender.streams import Json
 from fedsender_lab.bench.homeserver import ROOM_VERSION, Room, signer
 from fedsender_lab.bench.meter import Meter, Options, median, percentile
@@ -35,6 +34,7 @@ from fedsender_lab.bench.steady import WARM_UP
 from fedsender_lab.demo.process import write_secret, write_signing_key
 from fedsender_lab.intake_client import IntakeClient, NewRecord
 from fedsender_lab.testing.children import BenchFailed, Child, Order, open_child, serve_orders
+from fedsender_relay.database import RelayStore, open_relay_store
 
 GROUPS: Final = (1, 16, 128, MAX_APPENDS)
 GROUPS_OF_STORE: Final = (1, 16, 128, GROUP_RECORDS)

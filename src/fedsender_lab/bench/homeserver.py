@@ -9,11 +9,11 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.matrix import ROOM_VERSIONS
-from fedsender.replication.server import open_replication_server
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.streams import Fact, Watermark
 from fedsender_lab.testing.children import Order, serve_orders
 from fedsender_lab.testing.rooms import Event, Signer, new_timeline
+from fedsender_relay.line_server import open_replication_server
 
 SERVER_NAME = "hs.bench"
 KEY_ID = "ed25519:a_bench"

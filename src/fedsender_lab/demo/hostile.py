@@ -21,7 +21,6 @@ from typing import Any
 
 import trio
 
-from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime
 from fedsender_lab.demo import process
 from fedsender_lab.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
@@ -30,6 +29,7 @@ from fedsender_lab.testing.children import Child, open_child
 from fedsender_lab.testing.federation import open_federation
 from fedsender_lab.testing.receiver import ReceivedTransaction, Receivers
 from fedsender_lab.testing.rooms import STREAM, Homeserver, Room, Step
+from fedsender_relay.line_server import open_replication_server
 
 HOSTILE_PER_HONEST = 3
 NEIGHBOUR = ("s0.neighbour.test", "127.66.1.251")

@@ -14,7 +14,6 @@ import trio
 
 from fedsender.daemon import Daemon
 from fedsender.replication.protocol import RemoteServerUp
-from fedsender.replication.server import StreamServer, open_replication_server
 from fedsender.runtime import Runtime
 from fedsender_lab.simulation.behaviours import Mode
 from fedsender_lab.simulation.checks import CommitChecks
@@ -24,6 +23,7 @@ from fedsender_lab.simulation.observations import Failover, Observations, RoomLo
 from fedsender_lab.simulation.receiver import Attempt
 from fedsender_lab.testing.network import MemoryStream
 from fedsender_lab.testing.rooms import Homeserver
+from fedsender_relay.line_server import StreamServer, open_replication_server
 
 SECRET_CONTENT = "for-your-device-only"
 FULL = "/dev/full"

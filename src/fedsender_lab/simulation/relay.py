@@ -16,7 +16,6 @@ from fedsender.config import from_values
 from fedsender.facts import BadRow, KeyReused
 from fedsender.intake.intake import Append, Busy, ReservationGone, Waiting
 from fedsender.intake.writer import Full
-from fedsender.relay.daemon import RelayDaemon
 from fedsender.streams import Json
 from fedsender_lab.simulation.observations import Violation, log_goes_to, traceback_in
 from fedsender_lab.simulation.relay_checks import RelayViews, name_of
@@ -25,6 +24,7 @@ from fedsender_lab.simulation.relay_station import Away, RelayStation
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.world import run_world
 from fedsender_lab.testing.clock import derived
+from fedsender_relay.daemon import RelayDaemon
 
 SERVER = "hs.example"
 ROOMS = 6

@@ -14,13 +14,13 @@ import orjson
 import trio
 
 from fedsender.config.sections import Relay
-from fedsender.relay.daemon import DATABASE, RelayDaemon
-from fedsender.relay.retention import EDU_SHARE
-from fedsender.relay.snapshots import DIRECTORY
-from fedsender.snapshot import MANIFEST, SnapshotInfo
 from fedsender.streams import Json
 from fedsender_lab.simulation.observations import Violation
 from fedsender_lab.testing.clock import Trace
+from fedsender_relay.daemon import DATABASE, RelayDaemon
+from fedsender_relay.retention import EDU_SHARE
+from fedsender_relay.snapshot import MANIFEST, SnapshotInfo
+from fedsender_relay.snapshots import DIRECTORY
 
 DROPPED = "messages dropped for want of room"
 KEPT_VIOLATIONS = 50

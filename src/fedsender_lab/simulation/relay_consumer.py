@@ -18,17 +18,17 @@ import trio
 
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow, ToDeviceRow
-from fedsender.replication.client import LineSettings
 from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.relay_feed import RelayFeed
-from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
-from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import HeardPositions, PduRow, Watermark
 from fedsender_lab.simulation.daemon_life import Crash
 from fedsender_lab.simulation.relay_checks import RelayViews, Standing
 from fedsender_lab.simulation.relay_station import RelayStation, Steps, flip_bit
 from fedsender_lab.testing.clock import virtual_runtime
+from fedsender_relay.feed import RelayFeed
+from fedsender_relay.line_feed import LineSettings
+from fedsender_relay.load import Handles, Loaded, LoadedSnapshot
+from fedsender_relay.snapshot import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -331,6 +331,7 @@ class SimulatedConsumer:
             self._runtime,
             self.store,
             DeafSink(),
+            load=self.store.load_snapshot,
             handles=self._behaviour.handles,
             directory=self._staging,
         )

@@ -20,7 +20,6 @@ import trio
 from fedsender.config import Config, from_values
 from fedsender.intake.intake import Append, Busy, Waiting
 from fedsender.intake.writer import Full
-from fedsender.relay.daemon import RelayDaemon
 from fedsender_lab.simulation.daemon_life import SPEAKER
 from fedsender_lab.simulation.observations import Observations, log_goes_to, traceback_in
 from fedsender_lab.simulation.receiver import make_site
@@ -34,6 +33,7 @@ from fedsender_lab.simulation.world import ORIGIN, Size, configuration, found, p
 from fedsender_lab.testing.clock import derived
 from fedsender_lab.testing.network import Internet, MemoryStream
 from fedsender_lab.testing.rooms import Homeserver
+from fedsender_relay.daemon import RelayDaemon
 
 DOOR: Final = Path("/run/relay.sock")
 AT_ONCE: Final = 40

@@ -23,14 +23,14 @@ import trio
 
 from fedsender.config import Config
 from fedsender.facts import rows_of
-from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.relay.log import Collected
 from fedsender.runtime import Limiter, real_runtime
-from fedsender.store.relay import LogRecord
 from fedsender_lab.simulation.daemon_life import Crash, copy_files, disk_full
 from fedsender_lab.simulation.relay_checks import Files, RelayChecks, RelayViews, name_of
 from fedsender_lab.testing.clock import derived, virtual_runtime
 from fedsender_lab.testing.network import MemoryStream, memory_connection
+from fedsender_relay.daemon import RelayDaemon, open_relay
+from fedsender_relay.database import LogRecord
+from fedsender_relay.log import Collected
 
 
 class Links:

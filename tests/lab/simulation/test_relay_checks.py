@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from fedsender.config import from_values
-from fedsender.snapshot import MANIFEST
 from fedsender_lab.simulation.relay_checks import History, RelayChecks, RelayViews
+from fedsender_relay.snapshot import MANIFEST
 
 
 class NoConsumers(tuple[Any, ...]):

@@ -6,17 +6,17 @@ from contextlib import suppress
 import pytest
 import trio
 
-from fedsender.relay import snapshots
-from fedsender.relay.hub import Hub
-from fedsender.relay.log import RelayLog
-from fedsender.relay.registry import Registry
-from fedsender.relay.retention import Retention
 from fedsender.store import appends
-from fedsender.store import relay as store
 from fedsender.store.appends import Appended, NewRecord
-from fedsender.store.relay import LogRecord, RelayStore
 from fedsender_lab.simulation import relay as relay_world
 from fedsender_lab.simulation.relay import simulate_relay
+from fedsender_relay import database as store
+from fedsender_relay import snapshots
+from fedsender_relay.database import LogRecord, RelayStore
+from fedsender_relay.hub import Hub
+from fedsender_relay.log import RelayLog
+from fedsender_relay.registry import Registry
+from fedsender_relay.retention import Retention
 
 pytestmark = pytest.mark.slow
 

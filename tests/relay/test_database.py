@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trio
 from sqlalchemy import Connection, Select, func, select, update
-from tests.store.conftest import NewUrl
+from tests.servers import NewUrl
 
 from fedsender.facts import Elsewhere, KeyReused, Outdated, check_of, prepare
 from fedsender.runtime import real_runtime
@@ -27,14 +27,15 @@ from fedsender.store import (
     appends,
     connections,
     open_store,
-    relay,
     tables,
 )
 from fedsender.store.appends import NewRecord
 from fedsender.store.connections import WrongDatabase
 from fedsender.store.engine import open_database
 from fedsender.store.lock import LockHeld
-from fedsender.store.relay import (
+from fedsender.streams import Json
+from fedsender_relay import database as module
+from fedsender_relay.database import (
     KEEP_LEFT_MS,
     Consumer,
     DamagedLog,
@@ -43,7 +44,6 @@ from fedsender.store.relay import (
     SnapshotTables,
     open_relay_store,
 )
-from fedsender.streams import Json
 
 MIB = 2**20
 SERVER = "hs.example"
@@ -411,7 +411,7 @@ async def test_a_record_for_many_servers_is_not_read_once_for_each_of_them(
 async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
     new_url: NewUrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 5)
     monkeypatch.setattr(appends, "_FORGOTTEN_AT_ONCE", 5)
     clock = Clock()
     url = new_url()
@@ -684,7 +684,7 @@ async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is appended meanwhile waits, if it must; the disk has its bytes back afterwards."""
-    monkeypatch.setattr(relay, "MAX_WAL_BYTES", 2 * MIB)
+    monkeypatch.setattr(module, "MAX_WAL_BYTES", 2 * MIB)
     monkeypatch.setattr(connections, "SQLITE_WAL_BYTES", MIB)
     wal, over = tmp_path / "relay.db-wal", threading.Event()
     async with open_relay_store(f"sqlite:///{tmp_path}/relay.db", real_runtime(), SERVER) as store:

@@ -20,13 +20,13 @@ from fedsender.config import Config, ConfigError, load
 from fedsender.facts import Elsewhere
 from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
-from fedsender.relay.admin_app import RelayContext, open_admin
-from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.replication.server import open_doors
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.signals import Signals
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
+from fedsender_relay.admin_app import RelayContext, open_admin
+from fedsender_relay.daemon import RelayDaemon, open_relay
+from fedsender_relay.line_server import open_doors
 
 log = structlog.get_logger()
 

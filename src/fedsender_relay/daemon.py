@@ -18,16 +18,16 @@ from fedsender.config import Config, database_url
 from fedsender.facts import Elsewhere
 from fedsender.files import free_bytes
 from fedsender.intake.intake import Intake
-from fedsender.relay.hub import Hub
-from fedsender.relay.log import RelayLog
-from fedsender.relay.registry import Registry
-from fedsender.relay.retention import Retention
-from fedsender.relay.snapshots import Snapshots, open_shelf
-from fedsender.replication.server import Door, open_server
 from fedsender.runtime import Runtime
 from fedsender.store.engine import Faults
 from fedsender.store.lock import LockUnknown
-from fedsender.store.relay import RelayStore, open_relay_store
+from fedsender_relay.database import RelayStore, open_relay_store
+from fedsender_relay.hub import Hub
+from fedsender_relay.line_server import Door, open_server
+from fedsender_relay.log import RelayLog
+from fedsender_relay.registry import Registry
+from fedsender_relay.retention import Retention
+from fedsender_relay.snapshots import Snapshots, open_shelf
 
 log = structlog.get_logger()
 

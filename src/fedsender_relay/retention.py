@@ -16,13 +16,13 @@ import structlog
 import trio
 
 from fedsender.config import Relay
-from fedsender.relay.log import RelayLog
-from fedsender.relay.registry import Registry
-from fedsender.relay.snapshots import Snapshots
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
-from fedsender.store.relay import RelayStore
 from fedsender.waiting import Signal
+from fedsender_relay.database import RelayStore
+from fedsender_relay.log import RelayLog
+from fedsender_relay.registry import Registry
+from fedsender_relay.snapshots import Snapshots
 
 log = structlog.get_logger()
 

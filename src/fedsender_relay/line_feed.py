@@ -26,7 +26,7 @@ import trio
 
 from fedsender.facts import STREAM, BadRow, EduRow, RelayRow, ToDeviceRow, parse_relay_row
 from fedsender.matrix import is_server_name
-from fedsender.replication.feed_api import MAX_TYPISTS, EduSink, Feed, Sink
+from fedsender.replication.feed_api import Feed, Sink, redacted_in, tell_ephemeral
 from fedsender.replication.line_stream import (
     Disconnected,
     Endpoint,
@@ -53,10 +53,10 @@ from fedsender.replication.protocol import (
 )
 from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
-from fedsender.store.records import PresenceState, Receipt
-from fedsender.store.relay_load import Handles
-from fedsender.streams import FeedStatus, Json, RedactionRow
+from fedsender.store.records import Receipt
+from fedsender.streams import FeedStatus, Json
 from fedsender.waiting import BeginAnew, Pauses
+from fedsender_relay.load import Handles
 
 
 def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[RelayRow]:
@@ -74,37 +74,6 @@ def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[Rel
             continue
         found.append(parsed)
     return found
-
-
-def redacted_in(rows: Iterable[RelayRow]) -> set[str]:
-    """The events that these rows redact."""
-    return {row.target for row in rows if isinstance(row, RedactionRow)}
-
-
-def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt | None:
-    """Tell the sink of a row of typing or presence; returns a receipt, which the caller stores.
-
-    An unreadable row is passed over: it would be of no use a moment later.
-    """
-    match (stream, row):
-        case ("typing", [str(room_id), list(users)]):
-            typists = [user for user in users if isinstance(user, str)]
-            edus.typing(room_id, typists[:MAX_TYPISTS], token)
-        case ("receipts", [str(room), str(kind), str(user), str(event), thread, dict(data)]) if (
-            thread is None or isinstance(thread, str)
-        ):
-            ts = data.get("ts")
-            known = isinstance(ts, int) and not isinstance(ts, bool)
-            return Receipt(0, room, kind, user, event, thread, ts if known else None)
-        case (
-            "presence",
-            [str(user), str(state), int(active), status, bool(now), list(servers)],
-        ) if status is None or isinstance(status, str):
-            edus.presence(PresenceState(user, state, active, status, now))
-            for server in servers:
-                if isinstance(server, str):
-                    edus.presence_wanted(server, user)
-    return None
 
 
 log = structlog.get_logger()

@@ -24,7 +24,7 @@ import trio
 from fedsender.config import Relay
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
-from fedsender.store.relay import Consumer, Handed, RelayStore
+from fedsender_relay.database import Consumer, Handed, RelayStore
 
 log = structlog.get_logger()
 

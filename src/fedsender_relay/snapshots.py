@@ -20,10 +20,12 @@ from typing import Final, TypeVar
 import structlog
 import trio
 
-from fedsender.relay.log import RelayLog
-from fedsender.relay.registry import Registry
 from fedsender.runtime import Runtime
-from fedsender.snapshot import (
+from fedsender.store.engine import StoreError
+from fedsender_relay.database import RelayStore
+from fedsender_relay.log import RelayLog
+from fedsender_relay.registry import Registry
+from fedsender_relay.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     BadSnapshot,
@@ -31,8 +33,6 @@ from fedsender.snapshot import (
     parse_manifest,
     write_snapshot,
 )
-from fedsender.store.engine import StoreError
-from fedsender.store.relay import RelayStore
 
 log = structlog.get_logger()
 

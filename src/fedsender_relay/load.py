@@ -31,37 +31,32 @@ changed nothing that counts: its rows above the position are removed before anyt
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from sqlalchemy import (
-    Column,
-    ColumnElement,
     Connection,
-    Select,
     delete,
-    literal,
-    or_,
     select,
     tuple_,
-    update,
 )
 
 from fedsender.facts import BadRow, DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
-from fedsender.snapshot import PARTS, Row, part_of
 from fedsender.store import embedded, positions, tables
+from fedsender.store.embedded import Steps
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import STANDS_ABOVE, History
 from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
+from fedsender_relay.snapshot import PARTS, Row, part_of
 
 ROWS = 1000
 """The most rows that are written in one transaction, which takes some 30 ms."""
 
-T = TypeVar("T")
 Handles = Callable[[str], bool]
 """Whether a server belongs to this shard: the EDUs of others are left out."""
 
@@ -106,6 +101,10 @@ class Loaded:
     redacted: frozenset[str] = frozenset()
 
 
+Load = Callable[[LoadedSnapshot, Handles], Awaitable[Loaded]]
+"""Loads a snapshot, as `load_snapshot` does."""
+
+
 class _Stay(NamedTuple):
     """A server's stay in a room: above `joined`, and up to and with `left` (None: still there)."""
 
@@ -137,28 +136,19 @@ class _Change(NamedTuple):
     opened: Sequence[_Stay]
 
 
-Step = Callable[[Connection], Any]
-"""The work of one transaction. It may be run twice, with the same result."""
-Steps = Generator[Step, Any, T]
-"""Yields one step after the other, and is sent each one's result. Blocks between."""
+async def load_snapshot(
+    store: HomeserverStore, now_ms: Callable[[], int], snapshot: LoadedSnapshot, handles: Handles
+) -> Loaded:
+    """Load a snapshot into our store; nothing of it counts until all is stored.
 
-
-def run_step(steps: Steps[T], result: Any) -> tuple[Step | None, T | None]:
-    """The next step, after the result of the one before (None: the first); or the end's value.
-
-    Raises FeedError for rows that cannot be stored.
+    Raises FeedError for rows that cannot be stored, and the errors of `snapshot.read`.
     """
-    try:
-        return steps.send(result), None
-    except StopIteration as end:
-        return None, end.value
-    except (BadRow, ValueError, TypeError, LookupError) as bad:
-        raise embedded.FeedError(f"the snapshot has rows that cannot be stored: {bad}") from bad
+    return await store.write_in_steps(load(snapshot, handles, now_ms()))
 
 
 def load(snapshot: LoadedSnapshot, handles: Handles, now_ms: int) -> Steps[Loaded]:
     """Load a snapshot. Raises FeedError for rows that cannot be stored; errors of `read`."""
-    yield from drop()
+    yield from embedded.drop_unfinished_load()
     position = max(0, (yield positions.feed_position))
     reached = snapshot.token + snapshot.history.base
     if reached < position:
@@ -405,65 +395,3 @@ class _Loading:
 
 
 # --- what a load that was broken off has left -----------------------------------------------------
-
-
-def drop() -> Steps[None]:
-    """Remove the rows that an interrupted load has stored above our position, if there are any."""
-    position = yield positions.unfinished_load
-    if position is None:
-        return
-    stays, told, events = _room_servers.c, tables.room_servers_told, tables.events
-
-    def restore_stays(connection: Connection, rows: Sequence[Any]) -> None:
-        key = tuple_(stays.room_id, stays.server, stays.joined)
-        found = key.in_([tuple(row) for row in rows])
-        connection.execute(delete(_room_servers).where(found, stays.joined > position))
-        connection.execute(
-            update(_room_servers).where(found, stays.left > position).values(left=None)
-        )
-
-    def lower_told(connection: Connection, rows: Sequence[Any]) -> None:
-        found = told.c.room_id.in_([row.room_id for row in rows])
-        connection.execute(update(told).where(found).values(token=position))
-
-    def drop_events(connection: Connection, rows: Sequence[Any]) -> None:
-        tokens = [row.stream_ordering for row in rows]
-        ids = select(events.c.event_id).where(events.c.stream_ordering.in_(tokens))
-        for table in (tables.event_servers, tables.event_json, tables.sticky_events):
-            connection.execute(delete(table).where(table.c.event_id.in_(ids)))
-        connection.execute(delete(events).where(events.c.stream_ordering.in_(tokens)))
-
-    yield from _by_page(
-        [stays.room_id, stays.server, stays.joined],
-        or_(stays.joined > position, stays.left > position),
-        restore_stays,
-    )
-    yield from _by_page([told.c.room_id], told.c.token > position, lower_told)
-    order = [events.c.stream_ordering]
-    yield from _by_page(order, events.c.stream_ordering > position, drop_events)
-    for table in (_outbox, _pokes):
-        key = [table.c.destination, table.c.stream_id]
-
-        def drop_edus(connection: Connection, rows: Sequence[Any], key: Any = key) -> None:
-            found = tuple_(*key).in_([tuple(row) for row in rows])
-            connection.execute(delete(key[0].table).where(found))
-
-        yield from _by_page(key, table.c.stream_id > position, drop_edus)
-    yield positions.end_load
-
-
-def _by_page(
-    key: Sequence[Column[Any]],
-    where: ColumnElement[bool],
-    change: Callable[..., None],
-) -> Steps[None]:
-    """Call `change` with the keys of the rows that match `where`, some in each transaction."""
-    query = select(*key).where(where).order_by(*key).limit(ROWS // 4)
-    page = query
-    while rows := (yield partial(_all, query=page)):
-        yield partial(change, rows=rows)
-        page = query.where(tuple_(*key) > tuple_(*map(literal, rows[-1])))
-
-
-def _all(connection: Connection, query: Select[Any]) -> Sequence[Any]:
-    return connection.execute(query).all()

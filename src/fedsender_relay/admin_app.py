@@ -14,14 +14,14 @@ from fedsender.admin.bodies import Body, Error, Refusal, json_answer, not_found
 from fedsender.admin.client import PREFIX
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Config
-from fedsender.relay.registry import Connected
-from fedsender.relay.status import RelayMetrics, Status, problems, status_of
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.telemetry import EXPOSITION_TYPE
+from fedsender_relay.registry import Connected
+from fedsender_relay.status import RelayMetrics, Status, problems, status_of
 
 if TYPE_CHECKING:
-    from fedsender.relay.daemon import RelayDaemon
+    from fedsender_relay.daemon import RelayDaemon
 
 log = structlog.get_logger()
 

@@ -13,10 +13,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from fedsender.store.engine import StoreError
-from fedsender.store.relay import Consumer, State
+from fedsender_relay.database import Consumer, State
 
 if TYPE_CHECKING:
-    from fedsender.relay.daemon import RelayDaemon
+    from fedsender_relay.daemon import RelayDaemon
 
 
 HELD_S: Final = 30.0

@@ -1,4 +1,4 @@
-"""The connections of a relay, and the commands of consumers beyond `replication.server`."""
+"""The connections of a relay, and the commands of consumers beyond those of `line_server`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ import trio
 
 from fedsender.config import Config, ConfigError, read_secret
 from fedsender.facts import SERVER_UP, STREAM, Ephemeral, without_edus
-from fedsender.relay.log import Collected, RelayLog
-from fedsender.relay.registry import Registry, TooManyConsumers, is_consumer_name
-from fedsender.relay.retention import Retention
-from fedsender.relay.snapshots import SnapshotFailed, Snapshots
 from fedsender.replication.line_stream import SEND_PIECE, Wire
 from fedsender.replication.protocol import (
     RELAY_VERSION,
@@ -43,11 +39,15 @@ from fedsender.replication.protocol import (
     Shard,
     Snapshot,
 )
-from fedsender.replication.server import Counts, LineServer, Refused, TooFarBehind
-from fedsender.replication.server import Session as LineSession
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.streams import Fact, Watermark
+from fedsender_relay.line_server import Counts, LineServer, Refused, TooFarBehind
+from fedsender_relay.line_server import Session as LineSession
+from fedsender_relay.log import Collected, RelayLog
+from fedsender_relay.registry import Registry, TooManyConsumers, is_consumer_name
+from fedsender_relay.retention import Retention
+from fedsender_relay.snapshots import SnapshotFailed, Snapshots
 
 MAX_UNACKED: Final = 1000
 """The most sent pieces with a known age."""

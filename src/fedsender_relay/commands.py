@@ -83,7 +83,7 @@ def relay(
         raise Mistake("Missing option '-c' / '--config'.")
     import trio
 
-    from fedsender.relay import process
+    from fedsender_relay import process
 
     return trio.run(process.run, config)
 

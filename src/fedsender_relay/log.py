@@ -18,8 +18,8 @@ from fedsender.facts import lines_of
 from fedsender.intake.writer import Full, Writer
 from fedsender.runtime import Runtime
 from fedsender.store.appends import NewRecord
-from fedsender.store.relay import DamagedLog, LogBounds, LogRecord, RelayStore
 from fedsender.streams import Watermark
+from fedsender_relay.database import DamagedLog, LogBounds, LogRecord, RelayStore
 
 TAIL_BYTES: Final = 8 * 2**20
 """The size of the log's part in memory, in bytes, for all readers."""

@@ -25,11 +25,11 @@ from tests.replication.support import (
 )
 
 from fedsender.config import TcpAddress
-from fedsender.replication.client import Fact, LineFeed, LineSettings
 from fedsender.replication.line_stream import Disconnected, Endpoint, connect
-from fedsender.replication.server import open_replication_server
 from fedsender.runtime import Runtime, listen_tcp, real_runtime
 from fedsender_lab.testing.clock import until
+from fedsender_relay.line_feed import Fact, LineFeed, LineSettings
+from fedsender_relay.line_server import open_replication_server
 
 SETTINGS = LineSettings(ANYWHERE, SERVER, "sender-1")
 GREETING = [f"SERVER {SERVER}", "PING 1"]

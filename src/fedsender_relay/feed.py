@@ -11,7 +11,7 @@ its last transaction moves the position.
 
 Our positions only ever rise. A history has an epoch and a base: a token of the relay plus the base
 is our stream ordering. A relay that lost its newest part, or has another history, gets a new base:
-our position. Events that we have already are known by event id (see `store.relay_load`).
+our position. Events that we have already are known by event id (see `fedsender_relay.load`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,6 @@ import trio
 
 from fedsender.facts import STREAM
 from fedsender.files import free_bytes
-from fedsender.replication.client import (
-    EmbeddedFeed,
-    EmbeddedStore,
-    Fact,
-    LineSettings,
-    connect_relay,
-    said,
-)
 from fedsender.replication.feed_api import Sink
 from fedsender.replication.line_stream import Disconnected, Wire
 from fedsender.replication.protocol import (
@@ -59,7 +51,19 @@ from fedsender.replication.protocol import (
     Snapshot,
 )
 from fedsender.runtime import Runtime
-from fedsender.snapshot import (
+from fedsender.store.records import History, Receipt
+from fedsender.streams import FeedStatus
+from fedsender.waiting import Pauses
+from fedsender_relay.line_feed import (
+    EmbeddedFeed,
+    EmbeddedStore,
+    Fact,
+    LineSettings,
+    connect_relay,
+    said,
+)
+from fedsender_relay.load import Handles, Load
+from fedsender_relay.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     BadSnapshot,
@@ -69,10 +73,6 @@ from fedsender.snapshot import (
     parse_manifest,
     stream_part,
 )
-from fedsender.store.records import History, Receipt
-from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
-from fedsender.streams import FeedStatus
-from fedsender.waiting import Pauses
 
 T = TypeVar("T")
 PARTIAL: Final = ".part"
@@ -407,7 +407,6 @@ class RelayStore(EmbeddedStore, Protocol):
 
     async def feed_history(self) -> History | None: ...
     async def begin_history(self, history: History) -> None: ...
-    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded: ...
     async def drop_unfinished_load(self) -> None: ...
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
 
@@ -441,11 +440,16 @@ class RelayFeed(EmbeddedFeed):
         store: RelayStore,
         sink: Sink,
         *,
+        load: Load,
         handles: Handles,
         directory: Path,
         disk_reserve: int = 0,
     ) -> None:
-        """`directory`: for the files of snapshots; its disk keeps `disk_reserve` bytes free."""
+        """
+        Args:
+            load: loads a snapshot into the store.
+            directory: for the files of snapshots; its disk keeps `disk_reserve` bytes free.
+        """
         super().__init__(settings, runtime, store, sink, handles=handles)
         self.state = State.OFF
         self.state_since = 0.0
@@ -455,6 +459,7 @@ class RelayFeed(EmbeddedFeed):
             directory, runtime, self._open_wire, settings.fetch_parallel, disk_reserve
         )
         self._store = store
+        self._load = load
         self._history: History | None = None
         self._epoch = ""
         self._acked_at = 0.0
@@ -585,7 +590,7 @@ class RelayFeed(EmbeddedFeed):
             self._turn(State.LOADING)
             history = self._history_after(relay, refused)
             snapshot = _Fetched(info.token, history, partial(read_rows, info))
-            load = partial(self._store.load_snapshot, snapshot, self._handles)
+            load = partial(self._load, snapshot, self._handles)
             loaded = await self.insist(load)
             self._history = history
             self._sink.redacted(loaded.redacted)

@@ -14,13 +14,13 @@ from tests.replication.support import SERVER, Log, Netcat
 
 from fedsender.facts import MAX_LINE_BYTES
 from fedsender.replication.protocol import RemoteServerUp
-from fedsender.replication.server import (
+from fedsender.runtime import listen_tcp, listen_unix, real_runtime
+from fedsender_relay.line_server import (
     MAX_WAITING,
     StreamServer,
     TooFarBehind,
     open_replication_server,
 )
-from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 
 NO_SECRET = "ERROR AUTH a secret is needed, before anything else"
 
