@@ -13,12 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
 
 from fedsender import limits, runtime, tls
-from fedsender.admin import access, http1, page
+from fedsender.admin import page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Sending
 from fedsender.config.sections import Ledger
 from fedsender.facts import MAX_LINE_BYTES
 from fedsender.federation import answer, client, discovery, places, transport
+from fedsender.http import access, http1
 from fedsender.replication import resp
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT

@@ -56,7 +56,7 @@ from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging, note_start
 
 if TYPE_CHECKING:
-    from fedsender.admin.serving import Admin
+    from fedsender.http.serving import Admin
 
 log = structlog.get_logger()
 
@@ -411,7 +411,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
     append endpoint's certificate. A file that cannot be used changes nothing.
     """
 
-    from fedsender.admin.serving import read_files
+    from fedsender.http.serving import read_files
 
     def read() -> tuple[Config, Sequence[SigningKey]]:
         newer = load(run.path)

@@ -9,11 +9,18 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fedsender.admin.app import DESCRIBED, new_app
-from fedsender.admin.bodies import Body, Error, Refusal, json_answer, not_found
 from fedsender.admin.client import PREFIX
-from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Config
+from fedsender.http.application import (
+    DESCRIBED,
+    Body,
+    Error,
+    Refusal,
+    json_answer,
+    new_app,
+    not_found,
+)
+from fedsender.http.serving import Admin, serve_app
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.telemetry import EXPOSITION_TYPE

@@ -14,10 +14,10 @@ from pathlib import Path
 import structlog
 import trio
 
-from fedsender.admin.serving import Admin, read_files
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
 from fedsender.facts import Elsewhere
+from fedsender.http.serving import Admin, read_files
 from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
 from fedsender.runtime import Runtime, real_runtime

@@ -10,13 +10,13 @@ import httpx
 from tests.sender.harness import World
 
 from fedsender.admin import open_admin
-from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
 from fedsender.admin.context import AdminContext
 from fedsender.admin.page import Page
-from fedsender.admin.serving import Admin
 from fedsender.config import Policies
 from fedsender.federation.signing import KeyRing, signing_key_from_seed
+from fedsender.http.access import Doorkeeper
+from fedsender.http.serving import Admin
 from fedsender.streams import FeedStatus
 
 TOKEN = "the admin token"

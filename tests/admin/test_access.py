@@ -11,9 +11,9 @@ from tests.admin.desk import OURS, TOKEN, checked, open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.admin.access import BODY_SECONDS, LARGE_BYTES, SMALL_BODY, Doorkeeper
 from fedsender.admin.app import OPENAPI_PATH, description
-from fedsender.admin.http1 import OPERATORS, Bounds
+from fedsender.http.access import BODY_SECONDS, LARGE_BYTES, SMALL_BODY, Doorkeeper
+from fedsender.http.http1 import OPERATORS, Bounds
 from fedsender.streams import FeedStatus
 
 GUARDED = (

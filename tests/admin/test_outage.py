@@ -10,11 +10,11 @@ from tests.sender.test_blank_answers import saying, to_device
 from trio.testing import MockClock
 
 from fedsender.admin import probes
-from fedsender.admin.access import Doorkeeper
-from fedsender.admin.app import new_app
-from fedsender.admin.http1 import PROBES
 from fedsender.daemon import LAG_EVERY_S, watch_lag
 from fedsender.federation.answer import Answer
+from fedsender.http.access import Doorkeeper
+from fedsender.http.application import new_app
+from fedsender.http.http1 import PROBES
 from fedsender.telemetry import Metrics
 
 A, B = "a.example", "b.example"

@@ -15,9 +15,9 @@ from tests.sender.harness import World
 from trio.testing import MockClock
 
 from fedsender.admin import display, page
-from fedsender.admin.access import Doorkeeper
-from fedsender.admin.http1 import OPERATORS
 from fedsender.console import safe
+from fedsender.http.access import Doorkeeper
+from fedsender.http.http1 import OPERATORS
 
 FILES = ("/", "/page.css", "/page.js", "/icon.svg")
 PROTECTED = f"{OURS}/destinations"

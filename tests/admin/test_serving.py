@@ -17,8 +17,8 @@ from tests.admin.desk import OURS, TOKEN, Standing, checked, serve
 from tests.sender.harness import World
 
 from fedsender.admin.client import AdminClient, AdminError
-from fedsender.admin.serving import Admin, read_files
 from fedsender.config import ConfigError, TcpAddress, UnixAddress
+from fedsender.http.serving import Admin, read_files
 from fedsender.runtime import real_runtime
 
 

@@ -1,11 +1,11 @@
 """The operator's side: an HTTP endpoint on loopback or a Unix socket, and the client for it.
 
-`serving` listens; `access` is the only way in (token, sizes, deadlines); `app` puts the endpoints
-together: `endpoints`, `probes` (health, readiness, metrics). `client` is for the command line;
-`page`, `shown` and the files of `web` are for browsers.
+`fedsender.http` serves it. `app` puts the endpoints together: `endpoints` (ours), `probes` (health,
+readiness, metrics). `client` is for the command line; `page`, `shown` and the files of `web` are
+for browsers.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from fedsender.admin.context import AdminContext
-    from fedsender.admin.serving import Admin
+    from fedsender.admin.page import Page
+    from fedsender.http.serving import Admin
 
 __all__ = ["open_admin"]
 
@@ -27,13 +28,18 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
         CannotListen: the address cannot be listened on; an OSError.
     """
     # Here, because the command line only needs the client.
-    from fedsender.admin.http1 import PROBES
-    from fedsender.admin.serving import serve_app
+    from fedsender.http.http1 import PROBES
+    from fedsender.http.serving import serve_app
 
     def make_app() -> "FastAPI":
         from fedsender.admin.app import build_app
 
         return build_app(context)
+
+    def make_page(token: Callable[[], str | None]) -> "Page":
+        from fedsender.admin.page import Page
+
+        return Page(token, runtime.entropy)
 
     def make_probes() -> "FastAPI":
         from fedsender.admin.app import build_probes
@@ -45,7 +51,12 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
     async with AsyncExitStack() as stack:
         served = await stack.enter_async_context(
             serve_app(
-                make_app, admin.listen, admin.token_file, runtime, "admin endpoint", with_page=True
+                make_app,
+                admin.listen,
+                admin.token_file,
+                runtime,
+                "admin endpoint",
+                make_page=make_page,
             )
         )
         if listen is not None:

@@ -2,40 +2,14 @@
 
 from typing import Any
 
-from fastapi import FastAPI, Security
-from fastapi.security import HTTPBearer
+from fastapi import FastAPI
 
-from fedsender import version
-from fedsender.admin import bodies, endpoints, probes, shown
+from fedsender.admin import endpoints, probes, shown
 from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
+from fedsender.http.application import DESCRIBED, new_app
 
 OPENAPI_PATH = f"{PREFIX}/openapi.json"
-
-# For the description only: `access` has checked the token before any of this runs.
-DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admin.token_file."))]
-
-
-def new_app(title: str, summary: str, openapi_url: str, context: object) -> FastAPI:
-    """An application without endpoints; each of its errors is one of `refusal`.
-
-    Args:
-        context: the objects that its endpoints use, as `app.state.context`; None: it can only be
-        described.
-    """
-    app = FastAPI(
-        title=title,
-        summary=summary,
-        version=version(),
-        openapi_url=openapi_url,
-        # Their pages load scripts from other people's servers.
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    app.state.context = context
-    bodies.install(app)
-    return app
 
 
 def build_app(context: AdminContext | None) -> FastAPI:

@@ -11,19 +11,16 @@ from fastapi import APIRouter, Depends, Query
 from fedsender.admin.attempts import MAX_ATTEMPTS, Attempts, read_attempts
 from fedsender.admin.bodies import (
     MAX_INTEGER,
-    Error,
     EventId,
     InQuarantine,
     Pairs,
     Pause,
     Purge,
     Reach,
-    Refusal,
     Servers,
     ServersWithReason,
     Since,
     Skip,
-    not_found,
 )
 from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
@@ -43,6 +40,7 @@ from fedsender.admin.overview import Overview, overview
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
+from fedsender.http.application import Error, Refusal, not_found
 from fedsender.matrix import matches
 from fedsender.sender.operations import Freed
 from fedsender.store.records import Quarantined

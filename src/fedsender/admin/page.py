@@ -19,7 +19,7 @@ import structlog
 import trio
 from starlette.types import Message, Scope, Send
 
-from fedsender.admin.bodies import Refusal
+from fedsender.http.application import Refusal
 
 log = structlog.get_logger()
 
@@ -77,6 +77,8 @@ class Page:
         token: the access token as it is now; None: there is none.
         entropy: gives so many random bytes.
     """
+
+    body_bytes = LOGIN_BYTES
 
     def __init__(self, token: Callable[[], str | None], entropy: Callable[[int], bytes]) -> None:
         self._token = token

@@ -7,9 +7,10 @@ import trio
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from fedsender.admin.bodies import Reach, json_answer
+from fedsender.admin.bodies import Reach
 from fedsender.admin.context import AdminContext, Follows
 from fedsender.admin.display import listed, many
+from fedsender.http.application import json_answer
 from fedsender.sender.sender import Sender
 from fedsender.streams import FeedStatus
 from fedsender.telemetry import EXPOSITION_TYPE, Metrics, Standing

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from fedsender.admin import display, endpoints
-from fedsender.admin.bodies import MAX_INTEGER, EventId, Reach, json_answer
+from fedsender.admin.bodies import MAX_INTEGER, EventId, Reach
 from fedsender.admin.endpoints import Listed
 from fedsender.admin.overview import overview
 from fedsender.config.values import ServerName
 from fedsender.console import safe
+from fedsender.http.application import json_answer
 
 PREFIX: Final = "/page"
 ATTEMPTS: Final = 200

@@ -11,10 +11,6 @@ from fastapi.security import HTTPBearer
 from pydantic import Field
 from starlette.responses import Response
 
-from fedsender.admin.app import new_app
-from fedsender.admin.bodies import Body, Error, Refusal, bad_param, json_answer, not_found
-from fedsender.admin.http1 import Bounds
-from fedsender.admin.serving import Admin, MakeTls, serve_app
 from fedsender.config import Address
 from fedsender.facts import (
     EPHEMERAL_STREAMS,
@@ -25,6 +21,17 @@ from fedsender.facts import (
     Outdated,
     id_of,
 )
+from fedsender.http.application import (
+    Body,
+    Error,
+    Refusal,
+    bad_param,
+    json_answer,
+    new_app,
+    not_found,
+)
+from fedsender.http.http1 import Bounds
+from fedsender.http.serving import Admin, MakeTls, serve_app
 from fedsender.intake.feedback import BadCursor, Cursor, Feedback, Gap
 from fedsender.intake.intake import (
     MAX_APPENDS,

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING
 import structlog
 import trio
 
-from fedsender.admin.http1 import OPERATORS, Bounds, serve_http
 from fedsender.config import Address, TcpAddress, UnixAddress, read_secret
+from fedsender.http.http1 import OPERATORS, Bounds, serve_http
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from fedsender.http.access import Page
+
 log = structlog.get_logger()
 
 MakeTls = Callable[[], ssl.SSLContext | None]
+MakePage = Callable[[Callable[[], str | None]], "Page"]
+"""Makes the page of an endpoint, whose token the argument gives."""
 
 
 class Admin:
@@ -85,7 +89,7 @@ async def serve_app(
     make_tls: MakeTls | None = None,
     socket_mode: int = 0o600,
     *,
-    with_page: bool = False,
+    make_page: MakePage | None = None,
 ) -> AsyncIterator[Admin]:
     """The application, answering until the body is left.
 
@@ -95,7 +99,7 @@ async def serve_app(
         bounds: its bounds, if they differ from those of an operator's endpoint.
         make_tls: reads the certificate and key of a TCP listener; may raise ConfigError.
         socket_mode: the permissions of a Unix socket.
-        with_page: whether browsers get the page, and may log in.
+        make_page: makes the page for browsers, which may log in there; None: there is none.
 
     Raises:
         ConfigError: the token's file cannot be read, or those of TLS cannot be used.
@@ -105,10 +109,9 @@ async def serve_app(
     admin = Admin(_taken(listen, listeners), token_file, runtime, make_tls)
 
     def make() -> "ASGIApp":
-        from fedsender.admin.access import Doorkeeper
-        from fedsender.admin.page import Page
+        from fedsender.http.access import Doorkeeper
 
-        page = Page(admin.token, runtime.entropy) if with_page else None
+        page = None if make_page is None else make_page(admin.token)
         return Doorkeeper(make_app(), admin.token, bounds, page)
 
     app = _Once(make, runtime)

@@ -7,16 +7,15 @@ other path but the page's own files needs it, OpenAPI's description included.
 import hmac
 import ipaddress
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import structlog
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fedsender.admin.bodies import Refusal, error_body
-from fedsender.admin.http1 import OPERATORS, Bounds, Gone
-from fedsender.admin.page import LOGIN_BYTES, Page
 from fedsender.facts import MAX_PARTS
+from fedsender.http.application import Refusal, error_body
+from fedsender.http.http1 import OPERATORS, Bounds, Gone
 from fedsender.matrix import parse_server_name
 from fedsender.store.engine import WRITTEN
 
@@ -29,6 +28,28 @@ SMALL_BODY: Final = 64 * 1024
 LARGE_BYTES: Final = 32 * 2**20
 """Bodies of all requests under way, beyond the first `SMALL_BODY` bytes of each. Once it is parsed
 a body takes ten times its bytes."""
+
+
+class Page(Protocol):
+    """The files of an endpoint for browsers, and the sessions in which these may use it.
+
+    Attributes:
+        body_bytes: the largest body of a request to it.
+    """
+
+    body_bytes: int
+
+    def has(self, scope: Scope) -> bool:
+        """Whether the request is for the page itself."""
+        ...
+
+    def admits(self, scope: Scope) -> bool:
+        """Whether the request belongs to a session."""
+        ...
+
+    async def answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Answer a request that `has` has found."""
+        ...
 
 
 class Doorkeeper:
@@ -87,7 +108,7 @@ class Doorkeeper:
         if self._page is not None and self._token() is not None and self._page.has(scope):
             # It is not counted: nobody without the token may keep out those with it.
             if scope["method"] == "POST":
-                await self._read_body(receive, body, LOGIN_BYTES)
+                await self._read_body(receive, body, self._page.body_bytes)
             await self._page.answer(scope, bytes(body), send)
             return
         refusal = self._refusal(scope)
