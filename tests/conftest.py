@@ -48,12 +48,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A test of a program that is missing is not run, and the summary says so. On CI, where
     FEDSENDER_ALL_PROGRAMS is set, it is run and fails.
 
-    What takes longest begins first, so that both processes end at about the same time.
+    What takes longest begins first, so that both processes end at about the same time. Long tests
+    are left out of a run of everything.
     """
+    if items and _leaves_out_long(items[0].config):
+        left_out = [item for item in items if item.get_closest_marker("long") is not None]
+        items[0].config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     order: dict[str, int] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
         needed = [name for name in _SHARED if name in item.fixturenames]
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.slow)
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if needed or "postgres" in item.fixturenames or "postgresql" in map(str, parameters):
             item.add_marker(pytest.mark.slow)
@@ -68,6 +75,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
         order[item.nodeid] = 0 if needed else 1 if item.get_closest_marker("slow") else 2
     items.sort(key=lambda item: order[item.nodeid])
+
+
+def _leaves_out_long(config: pytest.Config) -> bool:
+    """Whether neither `-m` nor a file says which tests are meant."""
+    everything = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return everything and not config.option.markexpr
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say so, as the last line but one."""
+    if _leaves_out_long(config):
+        terminalreporter.write_line("left out: long tests; `python -m pytest -m long` runs them")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 
 from fedsender import version
 
-pytestmark = [pytest.mark.slow, pytest.mark.program("dpkg-deb", "dpkg")]
+pytestmark = [pytest.mark.long, pytest.mark.program("dpkg-deb", "dpkg")]
 
 ROOT = Path(__file__).parents[1]
 _REPLACED = ("adduser", "deluser", "chown", "systemctl")

@@ -7,7 +7,7 @@ import pytest
 from fedsender_lab.bench import Options, main, run_bench
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_senders_are_measured(capfd: pytest.CaptureFixture[str]) -> None:
     """It fails if a message is missing, so a figure is one of whole deliveries."""
     size = ("--servers", "2", "--events", "2", "--rounds", "2")

@@ -87,7 +87,7 @@ def test_the_dead_are_so_many_and_of_every_kind() -> None:
     assert cast(names, 0.0, Random(1)) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_soak_of_seconds_sends_every_kind_and_loses_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fedsender_lab.bench import main
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def figures_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

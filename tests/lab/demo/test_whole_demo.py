@@ -62,6 +62,7 @@ def test_chaos_loses_nothing() -> None:
     assert summary["kicked_away"] > 0
 
 
+@pytest.mark.long
 def test_honest_servers_do_not_notice_the_hostile_ones_beside_them() -> None:
     """Every attack once or more, over real TLS, and local ones on the admin endpoint."""
     *said, summary = demo("--hostile", "--servers=10", "--seconds=20")
