@@ -9,7 +9,17 @@ import structlog.testing
 import trio
 from trio.testing import MockClock
 
-from fedsender.fairness import PASS_S, Accounts, Line, Payer, Turns, Usual, networks_of, site_of
+from fedsender.fairness import (
+    PASS_S,
+    Accounts,
+    Line,
+    Payer,
+    Payers,
+    Turns,
+    Usual,
+    networks_of,
+    site_of,
+)
 from fedsender_lab.testing.clock import run_virtually
 
 
@@ -223,6 +233,51 @@ async def test_every_second_time_goes_who_has_waited_for_thirty_seconds(
             break
         await trio.sleep(0.1)
     assert 29 < trio.current_time() - since < 31
+
+
+async def test_nobody_waits_in_vain_behind_those_that_may_not_have_it(
+    autojump_clock: MockClock,
+) -> None:
+    accounts = Accounts()
+    line: Line[str] = Line(accounts)
+    for number in range(100):
+        line.add(f"evil{number}", ("evil.example",))
+    accounts.charge(("hoster.example",), 0.0, 1000.0)
+    line.add("hoster", ("hoster.example",))
+    since = trio.current_time()
+    for number in range(400):
+        line.add(f"new{number}", (f"new{number}.example",))
+        if line.pop(lambda payers: next((each for each in payers if "evil" in each), None)) == (
+            "hoster"
+        ):
+            break
+        await trio.sleep(0.1)
+    assert 29 < trio.current_time() - since < 31
+    # And they have not waited for nothing.
+    assert [line.pop(), line.pop()].count("evil0") == 1
+
+
+async def test_those_that_one_network_keeps_out_are_not_looked_at_one_by_one(
+    autojump_clock: MockClock,
+) -> None:
+    line: Line[int] = Line(Accounts())
+    asked = 0
+
+    def in_the_way(payers: Payers) -> str | None:
+        nonlocal asked
+        asked += 1
+        return "192.0.2.0/24" if "192.0.2.0/24" in payers else None
+
+    for number in range(1000):
+        line.add(number, (f"{number}.example", "192.0.2.0/24"))
+    for wait_s in (0, 31):
+        await trio.sleep(wait_s)
+        for _ in range(100):
+            assert line.pop(in_the_way) is None
+        line.add(1000, ("honest.org",))
+        assert line.pop(in_the_way) == 1000
+    assert asked < 3000
+    assert [line.pop() for _ in range(1000)] == list(range(1000))
 
 
 async def test_what_one_had_is_forgotten_when_nobody_has_waited_for_long(

@@ -16,9 +16,11 @@ anybody could have any network pay.
 
 import ipaddress
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from heapq import heapify, heappop, heappush, nlargest
+from heapq import heapify, heappop, heappush, heapreplace, nlargest
+from operator import itemgetter
 from statistics import median_low
 from typing import Any, Final, Generic, TypeVar
 
@@ -201,8 +203,8 @@ class _Site(Generic[T]):
 _Entry = tuple[float, float, int, str, _Site[T]]
 
 
-def anybody(_: Payers) -> bool:
-    return True
+def nothing(_: Payers) -> None:
+    """Nothing is in the way of anybody."""
 
 
 class Line(Generic[T]):
@@ -215,8 +217,10 @@ class Line(Generic[T]):
         self._accounts = accounts
         self._items: dict[T, tuple[Payers, float, int]] = {}
         self._sites: dict[str, _Site[T]] = {}
-        # Keys that were right once; they only grow.
-        self._heap: list[_Entry[T]] = []
+        # By the account that was last seen to be in their way, or "": so nobody looks at each of
+        # those that one account keeps out. The keys were right once; they only grow.
+        self._heaps: dict[str, list[_Entry[T]]] = {"": []}
+        self._oldest_first: dict[str, OrderedDict[T, None]] = {"": OrderedDict()}
         self._count = 0
         self._oldest_next = False
 
@@ -233,6 +237,7 @@ class Line(Generic[T]):
         """Let one wait."""
         self._count += 1
         self._items[item] = payers, trio.current_time(), self._count
+        self._oldest_first[""][item] = None
         site = self._sites.get(payers[0])
         if site is None:
             self._accounts.has_come()
@@ -250,17 +255,25 @@ class Line(Generic[T]):
         name = known[0][0]
         site = self._sites[name]
         del site.items[item]
+        for account, line in list(self._oldest_first.items()):
+            line.pop(item, None)
+            if account and not line:
+                del self._oldest_first[account]
         if not site.items:
             del self._sites[name]
             self._accounts.has_gone()
         return True
 
-    def pop(self, may: Callable[[Payers], bool] = anybody) -> T | None:
-        """Take out the next of those that `may` have it, or None."""
+    def pop(self, in_the_way: Callable[[Payers], str | None] = nothing) -> T | None:
+        """Take out the next of those that may have it, or None.
+
+        Args:
+            in_the_way: the account for which those who pay so may not have it now, or None.
+        """
         if not self._items:
             return None
-        oldest = self._in_vain(may) if self._oldest_next else None
-        item = self._earliest(may) if oldest is None else oldest
+        oldest = self._in_vain(in_the_way) if self._oldest_next else None
+        item = self._earliest(in_the_way) if oldest is None else oldest
         if item is not None:
             self._oldest_next = oldest is None
             name = self._items[item][0][0]
@@ -272,31 +285,61 @@ class Line(Generic[T]):
                     self._push(name, site)
         return item
 
-    def _in_vain(self, may: Callable[[Payers], bool]) -> T | None:
-        """Who has waited longest, if that was for long."""
-        item, (payers, since, _) = next(iter(self._items.items()))
-        return item if trio.current_time() - since >= PATIENT_S and may(payers) else None
+    def _in_vain(self, in_the_way: Callable[[Payers], str | None]) -> T | None:
+        """Who has waited longest of those that may have it, if that was for long."""
+        long_ago = trio.current_time() - PATIENT_S
+        found: list[tuple[int, T]] = []
+        for account, line in list(self._oldest_first.items()):
+            while line:
+                item = next(iter(line))
+                payers, since, count = self._items[item]
+                if since > long_ago:
+                    break
+                stop = in_the_way(payers)
+                if stop is None:
+                    found.append((count, item))
+                if stop is None or stop == account:
+                    break
+                del line[item]
+                self._oldest_first.setdefault(stop, OrderedDict())[item] = None
+        return min(found, key=itemgetter(0))[1] if found else None
 
-    def _earliest(self, may: Callable[[Payers], bool]) -> T | None:
-        heap, aside, found = self._heap, [], None
+    def _earliest(self, in_the_way: Callable[[Payers], str | None]) -> T | None:
+        firsts = [
+            (entry[:3], account, entry[4])
+            for account in list(self._heaps)
+            if (entry := self._first(account, in_the_way)) is not None
+        ]
+        if not firsts:
+            return None
+        (mark, *_), account, site = min(firsts, key=itemgetter(0))
+        heappop(self._heaps[account])
+        site.in_heap = False
+        self._accounts.clock = max(self._accounts.clock, mark)
+        return next(iter(site.items))
+
+    def _first(self, account: str, in_the_way: Callable[[Payers], str | None]) -> _Entry[T] | None:
+        """The first entry of a heap, if that site may have it now."""
+        heap = self._heaps[account]
         while heap:
-            entry = heappop(heap)
-            name, site = entry[3:]
+            name, site = heap[0][3:]
             if self._sites.get(name) is not site:
+                heappop(heap)
                 continue
             entry = self._entry(name, site)
-            if heap and entry[:3] > heap[0][:3]:
-                heappush(heap, entry)
+            if entry[:3] > heap[0][:3]:
+                heapreplace(heap, entry)
                 continue
-            item = next(iter(site.items))
-            if may(self._items[item][0]):
-                found, site.in_heap = item, False
-                self._accounts.clock = max(self._accounts.clock, entry[0])
-                break
-            aside.append(entry)
-        for entry in aside:
-            heappush(heap, entry)
-        return found
+            stop = in_the_way(self._items[next(iter(site.items))][0])
+            if stop is None:
+                return entry
+            if stop == account:
+                return None
+            heappop(heap)
+            heappush(self._heaps.setdefault(stop, []), entry)
+        if account:
+            del self._heaps[account]
+        return None
 
     def _entry(self, name: str, site: _Site[T]) -> _Entry[T]:
         payers, _, count = self._items[next(iter(site.items))]
@@ -305,11 +348,12 @@ class Line(Generic[T]):
         return mark, self._accounts.mark(payers[:1]), count, name, site
 
     def _push(self, name: str, site: _Site[T]) -> None:
-        if len(self._heap) > 2 * len(self._sites) + 64:
-            self._heap = [self._entry(*each) for each in self._sites.items() if each[1] is not site]
-            heapify(self._heap)
+        if sum(map(len, self._heaps.values())) > 2 * len(self._sites) + 64:
+            entries = [self._entry(*each) for each in self._sites.items() if each[1] is not site]
+            heapify(entries)
+            self._heaps = {"": entries}
         site.in_heap = True
-        heappush(self._heap, self._entry(name, site))
+        heappush(self._heaps[""], self._entry(name, site))
 
 
 # --- turns ----------------------------------------------------------------------------------------

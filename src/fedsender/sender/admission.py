@@ -29,7 +29,7 @@ from typing import Final
 import trio
 from cachetools import LRUCache
 
-from fedsender.fairness import Accounts, Line, Payer, Payers, Usual, anybody
+from fedsender.fairness import Accounts, Line, Payer, Payers, Usual, nothing
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
@@ -189,13 +189,13 @@ class _Lines:
             self._classes[0].add(permit, permit.payer.accounts)
 
     def let_one(
-        self, may: Callable[[Payers], bool] = anybody, *, second: bool = True
+        self, in_the_way: Callable[[Payers], str | None] = nothing, *, second: bool = True
     ) -> tuple["Permit", bool] | None:
-        """Let in the next attempt that may; it and its class, or None; without `second`, only
-        one of the first class."""
+        """Let in the next attempt that has nothing in its way; it and its class, or None; without
+        `second`, only one of the first class."""
         lines = self._classes if self._turn % 4 or not second else self._classes[::-1]
         for line in lines if second else lines[:1]:
-            permit = line.pop(may)
+            permit = line.pop(in_the_way)
             if permit is not None:
                 self._turn += 1
                 self._waiting.pop(permit).let()
@@ -289,7 +289,7 @@ class Lane:
 
     def at_once(self, permit: "Permit", *, first: bool) -> bool:
         """Take a place if there is one for it; those that wait have none at this moment."""
-        if not (self._has_place(first=first) and self._may(permit.payer.accounts)):
+        if not self._has_place(first=first) or self._in_the_way(permit.payer.accounts):
             return False
         self._let_in(permit, first=first)
         return True
@@ -321,13 +321,15 @@ class Lane:
         free = len(self._inside) < self._places
         return free and (first or self._second_inside < self._second)
 
-    def _may(self, payers: Payers) -> bool:
-        """Whether a site in these networks may have one more place."""
+    def _in_the_way(self, payers: Payers) -> str | None:
+        """The site or network of these that has its share of the places, or None."""
         if self._overflow is not None:
-            return True
+            return None
         share = max(self._places - len(self._inside), self._places // 4)
-        site, *networks = (self._held[each] for each in payers)
-        return site < share and all(each < 2 * share for each in networks)
+        for each in payers:
+            if self._held[each] >= (share if each == payers[0] else 2 * share):
+                return each
+        return None
 
     def _serve(self) -> None:
         """Let in the attempts that there are places for."""
@@ -336,7 +338,7 @@ class Lane:
         while self._lines:
             found = None
             if self._has_place(first=True):
-                found = self._lines.let_one(self._may, second=self._has_place(first=False))
+                found = self._lines.let_one(self._in_the_way, second=self._has_place(first=False))
             if found is not None:
                 self._let_in(found[0], first=found[1])
             elif not self._relieve():
