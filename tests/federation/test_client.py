@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import ssl
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.federation.servers import (
 
 from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
+from fedsender.fairness import Payer, Payers
 from fedsender.federation.client import (
     SendFailed,
     Stale,
@@ -492,6 +494,38 @@ async def test_each_redirect_of_a_well_known_waits_for_its_turn_to_connect(tmp_p
             with pytest.raises(Unreachable, match="redirects"):
                 await peer.connect()
     assert permit.turns == web.connections == 6
+
+
+async def test_whom_a_well_known_redirects_to_does_not_pay(tmp_path: Path) -> None:
+    payers: list[Payers] = []
+
+    class Charging(TableNetwork):
+        async def start_tls(
+            self,
+            stream: trio.abc.Stream,
+            context: ssl.SSLContext,
+            server_hostname: str,
+            payer: Payer | None = None,
+        ) -> trio.abc.Stream:
+            assert payer is not None
+            payers.append(payer.accounts)
+            return await super().start_tls(stream, context, server_hostname, payer)
+
+    authority = Authority(tmp_path)
+    network = Charging()
+    page = response(302, b"", "Location: https://victim.org/.well-known/matrix/server")
+    async with (
+        serving(authority.context(NAME), answering(page)) as evil,
+        serving(authority.context("victim.org"), answering(response(404, b""))) as victim,
+        client_of(tmp_path, network) as client,
+    ):
+        network.records = {(NAME, "A"): ["10.0.0.1"], ("victim.org", "A"): ["10.0.1.1"]}
+        network.ports = {("10.0.0.1", 443): evil.port, ("10.0.1.1", 443): victim.port}
+        network.ports["10.0.0.1", 8448] = unused_port()
+        async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
+            with pytest.raises(Unreachable, match="refused"):
+                await peer.connect()
+    assert payers == [Payer(NAME).accounts] * 2
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "::ffff:10.0.0.7", "0.0.0.0"])

@@ -479,8 +479,10 @@ class Peer:
         scope.deadline = trio.current_time() + left_s
         candidates = [(ip, port) for ip in await client.discovery.addresses(host, self.destination)]
         async with client.web_places.hold(host):
+            # The server pays that led us here, not whoever it named in a redirect.
+            payer = Payer(self.destination)
             connection = await client.dialer.open(
-                candidates, host, self._tls, self._ranges, payer=Payer(host)
+                candidates, host, self._tls, self._ranges, payer=payer
             )
             try:
                 yield connection
