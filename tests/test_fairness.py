@@ -91,6 +91,20 @@ def test_the_usual_is_the_median_of_sites_however_often_one_votes() -> None:
     assert usual.cost == 0.002
 
 
+async def test_the_usual_is_learnt_from_bursts_of_honest_handshakes_too(
+    autojump_clock: MockClock,
+) -> None:
+    """Each burst has more than one pass of the loop has time for, so that most of them wait."""
+    loop = Loop()
+    for _ in range(60):
+        async with trio.open_nursery() as nursery:
+            for number in range(100):
+                nursery.start_soon(loop.take, f"site{number}.example", 0.0025)
+        await trio.sleep(10)
+    assert loop.turns.waited > 100
+    assert loop.turns.handshake.cost == pytest.approx(0.0025)
+
+
 async def test_nobody_waits_while_a_pass_has_time_for_all(autojump_clock: MockClock) -> None:
     loop = Loop()
     with trio.CancelScope() as scope:

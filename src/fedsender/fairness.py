@@ -386,7 +386,9 @@ class Turns(trio.abc.Instrument):
 
     def __init__(self, cpu_s: Callable[[], float]) -> None:
         """Args: cpu_s: the CPU time of this thread, in seconds."""
-        self.handshake, self.lookup, self.answer = Usual(0.001), Usual(0.001), Usual(0.001)
+        # Above what is usual anywhere: whoever costs more is charged, also in each burst of honest
+        # ones, and then nobody votes.
+        self.handshake, self.lookup, self.answer = Usual(0.004), Usual(0.001), Usual(0.001)
         self.waited = 0
         self._cpu_s = cpu_s
         self._accounts = Accounts()
