@@ -200,6 +200,28 @@ async def send_slowly(peer: Peer) -> Answer:
     return await peer.put_transaction("t", BODY, ())
 
 
+async def test_cancelled_look_at_an_idle_connection_leaves_no_place_taken(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look may wait for a turn."""
+
+    async def wait(_: object) -> None:
+        await trio.sleep_forever()
+
+    async with in_memory(tmp_path, idle_connection=120) as (client, network):
+        async with client.peer("b.example", there(1), AnybodyMay()) as peer:
+            await send(peer)
+        await trio.sleep(2)
+        monkeypatch.setattr(network, "deserted", wait)
+        async with client.peer("b.example", there(1), AnybodyMay()) as peer:
+            with trio.move_on_after(1) as scope:
+                await peer.connect()
+        assert scope.cancelled_caught
+        assert client.connections.open == 0
+        await trio.testing.wait_all_tasks_blocked()
+        assert network.connections == []
+
+
 async def test_work_for_a_request_does_not_grow_with_idle_connections(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

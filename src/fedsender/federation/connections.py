@@ -88,7 +88,12 @@ class Connections:
             return None
         live.reused = True
         fresh = trio.current_time() - live.idle_since < _FRESH_S
-        if not fresh and await self._network.deserted([live.connection.stream]):
+        try:
+            gone = not fresh and await self._network.deserted([live.connection.stream])
+        except BaseException:
+            self.give_up(live)  # Cancelled while it waited for a turn.
+            raise
+        if gone:
             self.give_up(live)
             return None
         return live
