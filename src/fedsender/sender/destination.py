@@ -772,36 +772,46 @@ class Destination:
     async def _fill_alone(self, kind: Kind, search: Search) -> Draft:
         """Fill the next draft with the suspect or another item, as the lot has it."""
         early = search.wait_s(self._context.clock.now_ms()) > 0
-        if not search.draws_suspect(self._context.runtime.random):
-            draft = await self._fill_with_another(kind, search)
+        other = not search.draws_suspect(self._context.runtime.random)
+        if other and search.tries_new:
+            draft = await self._fill_with_new(kind, search)
             if not draft.empty or self.outbox.locked(kind):
-                return draft
-            search = search.without_others(early=early)
-            self.state = self.state.with_search(kind, search)
-            if early:
                 return draft
         draft = self._draft(kind)
         draft.only = search.suspect
         await self._fill_one(kind, draft, search)
-        if draft.empty and not self.outbox.locked(kind):
-            self.state = self.state.with_search(kind, search.acquitted())
+        if draft.empty:
+            # Nobody is asked again about a suspect that is gone.
+            if not self.outbox.locked(kind):
+                self.state = self.state.with_search(kind, search.acquitted())
+            return draft
+        if other:
+            again = await self._fill_again(kind, search)
+            if not again.empty:
+                return again
+            self.state = self.state.with_search(kind, search.without_others(early=early))
+            if early:
+                return again
         return draft
 
-    async def _fill_with_another(self, kind: Kind, search: Search) -> Draft:
-        """Fill the next draft with another item than the suspect: a new one, or a witness again."""
+    async def _fill_with_new(self, kind: Kind, search: Search) -> Draft:
+        """Fill the next draft with an item that was not tried yet."""
         draft, pdus = self._draft(kind), kind is Kind.PDUS
-        if search.tries_new:
-            # The mark of an EDU may be that of a newer one.
-            known = search.witnesses if pdus else ()
-            draft.without = {str(search.suspect), *search.refused, *known}
-            if not pdus:
-                self._new_edus = False
-            await self._fill_one(kind, draft, search)
-        if draft.empty and not self.outbox.locked(kind) and search.witnesses:
-            if pdus:
-                await self.outbox.fill_again(draft, search.witnesses[0])
-            elif self._witness is not None:
-                draft.edus.append(self._witness)
+        # The mark of an EDU may be that of a newer one.
+        known = search.witnesses if pdus else ()
+        draft.without = {str(search.suspect), *search.refused, *known}
+        if not pdus:
+            self._new_edus = False
+        await self._fill_one(kind, draft, search)
+        return draft
+
+    async def _fill_again(self, kind: Kind, search: Search) -> Draft:
+        """Fill the next draft with a witness."""
+        draft = self._draft(kind)
+        if kind is Kind.EDUS and self._witness is not None:
+            draft.edus.append(self._witness)
+        elif kind is Kind.PDUS and search.witnesses:
+            await self.outbox.fill_again(draft, search.witnesses[0])
         return draft
 
     async def _fill_one(self, kind: Kind, draft: Draft, search: Search) -> None:
