@@ -26,6 +26,7 @@ from tests.service import PATIENCE_S, Service, World, open_world
 from fedsender import daemon, version
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
+from fedsender.fairness import Turns
 from fedsender.federation.signing import signing_key_from_seed
 from fedsender.ledger import NOTES
 from fedsender.runtime import Limiter, RealNetwork, real_runtime
@@ -35,7 +36,7 @@ from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.systemd import Notifier
 from fedsender_lab.demo import process
 from fedsender_lab.demo.process import SERVER_NAME, write_signing_key
-from fedsender_lab.testing.clock import inline, until
+from fedsender_lab.testing.clock import inline, turns_cpu, until
 from fedsender_lab.testing.receiver import STALLING, ReceivingServer, healthy, slow
 from fedsender_lab.testing.rules import Origin
 
@@ -703,7 +704,11 @@ async def test_a_database_that_was_set_back_is_noticed_when_the_lock_is_taken_ag
         sender_url=url,
     )
     admission = Admission(
-        max_in_flight=1, slow_share=0.5, handshakes_per_second=1.0, in_flight_bytes=1
+        max_in_flight=1,
+        slow_share=0.5,
+        handshakes_per_second=1.0,
+        loop=Turns(turns_cpu()),
+        in_flight_bytes=1,
     )
     async with open_store(settings, real_runtime()) as store:
         homeserver = store.homeserver

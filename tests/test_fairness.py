@@ -17,6 +17,8 @@ from fedsender.fairness import (
     Payers,
     Turns,
     Usual,
+    fail_after,
+    for_us,
     networks_of,
     site_of,
 )
@@ -160,6 +162,74 @@ async def test_dear_handshakes_do_not_delay_an_honest_one(
             assert loop.cpu_s - began <= 3 * (PASS_S + 4 * 0.05)
             await loop.until(lambda since=loop.cpu_s: loop.cpu_s > since + 1)  # type: ignore[misc]
         nursery.cancel_scope.cancel()
+
+
+async def test_an_honest_server_in_the_network_of_dear_sites_does_not_wait_for_dear_ones_elsewhere(
+    autojump_clock: MockClock,
+) -> None:
+    loop = Loop()
+
+    async def shake_hands_for_ever(number: int) -> None:
+        network = ("192.0.2.0/24",) if number % 2 else ()
+        accounts = (f"evil{number}.example", *network)
+        while True:
+            await loop.turns.take(accounts, loop.turns.handshake, partial(loop.work, 0.05))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(200):
+            nursery.start_soon(shake_hands_for_ever, number)
+        await loop.until(lambda: loop.cpu_s > 20)
+        began = loop.cpu_s
+        accounts = ("honest.example", "192.0.2.0/24")
+        await loop.turns.take(accounts, loop.turns.handshake, partial(loop.work, 0.001))
+        assert loop.cpu_s - began <= PASS_S + 4 * 0.05
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_wait_for_a_turn_does_not_count_towards_the_deadline_of_a_peer(
+    autojump_clock: MockClock,
+) -> None:
+    loop = Loop()
+
+    def work() -> None:
+        loop.work(0.05)
+        autojump_clock.jump(0.05)
+
+    async def shake_hands(number: int) -> None:
+        await loop.turns.take((f"evil{number}.example",), loop.turns.handshake, work)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(1000):
+            nursery.start_soon(shake_hands, number)
+        await trio.lowlevel.checkpoint()
+        since = trio.current_time()
+        with fail_after(15):
+            await trio.sleep(14)
+            await shake_hands(1000)
+        assert trio.current_time() - since > 30
+
+
+async def test_the_deadline_of_a_peer_goes_on_after_each_wait_for_us(
+    autojump_clock: MockClock,
+) -> None:
+    async def wait(seconds: float) -> None:
+        with for_us():
+            await trio.sleep(seconds)
+
+    async def try_for_ever() -> None:
+        with fail_after(20), fail_after(15):
+            await wait(100)
+            await trio.sleep(10)
+            # The tasks below it may wait at the same time: what each waited is added.
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait, 100)
+                nursery.start_soon(wait, 200)
+            await trio.sleep_forever()
+
+    since = trio.current_time()
+    with pytest.raises(trio.TooSlowError):
+        await try_for_ever()
+    assert trio.current_time() - since == pytest.approx(100 + 15 + 300)
 
 
 async def test_the_log_names_who_costs_once_a_minute(autojump_clock: MockClock) -> None:

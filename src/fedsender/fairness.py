@@ -18,6 +18,8 @@ import ipaddress
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from heapq import heapify, heappop, heappush, heapreplace, nlargest
 from operator import itemgetter
@@ -40,6 +42,9 @@ PASS_S: Final = 0.02
 """The CPU time of turns in one pass of the event loop."""
 MEMORY_S: Final = 30.0
 """So long after anybody waited it is remembered who had how much."""
+LATE_S: Final = 0.5
+"""While turns of sites that owe nothing wait for longer than this, no new connection is begun."""
+_LATE_FOR_S: Final = 0.2
 _MOST_ACCOUNTS: Final = 65_536
 _VOTES: Final = 1024
 _COUNTED_EACH: Final = 32
@@ -103,6 +108,37 @@ class Payer:
             self.accounts = (site, *networks_of(address))
 
 
+# --- deadlines ------------------------------------------------------------------------------------
+
+_running: ContextVar[tuple[trio.CancelScope, ...]] = ContextVar("deadlines of peers", default=())
+_STOPPED_S: Final = 1e6
+
+
+@contextmanager
+def fail_after(seconds: float) -> Iterator[None]:
+    """A deadline for a peer, as `trio.fail_after`: what is waited `for_us` does not count."""
+    with trio.fail_after(seconds) as scope:
+        token = _running.set((*_running.get(), scope))
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+
+@contextmanager
+def for_us() -> Iterator[None]:
+    """A wait for a limit of ours: the deadlines of peers around it stand still."""
+    scopes, since = _running.get(), trio.current_time()
+    # Added, and not set: tasks below one deadline may wait at the same time.
+    for scope in scopes:
+        scope.deadline += _STOPPED_S
+    try:
+        yield
+    finally:
+        for scope in scopes:
+            scope.deadline += trio.current_time() - since - _STOPPED_S
+
+
 # --- accounts -------------------------------------------------------------------------------------
 
 
@@ -134,14 +170,18 @@ class Usual:
 class Accounts:
     """What each site and network had of one scarce thing, above the usual.
 
+    Args:
+        more: of another one, which counts too.
+
     Attributes:
         clock: the share of it that each who waits could have had so far.
         waiting: the number of sites that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: "Accounts | None" = None) -> None:
         self.clock = 0.0
         self.waiting = 0
+        self._more = more
         self._marks: dict[str, float] = {}
         self._calm_since = 0.0
 
@@ -167,7 +207,8 @@ class Accounts:
 
     def mark(self, payers: Payers) -> float:
         """How far the furthest of them has got; 0: none was charged lately."""
-        return max([self._marks.get(each, 0.0) for each in payers])
+        mark = max([self._marks.get(each, 0.0) for each in payers], default=0.0)
+        return mark if self._more is None else mark + self._more.mark(payers)
 
     def has_come(self) -> None:
         """Note that one more site waits."""
@@ -213,8 +254,10 @@ class Line(Generic[T]):
     A step costs as many steps as sites have been charged since, never one for each that waits.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
+    def __init__(self, accounts: Accounts, *, by_site: bool = False) -> None:
+        """Args: by_site: of a network the account only decides between sites that are equal."""
         self._accounts = accounts
+        self._by_site = by_site
         self._items: dict[T, tuple[Payers, float, int]] = {}
         self._sites: dict[str, _Site[T]] = {}
         # By the account that was last seen to be in their way, or "": so nobody looks at each of
@@ -344,8 +387,9 @@ class Line(Generic[T]):
     def _entry(self, name: str, site: _Site[T]) -> _Entry[T]:
         payers, _, count = self._items[next(iter(site.items))]
         # Of those in one network, or with one start, who is dear itself is last.
-        mark = max(site.start, self._accounts.mark(payers))
-        return mark, self._accounts.mark(payers[:1]), count, name, site
+        order = (payers[:1], payers[1:]) if self._by_site else (payers, payers[:1])
+        mark, then = map(self._accounts.mark, order)
+        return max(site.start, mark), then, count, name, site
 
     def _push(self, name: str, site: _Site[T]) -> None:
         if sum(map(len, self._heaps.values())) > 2 * len(self._sites) + 64:
@@ -362,10 +406,11 @@ class Line(Generic[T]):
 class _Turn(Generic[T]):
     """A turn that waits; `called` when it was had, or to have it lead."""
 
-    __slots__ = ("body", "called", "error", "had", "payers", "result", "usual")
+    __slots__ = ("body", "called", "error", "had", "payers", "result", "since", "usual")
 
     def __init__(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> None:
         self.payers, self.usual, self.body = payers, usual, body
+        self.since = trio.current_time()
         self.called = trio.Event()
         self.had = False
         self.result: T | None = None
@@ -379,8 +424,11 @@ class Turns(trio.abc.Instrument):
     pass, in fair order. As an instrument of Trio it sees where passes end; without, somebody waits
     for one pass after each `PASS_S`.
 
+    A wait for a turn is one `for_us`.
+
     Attributes:
         handshake, lookup, answer: the usual cost of a step of each kind.
+        accounts: of the time of the loop.
         waited: the number of turns that had to wait.
     """
 
@@ -391,12 +439,23 @@ class Turns(trio.abc.Instrument):
         self.handshake, self.lookup, self.answer = Usual(0.004), Usual(0.001), Usual(0.001)
         self.waited = 0
         self._cpu_s = cpu_s
-        self._accounts = Accounts()
-        self._line: Line[_Turn[Any]] = Line(self._accounts)
+        self.accounts = Accounts()
+        # Honest servers share networks with others, and most of these turns are of names that have
+        # proved no network yet.
+        self._line: Line[_Turn[Any]] = Line(self.accounts, by_site=True)
+        self._late_until = -math.inf
         self._spent_s = 0.0
         self._led = False
         self._had: dict[str, float] = {}
         self._tell_at = -math.inf
+
+    @property
+    def late(self) -> bool:
+        """Whether sites that owe nothing wait for `LATE_S`: then no new work is to be begun.
+
+        Whoever owes something waits because of that, and says nothing about the others.
+        """
+        return trio.current_time() < self._late_until
 
     def before_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop has ended."""
@@ -406,7 +465,8 @@ class Turns(trio.abc.Instrument):
         """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""
         if self._spent_s < PASS_S and not self._line:
             return self._have(payers, usual, body)
-        return await self._wait(_Turn(payers, usual, body))
+        with for_us():
+            return await self._wait(_Turn(payers, usual, body))
 
     def _have(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> T:
         began = self._cpu_s()
@@ -415,10 +475,10 @@ class Turns(trio.abc.Instrument):
         finally:
             cost = self._cpu_s() - began
             self._spent_s += cost
-            if self._accounts.calm:
+            if self.accounts.calm:
                 usual.vote(payers[0], cost)
             else:
-                self._accounts.charge(payers, cost, cost - usual.cost)
+                self.accounts.charge(payers, cost, cost - usual.cost)
                 self._note(payers[0], cost - usual.cost)
 
     def _note(self, site: str, above: float) -> None:
@@ -460,6 +520,9 @@ class Turns(trio.abc.Instrument):
     def _serve(self) -> None:
         self._spent_s = 0.0
         while self._spent_s < PASS_S and (turn := self._line.pop()) is not None:
+            now = trio.current_time()
+            if now - turn.since > LATE_S and not self.accounts.mark(turn.payers[:1]):
+                self._late_until = now + _LATE_FOR_S
             try:
                 turn.result = self._have(turn.payers, turn.usual, turn.body)
             except BaseException as error:

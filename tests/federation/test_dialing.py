@@ -19,7 +19,7 @@ from tests.federation.servers import Authority, answering, response, serving
 
 from fedsender.config import Federation
 from fedsender.config.values import IPRanges
-from fedsender.fairness import Payer
+from fedsender.fairness import Payer, for_us
 from fedsender.federation.dialing import (
     Address,
     Dialer,
@@ -174,6 +174,27 @@ async def test_slow_first_address_still_wins_if_it_answers_first(
     connection = await dial(dialer_on(roads), V4, V6)
     assert trio.current_time() == pytest.approx(0.3)
     assert roads.open == [connection.stream]
+
+
+async def test_a_handshake_has_its_time_beside_the_wait_for_ourselves(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    class Busy(Roads):
+        async def start_tls(
+            self,
+            stream: trio.abc.Stream,
+            context: ssl.SSLContext,
+            server_hostname: str,
+            payer: Payer | None = None,
+        ) -> trio.abc.Stream:
+            with for_us():
+                await trio.sleep(30)
+            await trio.sleep(9)
+            return stream
+
+    dialer = Dialer(Busy({V4: 0.1}), connect_s=10, handshake_s=10)
+    await dialer.open([(V4, 8448)], "b.example", TlsPolicy(), ANY)
+    assert trio.current_time() > 39
 
 
 async def test_address_that_worked_goes_first_next_time_and_its_family_elsewhere(

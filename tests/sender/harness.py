@@ -231,6 +231,7 @@ class World:
             max_in_flight=config.sending.max_in_flight,
             slow_share=config.sending.max_connections_slow_share,
             handshakes_per_second=config.sending.handshakes_per_second,
+            loop=self.runtime.turns,
         )
         self.metrics = Metrics(HS)
         async with (

@@ -16,6 +16,7 @@ from tests.sender.harness import RemoteServer, World
 from trio.testing import MockClock
 
 from fedsender.config import Sending
+from fedsender.fairness import Turns
 from fedsender.federation.client import FederationClient
 from fedsender.sender.admission import (
     QUICK_S,
@@ -30,6 +31,7 @@ from fedsender.sender.destination import Exchange
 from fedsender.sender.failure import Outcome
 from fedsender.sender.transaction import Draft, Transaction, freeze
 from fedsender.waiting import Alarms
+from fedsender_lab.testing.clock import turns_cpu
 
 BIG, SMALL = "!big:hs.example", "!small:hs.example"
 DEFAULTS = {
@@ -39,9 +41,18 @@ DEFAULTS = {
 
 
 def admission_of(
-    places: int = 100, *, slow_share: float = 0.25, per_second: float = 10_000
+    places: int = 100,
+    *,
+    slow_share: float = 0.25,
+    per_second: float = 10_000,
+    loop: Turns | None = None,
 ) -> Admission:
-    return Admission(max_in_flight=places, slow_share=slow_share, handshakes_per_second=per_second)
+    return Admission(
+        max_in_flight=places,
+        slow_share=slow_share,
+        handshakes_per_second=per_second,
+        loop=loop or Turns(turns_cpu()),
+    )
 
 
 def a_leave(admission: Admission, name: str, *answers: float) -> Permit:
@@ -460,6 +471,106 @@ async def test_one_that_is_hastened_does_not_stay_where_it_stood(
         nursery.cancel_scope.cancel()
 
 
+async def test_names_of_one_site_do_not_keep_others_from_connecting(
+    autojump_clock: MockClock,
+) -> None:
+    admission = admission_of(per_second=10)
+    async with trio.open_nursery() as nursery:
+        for number in range(1000):
+            nursery.start_soon(admission.permit(f"a{number}.evil.example").turn)
+        await trio.sleep(1)
+        since = trio.current_time()
+        await admission.permit("honest.org").turn()
+        assert trio.current_time() - since <= 0.2
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_costs_time_of_the_loop_connects_after_others(
+    autojump_clock: MockClock,
+) -> None:
+    admission = admission_of(per_second=10, loop=(loop := Turns(turns_cpu())))
+    for _ in range(5):
+        await admission.permit("first.example").turn()
+    came: list[str] = []
+
+    async def turn(name: str) -> None:
+        await admission.permit(name).turn()
+        came.append(name)
+
+    loop.accounts.charge(("dear.example",), 1.0, 1.0)
+    async with trio.open_nursery() as nursery:
+        for name in ("dear.example", "cheap.example"):
+            nursery.start_soon(turn, name)
+            await trio.sleep(0.01)
+    assert came == ["cheap.example", "dear.example"]
+
+
+async def test_new_connections_wait_while_the_loop_is_late_with_those_begun(
+    autojump_clock: MockClock,
+) -> None:
+    """Each of 3,000 sites costs 50 ms of the loop: 150 a second are 7.5 times what there is."""
+    cpu_s, begun, ended = 0.0, 0, 0
+    loop = Turns(lambda: cpu_s)
+    admission = admission_of(per_second=150, loop=loop)
+
+    def work(seconds: float) -> None:
+        nonlocal cpu_s
+        cpu_s += seconds
+        autojump_clock.jump(seconds)
+
+    async def connect(name: str, seconds: float) -> None:
+        nonlocal begun, ended
+        permit = admission.permit(name)
+        permit.hurried = seconds < 0.01
+        await permit.turn()
+        begun += 1
+        await loop.take(permit.payer.accounts, loop.handshake, partial(work, seconds))
+        ended += 1
+
+    async with trio.open_nursery() as nursery:
+        for number in range(3000):
+            nursery.start_soon(connect, f"evil{number}.example", 0.05)
+        for number in range(10):
+            await trio.sleep(3)
+            # Of those that were begun, none waits for long.
+            assert begun - ended < 100
+            since = trio.current_time()
+            await connect(f"honest{number}.example", 0.001)
+            assert trio.current_time() - since < 5
+        # And the loop is not left idle.
+        assert cpu_s > 20
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_owes_time_of_the_loop_keeps_nobody_from_connecting(
+    autojump_clock: MockClock,
+) -> None:
+    """Names of one site that wait for the loop do so because of what their site had."""
+    cpu_s = 0.0
+    loop = Turns(lambda: cpu_s)
+    admission = admission_of(per_second=150, loop=loop)
+
+    def work() -> None:
+        nonlocal cpu_s
+        cpu_s += 0.05
+        autojump_clock.jump(0.05)
+
+    async def cost_for_ever() -> None:
+        while True:
+            await loop.take(("evil.example",), loop.handshake, work)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(100):
+            nursery.start_soon(cost_for_ever)
+        while trio.current_time() < 10:
+            await trio.lowlevel.checkpoint()
+        for number in range(20):
+            since = trio.current_time()
+            await admission.permit(f"honest{number}.example").turn()
+            assert trio.current_time() - since < 0.2
+        nursery.cancel_scope.cancel()
+
+
 async def test_turns_that_a_busy_moment_made_late_are_made_up_for(
     autojump_clock: MockClock,
 ) -> None:
@@ -530,7 +641,11 @@ async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockCl
 
 def test_bodies_get_smaller_as_their_memory_fills_and_never_stop() -> None:
     admission = Admission(
-        max_in_flight=1000, slow_share=0.5, handshakes_per_second=1, in_flight_bytes=2**24
+        max_in_flight=1000,
+        slow_share=0.5,
+        handshakes_per_second=1,
+        loop=Turns(turns_cpu()),
+        in_flight_bytes=2**24,
     )
     permits = [admission.permit(f"a.b{number}") for number in range(200)]
     for permit in permits:

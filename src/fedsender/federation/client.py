@@ -9,10 +9,8 @@ Each is closed when it has been idle for long, or its peer has left.
 No request looks through the connections of other destinations.
 """
 
-import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Final, Protocol
 from urllib.parse import quote
 
@@ -21,7 +19,7 @@ import trio
 from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
-from fedsender.fairness import Payer, public_suffixes
+from fedsender.fairness import Payer, fail_after, for_us, public_suffixes
 from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
@@ -450,10 +448,10 @@ class Peer:
         """The answer to https://<host>/.well-known/matrix/server; raises ExchangeFailed."""
         url = f"https://{host}/.well-known/matrix/server"
         try:
-            with trio.fail_after(_WELL_KNOWN_S) as scope:
+            with fail_after(_WELL_KNOWN_S):
                 return await get(
                     url,
-                    partial(self._lease, scope),
+                    self._lease,
                     WELL_KNOWN_BOUNDS,
                     self._client.memory,
                     user_agent=self._client.user_agent,
@@ -466,17 +464,11 @@ class Peer:
             raise ExchangeFailed("closed", failure.text) from failure
 
     @asynccontextmanager
-    async def _lease(
-        self, scope: trio.CancelScope, host: str, port: int
-    ) -> AsyncIterator[Connection]:
-        """A connection to a web server for one request; raises Unreachable, ValueError.
-
-        The wait for the right to open it does not count towards the deadline of `scope`.
-        """
+    async def _lease(self, host: str, port: int) -> AsyncIterator[Connection]:
+        """A connection to a web server for one request; raises Unreachable, ValueError."""
         client = self._client
-        left_s, scope.deadline = scope.deadline - trio.current_time(), math.inf
-        await self._permit.turn()
-        scope.deadline = trio.current_time() + left_s
+        with for_us():
+            await self._permit.turn()
         candidates = [(ip, port) for ip in await client.discovery.addresses(host, self.destination)]
         async with client.web_places.hold(host):
             # The server pays that led us here, not whoever it named in a redirect.

@@ -22,7 +22,7 @@ import trio
 from cachetools import LRUCache
 
 from fedsender.config.values import IPRanges
-from fedsender.fairness import Payer
+from fedsender.fairness import Payer, fail_after
 from fedsender.federation.proxy import Proxy, ProxyRefused
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.limits import MAX_CONNECTING
@@ -145,7 +145,7 @@ class Dialer:
         self._remember(tls_name, address, permitted)
         where = f"({_place(address)} as {tls_name})"
         try:
-            with trio.fail_after(self.handshake_s):
+            with fail_after(self.handshake_s):
                 shaken = await self.network.start_tls(stream, context, tls_name, payer)
         except trio.TooSlowError as error:
             await trio.aclose_forcefully(stream)

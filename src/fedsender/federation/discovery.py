@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 import trio
 
+from fedsender.fairness import fail_after
 from fedsender.federation.answer import json_object, moment_s, said_at_s
 from fedsender.federation.dialing import Unreachable, UnreachableKind
 from fedsender.federation.discovery_cache import (
@@ -464,7 +465,7 @@ class Discovery:
     async def _look_up(self, question: AskDns) -> Lookup:
         name, rdtype = question.name, question.rdtype
         try:
-            with trio.fail_after(self._lookup_s):
+            with fail_after(self._lookup_s):
                 async with self._places.hold(name):
                     records = await self._network.resolve(name, rdtype, self._nameservers)
         except NameNotFound as error:

@@ -30,6 +30,7 @@ import trio
 from cachetools import LRUCache
 
 from fedsender.fairness import Accounts, Line, Payer, Payers, Usual, nothing
+from fedsender.fairness import Turns as LoopTurns
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
@@ -209,16 +210,22 @@ class _Lines:
 
 
 class Turns:
-    """Turns at a fixed rate per second, evenly spread; a delay of up to 0.2 s is made up for."""
+    """Turns at a fixed rate per second, evenly spread; a delay of up to 0.2 s is made up for.
 
-    def __init__(self, per_second: float) -> None:
+    There is none while the loop is late with what was begun before. In one class those come later
+    who had turns, or cost time of the loop.
+    """
+
+    def __init__(self, per_second: float, loop: LoopTurns) -> None:
         self._gap_s = 1 / per_second
         self._next = -math.inf
-        self._lines = _Lines(Accounts())
+        self._loop = loop
+        self._accounts = Accounts(loop.accounts)
+        self._lines = _Lines(self._accounts)
 
     async def take(self, permit: "Permit", *, first: bool) -> None:
         """Wait for a turn."""
-        await self._lines.wait(permit, self._serve, lambda: self._next, first=first)
+        await self._lines.wait(permit, self._serve, self._due, first=first)
 
     def hasten(self, permit: "Permit") -> None:
         """Move an attempt that waits to the first class."""
@@ -226,8 +233,18 @@ class Turns:
 
     def _serve(self) -> None:
         now = trio.current_time()
-        while self._next <= now and self._lines.let_one() is not None:
+        while self._next <= now and not self._loop.late:
+            found = self._lines.let_one()
+            if found is None:
+                return
             self._next = max(self._next, now - _MADE_UP_S) + self._gap_s
+            if not self._accounts.calm:
+                self._accounts.charge(found[0].payer.accounts[:1], self._gap_s, self._gap_s)
+
+    def _due(self) -> float:
+        """The time to look again, by trio's clock."""
+        later = trio.current_time() + _LOOK_EACH_S if self._loop.late else -math.inf
+        return max(self._next, later)
 
 
 @dataclass(slots=True)
@@ -649,15 +666,17 @@ class Admission:
         max_in_flight: int,
         slow_share: float,
         handshakes_per_second: float,
+        loop: LoopTurns,
         in_flight_bytes: int = 2**26,
     ) -> None:
+        """Args: loop: the time of the event loop, which new connections cost most of."""
         aside = min(max(2, int(max_in_flight * slow_share)), max_in_flight - 1)
         quick = max_in_flight - aside
         self.gate = Gate()
         self.slow = Lane(aside - aside // 2)
         self.ill = Lane(aside // 2)
         self.quick = Lane(quick, second=quick - quick // 8, overflow=self.slow)
-        self.turns = Turns(handshakes_per_second)
+        self.turns = Turns(handshakes_per_second, loop)
         self.bodies = 0
         self.in_flight_bytes = in_flight_bytes
         self.known: LRUCache[str, _Known] = LRUCache(_REMEMBERED)
