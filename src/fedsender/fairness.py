@@ -153,18 +153,22 @@ class Usual:
         """Args: cost: until enough sites are known."""
         self.cost = cost
         self._votes: dict[str, float] = {}
-        self._news = 0
+        self._until_count = _COUNTED_EACH
 
     def vote(self, site: str, cost: float) -> None:
         """Note the cost of work for a site; in times when nobody waits."""
+        self._votes[site] = cost
+        self._until_count -= 1
+        if self._until_count <= 0:
+            self._count()
+
+    def _count(self) -> None:
         votes = self._votes
-        votes[site] = cost
-        self._news += 1
-        if self._news >= max(_COUNTED_EACH, len(votes) // 2) and len(votes) >= _FEWEST_VOTES:
-            self._news = 0
+        if len(votes) >= _FEWEST_VOTES:
             while len(votes) > _VOTES:
                 del votes[next(iter(votes))]
             self.cost = median_low(votes.values())
+        self._until_count = max(_COUNTED_EACH, len(votes) // 2)
 
 
 class Accounts:
@@ -406,10 +410,12 @@ class Line(Generic[T]):
 class _Turn(Generic[T]):
     """A turn that waits; `called` when it was had, or to have it lead."""
 
-    __slots__ = ("body", "called", "error", "had", "payers", "result", "since", "usual")
+    __slots__ = ("args", "body", "called", "error", "had", "payers", "result", "since", "usual")
 
-    def __init__(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> None:
-        self.payers, self.usual, self.body = payers, usual, body
+    def __init__(
+        self, payers: Payers, usual: Usual, body: Callable[..., T], args: tuple[object, ...]
+    ) -> None:
+        self.payers, self.usual, self.body, self.args = payers, usual, body, args
         self.since = trio.current_time()
         self.called = trio.Event()
         self.had = False
@@ -461,17 +467,19 @@ class Turns(trio.abc.Instrument):
         """Note that a pass of the loop has ended."""
         self._spent_s = 0.0
 
-    async def take(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> T:
+    async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
         """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""
-        if self._spent_s < PASS_S and not self._line:
-            return self._have(payers, usual, body)
+        if self._spent_s < PASS_S and not self.accounts.waiting:
+            return self._have(payers, usual, body, args)
         with for_us():
-            return await self._wait(_Turn(payers, usual, body))
+            return await self._wait(_Turn(payers, usual, body, args))
 
-    def _have(self, payers: Payers, usual: Usual, body: Callable[[], T]) -> T:
+    def _have(
+        self, payers: Payers, usual: Usual, body: Callable[..., T], args: tuple[object, ...]
+    ) -> T:
         began = self._cpu_s()
         try:
-            return body()
+            return body(*args)
         finally:
             cost = self._cpu_s() - began
             self._spent_s += cost
@@ -524,7 +532,7 @@ class Turns(trio.abc.Instrument):
             if now - turn.since > LATE_S and not self.accounts.mark(turn.payers[:1]):
                 self._late_until = now + _LATE_FOR_S
             try:
-                turn.result = self._have(turn.payers, turn.usual, turn.body)
+                turn.result = self._have(turn.payers, turn.usual, turn.body, turn.args)
             except BaseException as error:
                 turn.error = error
             turn.had = True

@@ -15,9 +15,8 @@ import socket
 import ssl
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import trio
@@ -228,6 +227,10 @@ def close_now(stream: trio.abc.Stream) -> None:
         close_now(stream.transport_stream)
 
 
+async def _now(step: Callable[..., T], *args: object) -> T:
+    return step(*args)
+
+
 class TlsStream(Stream):
     """A client's end of a TLS connection, for at most one task that sends and one that receives.
 
@@ -332,16 +335,17 @@ class TlsStream(Stream):
         most = _RECEIVE_BYTES if max_bytes is None else max_bytes
         self._receiving = True
         try:
-            if self._ended or self._tls.fed:
-                await trio.lowlevel.checkpoint()
-                data = await self._in_turn(self._turns.answer, partial(self._read, most))
-            else:
-                data = None
-            while data is None:
-                await trio.lowlevel.wait_readable(self.socket)
-                self._take_in()
-                data = await self._in_turn(self._turns.answer, partial(self._read, most))
-            return data
+            here = self._ended or self._tls.fed
+            while True:
+                if here:
+                    await trio.lowlevel.checkpoint()
+                else:
+                    await trio.lowlevel.wait_readable(self.socket)
+                    self._take_in()
+                data = await self._in_turn(self._turns.answer, self._read, most)
+                if data is not None:
+                    return data
+                here = False
         finally:
             self._receiving = False
 
@@ -374,10 +378,10 @@ class TlsStream(Stream):
         self.close()
         await trio.lowlevel.checkpoint()
 
-    async def _in_turn(self, usual: Usual, step: Callable[[], T]) -> T:
+    def _in_turn(self, usual: Usual, step: Callable[..., T], *args: object) -> Awaitable[T]:
         if self._payer is None:
-            return step()
-        return await self._turns.take(self._payer.accounts, usual, step)
+            return _now(step, *args)
+        return self._turns.take(self._payer.accounts, usual, step, *args)
 
     def _shake_hands(self) -> None:
         self._step(self._tls.do_handshake)

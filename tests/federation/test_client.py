@@ -7,6 +7,7 @@ import ssl
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import signedjson.key
@@ -38,7 +39,7 @@ from tests.federation.servers import (
 
 from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
-from fedsender.fairness import Payer, Payers
+from fedsender.fairness import Payer, Payers, Turns
 from fedsender.federation.client import (
     SendFailed,
     Stale,
@@ -526,6 +527,31 @@ async def test_whom_a_well_known_redirects_to_does_not_pay(tmp_path: Path) -> No
             with pytest.raises(Unreachable, match="refused"):
                 await peer.connect()
     assert payers == [Payer(NAME).accounts] * 2
+
+
+@pytest.mark.parametrize(("size", "turns"), [(2, 1), (1000, 2)])
+async def test_a_small_answer_takes_one_turn_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, turns: int
+) -> None:
+    taken, take = 0, Turns.take
+
+    async def count(*args: Any) -> object:
+        nonlocal taken
+        taken += 1
+        return await take(*args)
+
+    monkeypatch.setattr(Turns, "take", count)
+    answer = response(200, b"{}".ljust(size))
+    async with (
+        one_server(tmp_path, answering(answer)) as (client, server),
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
+    ):
+        for number in range(3):
+            taken = 0
+            await peer.connect()
+            assert (await peer.put_transaction(f"t{number}", BODY, ())).is_answer
+    # After the first, with which the session tickets came.
+    assert taken == turns
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "::ffff:10.0.0.7", "0.0.0.0"])

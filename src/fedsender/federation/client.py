@@ -11,6 +11,7 @@ No request looks through the connections of other destinations.
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final, Protocol
 from urllib.parse import quote
 
@@ -69,6 +70,8 @@ _PLACES: Final = 300
 _LOOKUP_S: Final = 10.0
 # For the whole of it, redirects included; most of those that take longer never answer.
 _WELL_KNOWN_S: Final = 15.0
+# An answer of so many bytes costs 30 us at most: little beside all else of its delivery.
+_LITTLE_BYTES: Final = 512
 _GET_BOUNDS: Final = Bounds(body_bytes=65_536, framing_bytes=16_384)
 
 
@@ -300,12 +303,11 @@ class Peer:
         longest = longest_answer(len(event_ids))
         lines = self._signed(live, "PUT", target, body)
         response = await self._exchange("PUT", target, lines, body, Bounds(body_bytes=longest))
-        turns = client.runtime.turns
-        return await turns.take(
-            self._permit.payer.accounts,
-            turns.answer,
-            lambda: answer_of(response, event_ids, reused=reused, now_ms=client.runtime.now_ms),
-        )
+        runtime = client.runtime
+        read = partial(answer_of, response, event_ids, reused=reused, now_ms=runtime.now_ms)
+        if len(response.body) <= _LITTLE_BYTES:
+            return read()
+        return await runtime.turns.take(self._permit.payer.accounts, runtime.turns.answer, read)
 
     def cut(self) -> None:
         """End the exchange under way, with `SendFailed`; another task may do so."""

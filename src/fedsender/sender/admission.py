@@ -372,7 +372,10 @@ class Lane:
 
     def _let_out(self, permit: "Permit") -> None:
         stay = self._inside.pop(permit)
-        self._charge_one(permit, stay)
+        if self._accounts.calm:
+            self._usual.vote(stay.payers[0], trio.current_time() - stay.since)
+        else:
+            self._charge_one(permit, stay)
         self._second_inside -= not stay.first
         self._fresh.pop(permit, None)
         self._long[not stay.first].pop(permit, None)
@@ -381,8 +384,6 @@ class Lane:
                 self._held[each] -= 1
                 if not self._held[each]:
                     del self._held[each]
-        if self._accounts.calm:
-            self._usual.vote(stay.payers[0], trio.current_time() - stay.since)
 
     def _charge(self) -> None:
         """Charge what those inside have held until now, as somebody waits."""
@@ -393,8 +394,6 @@ class Lane:
                 self._charge_one(permit, stay)
 
     def _charge_one(self, permit: "Permit", stay: _Stay) -> None:
-        if self._accounts.calm:
-            return
         now, free_until = trio.current_time(), stay.since + self._usual.cost
         held, above = now - stay.charged_until, now - max(stay.charged_until, free_until)
         stay.charged_until = now
