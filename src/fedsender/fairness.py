@@ -24,7 +24,7 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush, heapreplace, nlargest
 from operator import itemgetter
 from statistics import median_low
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 import trio
@@ -110,33 +110,42 @@ class Payer:
 
 # --- deadlines ------------------------------------------------------------------------------------
 
-_running: ContextVar[tuple[trio.CancelScope, ...]] = ContextVar("deadlines of peers", default=())
 _STOPPED_S: Final = 1e6
+
+
+class Deadline(Protocol):
+    """A scope of Trio, or what has a deadline as one has: on trio's clock."""
+
+    deadline: float
+
+
+running: Final[ContextVar[tuple[Deadline, ...]]] = ContextVar("deadlines of peers", default=())
+"""Those that run for a task."""
 
 
 @contextmanager
 def fail_after(seconds: float) -> Iterator[None]:
     """A deadline for a peer, as `trio.fail_after`: what is waited `for_us` does not count."""
     with trio.fail_after(seconds) as scope:
-        token = _running.set((*_running.get(), scope))
+        token = running.set((*running.get(), scope))
         try:
             yield
         finally:
-            _running.reset(token)
+            running.reset(token)
 
 
 @contextmanager
 def for_us() -> Iterator[None]:
     """A wait for a limit of ours: the deadlines of peers around it stand still."""
-    scopes, since = _running.get(), trio.current_time()
+    deadlines, since = running.get(), trio.current_time()
     # Added, and not set: tasks below one deadline may wait at the same time.
-    for scope in scopes:
-        scope.deadline += _STOPPED_S
+    for each in deadlines:
+        each.deadline += _STOPPED_S
     try:
         yield
     finally:
-        for scope in scopes:
-            scope.deadline += trio.current_time() - since - _STOPPED_S
+        for each in deadlines:
+            each.deadline += trio.current_time() - since - _STOPPED_S
 
 
 # --- accounts -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -26,6 +27,7 @@ from trio.testing import MockClock
 
 from fedsender.config import Policy
 from fedsender.config.values import TcpAddress
+from fedsender.fairness import Payer, for_us
 from fedsender.federation.client import Answer, Peer
 from fedsender.sender.destination import Exchange, GaveWay
 from fedsender.sender.failure import Outcome, Verdict
@@ -109,7 +111,6 @@ async def test_a_line_of_ours_is_not_the_servers_time(
     admission = admission_of(20, per_second=0.01)
     async with in_memory(tmp_path) as (client, network), exchange_of() as exchange:
         permit = a_leave(admission, "a.b1", 0.1)
-        permit.told = exchange.wait_for_limits
         async with client.peer("a.b1", there(1), permit) as peer:
             for _ in range(2):
                 began = trio.current_time()
@@ -122,6 +123,34 @@ async def test_a_line_of_ours_is_not_the_servers_time(
                 await trio.sleep(5)
         assert 60 < trio.current_time() - began < 150
     assert admission.lane_of(permit) == (admission.quick, True)
+
+
+async def test_the_wait_for_a_turn_of_the_loop_is_not_the_servers_time(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        in_memory(tmp_path) as (client, network),
+        exchange_of() as exchange,
+        client.peer("b.example", there(1), AnybodyMay()) as peer,
+    ):
+
+        async def start_tls(stream: Any, *_: object) -> trio.abc.Stream:
+            receive = stream.receive_some
+
+            async def receive_some(most: int | None = None) -> bytes:
+                with for_us():
+                    await trio.sleep(20)
+                await trio.sleep(4)
+                received: bytes = await receive(most)
+                return received
+
+            monkeypatch.setattr(stream, "receive_some", receive_some)
+            connected: trio.abc.Stream = stream
+            return connected
+
+        monkeypatch.setattr(network, "start_tls", start_tls)
+        _, verdict = await put(exchange, peer, seconds=5)
+        assert verdict.outcome is Outcome.DELIVERED
 
 
 async def test_the_deadline_holds_while_a_stale_connection_is_replaced(
@@ -138,7 +167,7 @@ async def test_the_deadline_holds_while_a_stale_connection_is_replaced(
         began = trio.current_time()
         _, verdict = await put(exchange, peer, seconds=5)
         assert trio.current_time() - began == pytest.approx(5)
-        assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True)
+        assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True, late=True)
         assert client.connections.open == 0
 
 
@@ -147,23 +176,24 @@ async def test_a_deadline_in_the_moment_of_the_new_connection_holds(
 ) -> None:
     """Nothing more is sent, and nothing is waited for without a deadline."""
 
-    class InTheLastMoment(AnybodyMay):
-        def reached(self, address: str | None) -> None:
+    class InTheLastMoment(Payer):
+        def proved(self, name: str, address: str) -> None:
             if stale:
                 exchange.ring()
 
-    stale = False
+    stale, permit = False, AnybodyMay()
+    permit.payer = InTheLastMoment("b.example")
     async with (
         in_memory(tmp_path) as (client, network),
         exchange_of() as exchange,
-        client.peer("b.example", there(1), InTheLastMoment()) as peer,
+        client.peer("b.example", there(1), permit) as peer,
     ):
         await put(exchange, peer)
         network.forget()
         stale = True
         answer, verdict = await put(exchange, peer, seconds=5)
         assert answer is None
-        assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True)
+        assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True, late=True)
         stale = False
         answer, _ = await put(exchange, peer, seconds=5)
         assert answer is not None
@@ -186,7 +216,7 @@ async def test_the_deadline_closes_the_connection(tmp_path: Path, answers: int, 
             await put(exchange, peer)
         answer, verdict = await put(exchange, peer, seconds=0.3, size=size)
         assert answer is None
-        assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True)
+        assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True, late=True)
         assert client.connections.open == 0
         assert server.connections == 1
 

@@ -20,7 +20,7 @@ import trio
 from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
-from fedsender.fairness import Payer, fail_after, for_us, public_suffixes
+from fedsender.fairness import Payer, fail_after, public_suffixes
 from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
@@ -97,6 +97,8 @@ class Stale(SendFailed):
 
 class Permit(Protocol):
     """The permission that the client asks for before it uses a connection, or opens one.
+
+    Its waits are `for_us`: no deadline of a server runs.
 
     Attributes:
         payer: is charged for what the server costs.
@@ -469,8 +471,7 @@ class Peer:
     async def _lease(self, host: str, port: int) -> AsyncIterator[Connection]:
         """A connection to a web server for one request; raises Unreachable, ValueError."""
         client = self._client
-        with for_us():
-            await self._permit.turn()
+        await self._permit.turn()
         candidates = [(ip, port) for ip in await client.discovery.addresses(host, self.destination)]
         async with client.web_places.hold(host):
             # The server pays that led us here, not whoever it named in a redirect.

@@ -20,7 +20,8 @@ one class whoever held places for longer than the usual goes behind the others: 
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -29,7 +30,7 @@ from typing import Final
 import trio
 from cachetools import LRUCache
 
-from fedsender.fairness import Accounts, Line, Payer, Payers, Usual, nothing
+from fedsender.fairness import Accounts, Line, Payer, Payers, Usual, for_us, nothing
 from fedsender.fairness import Turns as LoopTurns
 
 QUICK_S: Final = 2.0
@@ -529,30 +530,21 @@ class Permit:
     async def place(self) -> None:
         """Take a place, after a wait if need be."""
         if not self.at_once():
-            self.told(True)
-            try:
+            with self._waiting():
                 await self._take_place()
-            finally:
-                self.told(False)
 
     async def turn(self) -> None:
         """Wait for the right to open one connection."""
-        self.told(True)
-        try:
+        with self._waiting():
             await self._take_turn()
-        finally:
-            self.told(False)
 
     async def handshake(self) -> None:
         """Wait for a place and the right to open one connection."""
         # What is held meanwhile, others would wait for.
         self.let_go()
-        self.told(True)
-        try:
+        with self._waiting():
             await self._take_turn()
             await self._take_place()
-        finally:
-            self.told(False)
 
     def asked(self) -> None:
         """Note that a request leaves now."""
@@ -627,6 +619,15 @@ class Permit:
         if lane is not None:
             lane.go(self)
         self.carries(0)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.told(True)
+        try:
+            with for_us():
+                yield
+        finally:
+            self.told(False)
 
     async def _take_turn(self) -> None:
         await self._admission.gate.passed()

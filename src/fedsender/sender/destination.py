@@ -13,6 +13,7 @@ record before anything else is sent (I3).
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
@@ -21,6 +22,7 @@ import trio
 
 from fedsender.config import Policy
 from fedsender.config.policy import QUICK_ATTEMPTS
+from fedsender.fairness import fail_after, running
 from fedsender.federation.client import Answer, Peer, SendFailed, Stale, Unreachable
 from fedsender.federation.transport import FailureKind
 from fedsender.matrix import Pdu
@@ -82,14 +84,13 @@ class Exchange(Alarm):
         woken: whether the last exchange was ended for another attempt.
     """
 
-    __slots__ = ("_ended", "_left_s", "_peer", "_scope", "woken")
+    __slots__ = ("_ended", "_peer", "_scope", "woken")
 
     def __init__(self, alarms: Alarms) -> None:
         super().__init__(alarms)
         self._peer: Peer | None = None
         self._scope: trio.CancelScope | None = None
         self._ended: _Ended | None = None
-        self._left_s = 0.0
         self.woken = False
 
     def give_up(self) -> None:
@@ -108,14 +109,14 @@ class Exchange(Alarm):
         """End it: its deadline has come."""
         self._end(_Ended.LATE)
 
-    def wait_for_limits(self, waiting: bool) -> None:
-        """Stop the server's deadline while the exchange waits for a limit of ours."""
-        now = trio.current_time()
-        if waiting:
-            self._left_s = self.at - now
-            self.set(math.inf)
-        else:
-            self.set(now + self._left_s)
+    @property
+    def deadline(self) -> float:
+        """The server's, on trio's clock; it stands still while we wait `for_us`."""
+        return self.at
+
+    @deadline.setter
+    def deadline(self, at: float) -> None:
+        self.set(at)
 
     async def connect(self, peer: Peer) -> bool:
         """Have the peer hold a connection, with a place; False: it was withdrawn.
@@ -146,6 +147,7 @@ class Exchange(Alarm):
         """
         self._ended, self.woken = None, False
         self.set(deadline)
+        token = running.set((*running.get(), self))
         try:
             answer = await self._put(peer, transaction)
         except SendFailed as error:
@@ -157,6 +159,7 @@ class Exchange(Alarm):
                 return None, Verdict(outcome, error.text, sent=error.sent, late=late)
             answer = None
         finally:
+            running.reset(token)
             self.set(math.inf)
         if answer is None:
             outcome = Outcome.FAILING if peer.sent else Outcome.UNREACHABLE
@@ -549,7 +552,6 @@ class Destination:
                         self._permit.let_go()
 
     def _wait_for_limits(self, waiting: bool) -> None:
-        self._exchange.wait_for_limits(waiting)
         if waiting:
             self._before = self.phase
         self._in_phase(Phase.QUEUED if waiting else self._before)
@@ -1031,7 +1033,7 @@ class Destination:
             self.state = self.state.with_search(kind, search)
 
     async def _version_answers(self, peer: Peer) -> bool:
-        with trio.move_on_after(self._context.connect_deadline):
+        with suppress(trio.TooSlowError), fail_after(self._context.connect_deadline):
             return await peer.version_answers()
         return False
 
