@@ -494,15 +494,19 @@ async def test_who_costs_time_of_the_loop_connects_after_others(
     came: list[str] = []
 
     async def turn(name: str) -> None:
-        await admission.permit(name).turn()
+        permit = admission.permit(name)
+        permit.payer.proved(name, f"192.0.{2 if 'neighbour' in name else 3}.1")
+        await permit.turn()
         came.append(name)
 
     loop.accounts.charge(("dear.example",), 1.0, 1.0)
+    # What others in its network had only decides between sites that are equal.
+    loop.accounts.charge(("dearest.example", "192.0.2.0/24"), 2.0, 2.0)
     async with trio.open_nursery() as nursery:
-        for name in ("dear.example", "cheap.example"):
+        for name in ("dear.example", "neighbour.example", "cheap.example"):
             nursery.start_soon(turn, name)
             await trio.sleep(0.01)
-    assert came == ["cheap.example", "dear.example"]
+    assert came == ["cheap.example", "neighbour.example", "dear.example"]
 
 
 async def test_new_connections_wait_while_the_loop_is_late_with_those_begun(

@@ -134,8 +134,12 @@ class _Waiting:
 class _Lines:
     """The attempts that wait, in two classes: three of the first go for each one of the second."""
 
-    def __init__(self, accounts: Accounts) -> None:
-        self._classes: tuple[Line[Permit], Line[Permit]] = (Line(accounts), Line(accounts))
+    def __init__(self, accounts: Accounts, *, by_site: bool = False) -> None:
+        """Args: by_site: as of a `Line`."""
+        self._classes: tuple[Line[Permit], Line[Permit]] = (
+            Line(accounts, by_site=by_site),
+            Line(accounts, by_site=by_site),
+        )
         self._waiting: dict[Permit, _Waiting] = {}
         self._turn = 0
         # Of all who wait, one watches the clock.
@@ -222,7 +226,7 @@ class Turns:
         self._next = -math.inf
         self._loop = loop
         self._accounts = Accounts(loop.accounts)
-        self._lines = _Lines(self._accounts)
+        self._lines = _Lines(self._accounts, by_site=True)
 
     async def take(self, permit: "Permit", *, first: bool) -> None:
         """Wait for a turn."""
