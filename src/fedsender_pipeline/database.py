@@ -273,7 +273,7 @@ def _data_source(reading: Reading, after: int, upto: int, parts: int) -> type[Da
     return Ranges
 
 
-_RAISED: Final = re.compile(r"^fedsender\.pipeline\.(?:database\.)?([A-Z]\w+): (.*)$", re.M)
+_RAISED: Final = re.compile(rf"^{__package__}\.(?:database\.)?([A-Z]\w+): (.*)$", re.M)
 
 
 @contextmanager
