@@ -425,14 +425,13 @@ class CommitChecks:
         for server in happening.servers:
             if server not in self._observed.views.of or rows.get(server, 0) >= happening.token:
                 continue
-            if disk.quarantined(None, happening.event_id):
-                continue
             view = self._observed.views.of[server]
-            set_aside = happening.event_id in disk.redeliveries(server)
-            if set_aside or happening.event_id in view.redelivered & view.answered:
-                continue
-            stand_ins = stand_ins_of(self._observed, server, happening)
-            if any(disk.quarantined(None, each.event_id) for each in stand_ins):
+            set_aside = {*disk.redeliveries(server), *(view.redelivered & view.answered)}
+            bearers = bearers_of(self._observed, server, happening)
+            if any(
+                each.event_id in set_aside or disk.quarantined(None, each.event_id)
+                for each in bearers
+            ):
                 continue
             self._observed.fail(
                 "I1",
@@ -471,7 +470,8 @@ class CommitChecks:
             return
         if disk.quarantined(None, happening.event_id):
             return
-        if happening.event_id in disk.redeliveries(server):
+        set_aside = disk.redeliveries(server)
+        if any(each.event_id in set_aside for each in bearers_of(observed, server, happening)):
             return
         if is_stood_in_for(observed, view, happening):
             return
@@ -510,6 +510,15 @@ def stand_ins_of(observed: Observations, server: str, happening: Step) -> list[S
             alike = [each for each in later if each.room_id == happening.room_id]
             found.append([each for each in alike if server in each.servers][-1])
     return found
+
+
+def bearers_of(observed: Observations, server: str, happening: Step) -> list[Step]:
+    """The event, and those that snapshots had in its place.
+
+    A redelivery of one that stands in is on record for all that it supersedes: the line of its
+    answer names them, and the end of the world has them missing if it does not.
+    """
+    return [happening, *stand_ins_of(observed, server, happening)]
 
 
 def is_stood_in_for(observed: Observations, view: ServerView, happening: Step) -> bool:
@@ -555,7 +564,7 @@ class FinalChecks:
                 if is_stood_in_for(observed, view, happening):
                     continue
                 # Held, or what stands in for it is: nothing else there could be a witness.
-                held = (happening, *stand_ins_of(observed, view.name, happening))
+                held = bearers_of(observed, view.name, happening)
                 if any(one.event_id in view.poison and self._is_owed(view, one) for one in held):
                     continue
                 yield view, happening

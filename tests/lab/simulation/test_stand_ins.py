@@ -1,4 +1,4 @@
-"""What a snapshot had in place of a gap's events: I1 holds for it, and what cannot be sent."""
+"""What a snapshot had in place of a gap's events: I1, I2, and what cannot be sent."""
 
 from pathlib import Path
 
@@ -24,6 +24,8 @@ class SaidDisk(Disk):
         self.fed = self.fanned_out = 0
         self.here: set[str] = set()
         self.unsent: set[str] = set()
+        self.set_aside: list[str] = []
+        self.mark = 0
 
     def ready(self) -> bool:
         return True
@@ -47,8 +49,14 @@ class SaidDisk(Disk):
     def newest_owed(self) -> int:
         return 0
 
+    def owed_room(self, server: str, room_id: str) -> int:
+        return 0
+
+    def catch_up_floor(self, server: str) -> int | None:
+        return None
+
     def marks(self) -> dict[str, int]:
-        return {}
+        return {A: self.mark}
 
     def outbox(self) -> dict[tuple[str, int], str]:
         return {}
@@ -57,7 +65,7 @@ class SaidDisk(Disk):
         return server is None and event_id in self.unsent
 
     def redeliveries(self, server: str) -> list[str]:
-        return []
+        return self.set_aside
 
 
 class Gap:
@@ -71,6 +79,7 @@ class Gap:
         self.checks = CommitChecks(self.observed, LedgerChecks(self.observed))
         self.disk.here = {each.event_id for each in self.homeserver.steps}
         self.commit()
+        self.disk.mark = self.observed.views.of[A].mark = self.disk.fanned_out
 
     def commit(self) -> list[str]:
         """All there is is fanned out; what was found."""
@@ -118,3 +127,38 @@ async def test_a_stand_in_that_nobody_can_send_may_be_given_up(gap: Gap) -> None
     assert not gap.stood_in_for(older)
     gap.observed.unsent = {newest.event_id}
     assert gap.stood_in_for(older)
+
+
+async def test_a_stand_in_that_was_set_aside_accounts_for_what_it_stands_for(gap: Gap) -> None:
+    """The room was locked when the snapshot came: a redelivery is on record, and no row."""
+    gap.homeserver.say(gap.room)
+    newest = gap.homeserver.say(gap.room)
+    gap.disk.set_aside = [newest.event_id]
+
+    assert gap.commit() == []
+    gap.disk.mark = newest.token
+    assert gap.commit() == []
+
+
+async def test_an_event_set_aside_that_is_not_the_stand_in_accounts_for_itself_alone(
+    gap: Gap,
+) -> None:
+    gap.homeserver.say(gap.room)
+    middle, newest = gap.homeserver.say(gap.room), gap.homeserver.say(gap.room)
+    gap.disk.set_aside = [middle.event_id]
+
+    assert gap.commit() == ["I1", "I1"]
+    gap.disk.mark = newest.token
+    assert gap.commit() == ["I1", "I1", "I2", "I2"]
+
+
+async def test_a_redelivery_of_the_stand_in_may_be_answered_before_the_position_moves(
+    gap: Gap,
+) -> None:
+    gap.homeserver.say(gap.room)
+    newest = gap.homeserver.say(gap.room)
+    view = gap.observed.views.of[A]
+
+    view.redelivered.add(newest.event_id)
+    view.answered.add(newest.event_id)
+    assert gap.commit() == []
