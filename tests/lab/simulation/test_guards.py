@@ -94,7 +94,7 @@ def test_standstill_a_lock_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 def test_i2_a_mark_past_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = PduQueue.fill
 
-    def too_far(self: PduQueue, draft: Any, upto: int | None) -> None:
+    def too_far(self: PduQueue, draft: Any, upto: int | None = None) -> None:
         fill(self, draft, upto)
         if draft.pdus and self.pdus:
             draft.lsso = self.pdus[-1].stream_ordering + 5
