@@ -40,11 +40,13 @@ class Lane:
                 self._answered(batch)
             elif batch:
                 self._refused(batch)
+            else:
+                self.search = self.search.refused_empty()
         return self
 
     def _next(self) -> list[str]:
         search = self.search
-        if search.asks:
+        if search.asks_now:
             return []
         if search.suspect is None:
             return self.waiting[: search.most(MOST, BYTES, 0)[0]]
@@ -61,7 +63,7 @@ class Lane:
     def _answered(self, batch: list[str]) -> None:
         self.got += [item for item in batch if item in self.waiting]
         self.waiting = [item for item in self.waiting if item not in batch]
-        self.search = answered(self.search, batch) if batch else replace(self.search, asks=False)
+        self.search = answered(self.search, batch) if batch else self.search.lives()
 
     def _refused(self, batch: list[str]) -> None:
         if len(batch) > 1:
@@ -122,6 +124,16 @@ def test_of_the_witnesses_the_last_ten_are_remembered() -> None:
         search = answered(search, [str(number)])
         search = search.acquitted() if number % 5 == 4 else search
     assert search.witnesses == tuple(map(str, range(100 - WITNESSES, 100)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 20, 60])
+def test_who_has_refused_everything_gets_all_in_order_once_it_is_well(count: int) -> None:
+    for outage in range(12, 80):
+        lane = Lane(names(count), lambda _: False, random.Random(outage)).run(outage)
+
+        lane.server = lambda _: True
+        lane.run(100)
+        assert lane.got == names(count), f"after {outage} refusals"
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])

@@ -763,12 +763,14 @@ class Destination:
     async def _fill_with(self, kind: Kind) -> Draft:
         """Fill the next draft with one kind of item, while there is a search."""
         search = self.state.search(kind)
+        if search.asks_now:
+            draft = self._draft(kind)
+            draft.asks = True
+            return draft
         if search.suspect is not None:
             return await self._fill_alone(kind, search)
         draft = self._draft(kind)
-        draft.asks = search.asks
-        if not search.asks:
-            await self.outbox.fill(draft, self.policy)
+        await self.outbox.fill(draft, self.policy)
         return draft
 
     async def _fill_alone(self, kind: Kind, search: Search) -> Draft:
@@ -894,7 +896,7 @@ class Destination:
             search = state.search(kind)
             marks = [item.mark for item in items]
             if not marks:
-                search = replace(search, asks=False)
+                search = search.lives()
             elif blank and search.suspect is not None:
                 # It proves nothing: it acquits no suspect, and makes nobody a witness.
                 search = search.hastened()
@@ -998,25 +1000,29 @@ class Destination:
         edus, pdus = transaction.items_by_kind
         by_kind = {kind: items for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items}
         kind, items = next(iter(by_kind.items()), (self._last_kind, []))
+        on_trial = not items and self.state.search(kind).suspect is not None
         suspect = failure.content_is_suspect(
             self.state,
             verdict,
             now_ms=now_ms,
             attempts=transaction.attempts,
-            is_step=any(self.state.search(each).is_step(len(by_kind[each])) for each in by_kind),
+            is_step=on_trial
+            or any(self.state.search(each).is_step(len(by_kind[each])) for each in by_kind),
         )
         if verdict.apart:
             search = self.state.search(kind).apart(len(items), now_ms)
-        elif not items:
+        elif not items and not on_trial:
             return False  # It has no content; whoever refuses it refuses everything.
         elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
             self._context.metrics.isolations.inc()
             if len(by_kind) > 1:
                 self._part(by_kind, now_ms)
                 search = self.state.search(kind)
+            elif not items:
+                search = self.state.search(kind).refused_empty()
             else:
                 search = await self._step(self.state.search(kind), transaction, verdict, now_ms)
-        elif failure.wants_probe(self.state, verdict, now_ms=now_ms):
+        elif items and failure.wants_probe(self.state, verdict, now_ms=now_ms):
             self._part(by_kind, now_ms, asks=True)
             return True
         else:

@@ -19,8 +19,12 @@ of two backends refuses half. So other items are tried alone, until one is answe
 From then on each next item is drawn by lot: the suspect, or another one, an untried one or a
 witness. If the server refuses for another reason than the content (chance, turns, the time of day),
 the lots decide which item it refuses. So the suspect is convicted when the lots would hardly ever
-give it so many refusals. Until then it stays owed. If no other item is answered, the server is at
-fault: nothing is convicted, and the waits grow.
+give it so many refusals. Until then it stays owed.
+
+If the first few other items are refused as well, or all there are, the server counts as at fault:
+nothing is convicted, and the waits grow. From then on an empty transaction and the suspect go by
+turns. The suspect is first in order, and what a server that is well again answers first must not be
+a later event. If the empty one was answered, and the suspect is refused, one other item follows.
 
 All functions here are pure: a `Search` and an outcome make another `Search`.
 """
@@ -40,6 +44,8 @@ all others are answered, that takes about ten failures of it."""
 AHEAD: Final = 100
 """The events answered out of turn, and the refused ones, that are remembered; others are tried
 again."""
+OTHERS: Final = 3
+"""How many other items are refused, and none answered, before the server counts as at fault."""
 CLIMB_MS: Final = 30 * 60_000
 """The time until a larger transaction is tried than the size that works, in ms."""
 STEP: Final = 1.5
@@ -87,7 +93,9 @@ class Search:
         climb_ms: when more may be tried.
         left: items refused together that are still to be answered; they are tried apart from the
             other kind.
-        asks: whether an empty transaction goes first, to see whether the server refuses only us.
+        asks: whether an empty transaction goes first, to see whether the server refuses only us; in
+            a trial: whether the server counts as at fault.
+        asked: whether it has gone in this trial, so that the suspect's turn comes.
         suspect, room_id, place: the item on trial, as in `Item`; None: there is no trial.
         failures: refusals of the suspect since there is a witness.
         answers, refusals: the same of other items.
@@ -105,6 +113,7 @@ class Search:
     climb_ms: int | None = None
     left: int = 0
     asks: bool = False
+    asked: bool = False
     suspect: str | None = None
     room_id: str = ""
     place: int = 0
@@ -143,9 +152,15 @@ class Search:
         ways = comb(refused + self.answers, self.failures)
         return comb(refused, self.failures) < CHANCE * ways
 
+    @property
+    def asks_now(self) -> bool:
+        """Whether the next transaction is an empty one."""
+        return self.asks and not self.asked
+
     def draws_suspect(self, rng: Random) -> bool:
         """Draw the next item of the trial: the suspect, or another one."""
-        return self.full or (bool(self.witnesses) and rng.random() < 0.5)
+        first = self.full or self.asks or self.asked
+        return first or (bool(self.witnesses) and rng.random() < 0.5)
 
     @property
     def tries_new(self) -> bool:
@@ -199,6 +214,20 @@ class Search:
         climb_ms = self.climb_ms and now_ms + CLIMB_MS
         return replace(self, left=max(items, self.left, 1), climb_ms=climb_ms, asks=asks)
 
+    def lives(self) -> "Search":
+        """The search after an answer to a transaction without an item of this kind.
+
+        If it was in question whether the server is at fault, the suspect's turn comes, and if that
+        is refused another item's, without one more wait in between.
+        """
+        if self.suspect is None or not self.asks:
+            return replace(self, asks=False)
+        return replace(self, asks=False, asked=True, quick=max(0, self.quick - 1))
+
+    def refused_empty(self) -> "Search":
+        """The search after a refusal of an empty transaction, in a trial."""
+        return replace(self, asked=True)
+
     def answered(
         self,
         marks: Sequence[str],
@@ -230,6 +259,8 @@ class Search:
             others = (mark for mark in self.witnesses if mark not in marks)
             return replace(
                 search,
+                asks=False,
+                asked=False,
                 answers=self.answers + bool(self.witnesses),
                 witnesses=(*others, *marks)[-WITNESSES:],
                 # Until now the server may have been at fault.
@@ -299,23 +330,26 @@ class Search:
             )
         drawn = bool(self.witnesses)
         if item.mark == self.suspect:
-            return replace(self, failures=self.failures + drawn)
+            return replace(self, failures=self.failures + drawn, asked=False)
         search = replace(self, refusals=self.refusals + drawn, alone=False)
         if item.mark in self.witnesses:
             others = (mark for mark in self.witnesses if mark != item.mark)
             return replace(search, witnesses=(*others, item.mark))
         others = (mark for mark in self.refused if mark != item.mark)
-        return replace(search, refused=(*others, item.mark)[-AHEAD:])
+        refused = (*others, item.mark)[-AHEAD:]
+        return replace(search, refused=refused, asks=not drawn and len(refused) >= OTHERS)
 
     def without_others(self, *, early: bool) -> "Search":
         """The search after no other item was found, not even a witness to be sent again.
+
+        If all were refused, the server counts as at fault.
 
         `early`: one was looked for before the end of its wait, because an EDU or a PDU came. That
         was no other item. So `alone` stays False: else items that come again and again, of the same
         user, would have no wait at all.
         """
         alone = not (self.witnesses or self.refused or early)
-        return replace(self, witnesses=(), refused=(), alone=alone)
+        return replace(self, witnesses=(), refused=(), alone=alone, asks=bool(self.refused))
 
 
 AT_REST: Final = Search()
