@@ -203,8 +203,7 @@ class Accounts:
         """Whether nobody waits, nor did lately."""
         if self.waiting:
             return False
-        if self._marks and trio.current_time() - self._calm_since >= MEMORY_S:
-            self._marks.clear()
+        self._forget_old()
         return not self._marks
 
     def charge(self, payers: Payers, seconds: float, above: float) -> None:
@@ -226,13 +225,18 @@ class Accounts:
     def has_come(self) -> None:
         """Note that one more site waits."""
         if not self.waiting:
-            _ = self.calm
+            self._forget_old()
         self.waiting += 1
 
     def has_gone(self) -> None:
         """Note that one site waits no more."""
         self.waiting -= 1
         self._calm_since = trio.current_time()
+
+    def _forget_old(self) -> None:
+        """Forget all once nobody has waited for `MEMORY_S`."""
+        if self._marks and trio.current_time() - self._calm_since >= MEMORY_S:
+            self._marks.clear()
 
     def _forget_some(self) -> None:
         # Those behind the clock start at the clock anyhow.
@@ -342,7 +346,7 @@ class Line(Generic[T]):
         return item
 
     def _in_vain(self, in_the_way: Callable[[Payers], str | None]) -> T | None:
-        """Who has waited longest of those that may have it, if that was for long."""
+        """The item that has waited longest of those that may be served, if that was for long."""
         long_ago = trio.current_time() - PATIENT_S
         found: list[tuple[int, T]] = []
         for account, line in list(self._oldest_first.items()):
