@@ -7,11 +7,12 @@ A transaction counts as received only once a proper answer to it has left. The e
 stand in its `received`; broken rules stand, for all servers together, in `violations`.
 """
 
+import math
 import ssl
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -138,14 +139,19 @@ class _Failure:
 
     Attributes:
         digest: of its body; None: it did not arrive whole.
+        things: the ids of its events, and the types of its EDUs.
         times: how many attempts in a row this id has had.
+        forgotten: the sender may have been killed before it wrote down that this one had begun.
     """
 
     transaction_id: str
     digest: bytes | None
+    things: frozenset[str]
     status: int | None
+    began_at: float
     at: float
     times: int
+    forgotten: bool = False
 
 
 @dataclass(slots=True)
@@ -164,6 +170,9 @@ class _Correspondence:
         in_flight: attempts with an arrived head that have not ended.
         answers: transaction id -> digest of its body, newest last.
         failure: the last attempt, if it got no answer.
+        suspected: what the transactions held that fell silent twice while our version was told.
+            Until all of it has got an answer the sender may search: try parts and others, under
+            other ids.
         woken: its next attempt may come at once.
         killed: its next attempt may come at once, and under another id if the failed one had only
             been tried once: nothing durable needs to say then that it had begun.
@@ -172,6 +181,7 @@ class _Correspondence:
     in_flight: int = 0
     answers: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     failure: _Failure | None = None
+    suspected: set[str] = field(default_factory=set)
     woken: bool = False
     killed: bool = False
 
@@ -196,6 +206,7 @@ class ReceivingServer:
         self._peers = peers
         self._correspondences: dict[str, _Correspondence] = {}
         self._arrivals: dict[Request, _Arrival] = {}
+        self._version_told_at = -math.inf
         self._listening = False
         self._changed = trio.Event()
         self._heard = trio.Event()
@@ -267,7 +278,7 @@ class ReceivingServer:
             if gap < MIN_GAP_SECONDS:
                 self._violated("too soon", f"{gap:.3f} s after a {failure.status}")
         if failure is not None and failure.times == 1 and with_origin.killed:
-            with_origin.failure = None
+            with_origin.failure = replace(failure, forgotten=True)
         with_origin.woken = with_origin.killed = False
 
     def request_ended(self, request: Request, status: int | None) -> None:
@@ -280,8 +291,11 @@ class ReceivingServer:
         transaction_id = request.target.removeprefix(SEND)
         repeat = transaction_id in with_origin.answers
         digest = sha256(request.body).digest() if request.complete else None
+        contents = arrival.contents or Contents((), ())
+        things = frozenset({pdu.event_id for pdu in contents.pdus} | {*contents.edu_types})
         if request.processed and status == 200 and digest is not None:
             with_origin.failure = None
+            with_origin.suspected -= things
             with_origin.answers[transaction_id] = digest
             if len(with_origin.answers) > REMEMBERED_IDS:
                 with_origin.answers.popitem(last=False)
@@ -289,14 +303,17 @@ class ReceivingServer:
             before = with_origin.failure
             same = before is not None and before.transaction_id == transaction_id
             times = before.times + 1 if before is not None and same else 1
-            now = trio.current_time()
-            with_origin.failure = _Failure(transaction_id, digest, status, now, times)
+            now, began_at = trio.current_time(), request.began_at
+            with_origin.failure = _Failure(
+                transaction_id, digest, things, status, began_at, now, times
+            )
         if arrival.contents is not None:
             self._record(request, arrival.contents, status, repeat=repeat)
 
     def reply_to(self, request: Request) -> Reply:
         """The reply of this server to a request that is there in whole."""
         if request.target == VERSION and request.method == "GET":
+            self._version_told_at = trio.current_time()
             return Reply(200, b'{"server":{"name":"demo","version":"1"}}')
         arrival = self._arrivals.get(request)
         if arrival is None:
@@ -335,16 +352,30 @@ class ReceivingServer:
     def _check_succession(
         self, with_origin: _Correspondence, transaction_id: str, digest: bytes
     ) -> None:
-        """One id is one body, and another id follows only an answer; raises Broken."""
+        """One id is one body; another follows an answer, or belongs to a search; raises Broken."""
         failure = with_origin.failure
         known = with_origin.answers.get(transaction_id)
         if failure is not None and failure.transaction_id == transaction_id:
             known = known or failure.digest
-        elif failure is not None and failure.status not in MAY_BE_THE_CONTENT:
+        elif failure is not None and not self._may_be_the_content(with_origin, failure):
             detail = f"{transaction_id} after {failure.transaction_id}, which got no answer"
             raise Broken("another id before an answer", detail)
         if known is not None and known != digest:
             raise Broken("same id, other body", transaction_id)
+
+    def _may_be_the_content(self, with_origin: _Correspondence, failure: _Failure) -> bool:
+        """Whether a sender may try with other content after `failure`.
+
+        It may after a refusal; after a kill -9, if it had tried once; after two time-outs of one
+        transaction, if it got our version since; and after any failure while it searches for what
+        made us fall silent.
+        """
+        if failure.forgotten or failure.status in MAY_BE_THE_CONTENT:
+            return True
+        silent = failure.status is None and failure.times > 1
+        if silent and self._version_told_at >= failure.began_at:
+            with_origin.suspected |= failure.things
+        return bool(with_origin.suspected)
 
     def _claimed_origin(self, request: Request) -> str:
         try:

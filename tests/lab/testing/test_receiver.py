@@ -413,3 +413,42 @@ async def test_only_who_trusts_the_authority_can_connect(tmp_path: Path) -> None
         with pytest.raises(trio.BrokenResourceError):
             await stream.do_handshake()
         await trio.aclose_forcefully(stream)
+
+
+@pytest.mark.parametrize(("asked", "broken"), [(False, 1), (True, 0)])
+async def test_after_two_silent_ends_parts_are_tried_by_who_asked_for_our_version(
+    tmp_path: Path, asked: bool, broken: int
+) -> None:
+    """A sender looks for the item that makes a server fall silent."""
+    async with receiving(tmp_path, STALLING) as server:
+        for _ in range(2):
+            await _put_in_vain(server, "t1", body_of(1, 2))
+        if asked:
+            server.reply_to(Request(0, "GET", VERSION, complete=True))
+        await _put_in_vain(server, "t2", body_of(1))
+        assert rules_broken(server).get("another id before an answer", 0) == broken
+        if not asked:
+            return
+        # A step that fails is followed by another step, until what is suspected has been answered.
+        await _put_in_vain(server, "t3", body_of(3))
+        server.become(healthy())
+        async with connected(server) as client:
+            await client.put("t4", body_of(1))
+            await client.put("t5", body_of(2))
+        server.become(STALLING)
+        await _put_in_vain(server, "t6", body_of(4))
+        assert not rules_broken(server)
+        await _put_in_vain(server, "t7", body_of(5))
+
+    assert rules_broken(server) == {"another id before an answer": 1}
+
+
+async def _put_in_vain(server: ReceivingServer, transaction: str, body: bytes) -> None:
+    ended = trio.Event()
+    peers(server).on_transaction = lambda _: ended.set()
+    async with connected(server) as client:
+        await client.write(transaction, body)
+        with trio.move_on_after(0.05) as patience:
+            await client.answer()
+    if patience.cancelled_caught:
+        await ended.wait()
