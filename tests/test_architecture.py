@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
+from tests.pages import PAGES, ROOT, nothing_wrong, shown
 
-ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fedsender"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-TEXT = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-FILES = sorted(set(re.findall(r"`([\w/]+\.py)`", TEXT)))
-NAMES = sorted(set(re.findall(r"`([\w/]+\.py)` `([\w.]+)`", TEXT)))
 
 
 def rows_of(heading: str) -> list[list[str]]:
@@ -63,18 +59,31 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_each_file_that_is_named_exists(name: str) -> None:
-    assert path_of(name).is_file(), f"a page names {name}"
+def test_each_file_that_is_named_exists() -> None:
+    nothing_wrong(
+        f"{place} names {found[1]}"
+        for place, found in shown(r"`([\w/]+\.py)`", *PAGES)
+        if not path_of(found[1]).is_file()
+    )
 
 
-@pytest.mark.parametrize(("file", "name"), NAMES, ids=" ".join)
-def test_each_function_that_is_named_exists(file: str, name: str) -> None:
-    body = parsed(path_of(file)).body
+def test_each_function_that_is_named_exists() -> None:
+    nothing_wrong(
+        f"{place} names {found[2]} in {found[1]}"
+        for place, found in shown(r"`([\w/]+\.py)` `([\w.]+)`", *PAGES)
+        if not defines(path_of(found[1]), found[2])
+    )
+
+
+def defines(path: Path, name: str) -> bool:
+    """Whether a file has a class, function or constant of this name, perhaps inside a class."""
+    body = parsed(path).body
     for part in name.split("."):
         found = dict(defined_in(body))
-        assert part in found, f"a page names {name} in {file}"
+        if part not in found:
+            return False
         body = found[part]
+    return True
 
 
 def test_the_path_has_twelve_stages() -> None:

@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer.main
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from tests.pages import PAGES, ROOT, nothing_wrong, shown
 from typer.core import TyperGroup
 
 from fedsender import limits, runtime, tls
@@ -27,20 +27,12 @@ from fedsender.telemetry import Metrics
 from fedsender_lab import bench
 from fedsender_relay import line_server
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "src/fedsender_pipeline/lake.md",
-]
 BY_ARGUMENT = {"simulate", "bench"}
 """Commands that parse the rest of the line themselves."""
 
 
-def words_of_commands(text: str) -> Iterator[list[str]]:
-    """The words after `fedsender` wherever a page shows a command."""
-    for shown in re.findall(r"`(fedsender [^`]+)`|^ {4}(?:.*[ /])?(fedsender .+)$", text, re.M):
-        yield "".join(shown).split()[1:]
+COMMAND = r"`fedsender ([^`]+)`|^ {4}(?:.*[ /])?fedsender (.+)$"
+"""Where a page shows a command: the words after `fedsender`."""
 
 
 @cache
@@ -61,59 +53,77 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
     return command, rest
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_and_their_options_exist(page: Path) -> None:
-    for words in words_of_commands(page.read_text()):
-        command, rest = command_of([word for word in words if word not in ("|", "...")])
-        assert command.name != whole_command().name, words
-        if command.name in BY_ARGUMENT:
-            continue
-        known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
-        for word in rest:
-            option = re.match(r"\[?(--[a-z-]+)", word)
-            if option is not None and command.name != "pipeline":
-                assert option.group(1) in {*known, "--help"}, f"{page.name}: {' '.join(words)}"
+def wrong_in(words: list[str]) -> Iterator[str]:
+    """What these words of a command line name and no command has."""
+    command, rest = command_of([word for word in words if word not in ("|", "...")])
+    if command.name == whole_command().name:
+        yield "no command"
+    if command.name in BY_ARGUMENT or command.name == "pipeline":
+        return
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    for word in rest:
+        option = re.match(r"\[?(--[a-z-]+)", word)
+        if option is not None and option[1] not in {*known, "--help"}:
+            yield option[1]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_benchmarks_exist(page: Path) -> None:
-    text = page.read_text()
-    for name in re.findall(r"\bfedsender bench ([a-z][\w-]*)|\| `bench ([\w-]+)", text):
-        assert "".join(name) in bench.BENCHES, f"{page.name}: bench {''.join(name)}"
-    for name in re.findall(r"python -m tests\.benchmarks\.(\w+)", text):
-        assert (ROOT / f"tests/benchmarks/{name}.py").exists(), f"{page.name} runs {name}"
+def test_commands_and_their_options_exist() -> None:
+    nothing_wrong(
+        f"{place} shows {found[0].strip()}: {wrong}"
+        for place, found in shown(COMMAND, *PAGES)
+        for wrong in wrong_in((found[1] or found[2]).split())
+    )
 
 
+def test_benchmarks_exist() -> None:
+    nothing_wrong(
+        f"{place} names bench {found[1] or found[2]}"
+        for place, found in shown(r"\bfedsender bench ([a-z][\w-]*)|\| `bench ([\w-]+)", *PAGES)
+        if (found[1] or found[2]) not in bench.BENCHES
+    )
+    nothing_wrong(
+        f"{place} runs tests.benchmarks.{found[1]}"
+        for place, found in shown(r"python -m tests\.benchmarks\.(\w+)", *PAGES)
+        if not (ROOT / f"tests/benchmarks/{found[1]}.py").exists()
+    )
+
+
+@cache
 def headings_of(page: Path) -> set[str]:
     """The anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_files_exist(page: Path) -> None:
-    text = page.read_text()
-    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
-        if "://" in target:
-            continue
-        linked = page.parent / target if target else page
-        assert linked.exists(), f"{page.name} links to {target}"
-        if heading:
-            assert heading in headings_of(linked), f"{page.name} links to {target}#{heading}"
-    for name in re.findall(r"`((?:src|tests|docs|alembic)/[\w./-]+)`", text):
-        assert (ROOT / name).exists(), f"{page.name} names {name}"
+def test_links_and_files_exist() -> None:
+    nothing_wrong(
+        f"{place} links to {found[0]}"
+        for place, found in shown(r"\]\(([^)#]*)#?([^)]*)\)", *PAGES)
+        if "://" not in found[1] and not is_there(ROOT / place.partition(":")[0], *found.groups())
+    )
+    nothing_wrong(
+        f"{place} names {found[1]}"
+        for place, found in shown(r"`((?:src|tests|docs|alembic)/[\w./-]+)`", *PAGES)
+        if not (ROOT / found[1]).exists()
+    )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_in_yaml_blocks_exist(page: Path) -> None:
+def is_there(page: Path, target: str, heading: str) -> bool:
+    """Whether what a page links to exists, and has the heading, if one is named."""
+    linked = page.parent / target if target else page
+    return linked.exists() and (not heading or heading in headings_of(linked))
+
+
+def test_settings_in_yaml_blocks_exist() -> None:
     """The top level of every YAML block that is ours is a section or setting of the example."""
     known = set(yaml.safe_load((ROOT / "config.example.yaml").read_text()))
-    for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S):
-        if block.lstrip().startswith("#") and "Synapse" in block.splitlines()[0]:
-            continue
-        for document in yaml.safe_load_all(block):
-            if isinstance(document, dict):
-                assert set(document) <= known, f"{page.name}: {sorted(set(document) - known)}"
+    nothing_wrong(
+        f"{place} sets {sorted(set(document) - known)}"
+        for place, found in shown(r"```yaml\n((?s:.*?))```", *PAGES)
+        if not re.match(r"\s*#.*Synapse", found[1])
+        for document in yaml.safe_load_all(found[1])
+        if isinstance(document, dict) and not set(document) <= known
+    )
 
 
 def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
@@ -206,8 +216,10 @@ def test_the_table_of_metrics_is_that_of_the_code() -> None:
     assert shown == rows_of_metrics()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_metrics_exist(page: Path) -> None:
+def test_metrics_exist() -> None:
     known = {row.split("`")[1] for row in rows_of_metrics()}
-    for name in re.findall(r"`(fedsender_\w+_(?:total|seconds|items|rooms))`", page.read_text()):
-        assert name in known, f"{page.name} names {name}"
+    nothing_wrong(
+        f"{place} names {found[1]}"
+        for place, found in shown(r"`(fedsender_\w+_(?:total|seconds|items|rooms))`", *PAGES)
+        if found[1] not in known
+    )

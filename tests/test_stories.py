@@ -17,12 +17,12 @@ import pytest
 import yaml
 from tests.admin.desk import TOKEN, Standing
 from tests.admin.test_reach import open_stage
+from tests.pages import ROOT
 from tests.sender.harness import HS, World, answer, ok
 from tests.servers import Databases
 from tests.service import Service, open_service
 from tests.switching.test_shards import config_of, settings_of, site
 from tests.test_cli import R1, A, B, Shell, open_shell, with_a_dead_server, write_config
-from tests.test_docs import ROOT
 
 from fedsender.admin.commands import DONE, USAGE, WRONG
 from fedsender.federation.client import Unreachable
