@@ -51,6 +51,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "fanout": Bench("fedsender_lab.bench.steady", servers=300, events=3, rounds=10),
     "burst": Bench("fedsender_lab.bench.steady", servers=300, events=200, rounds=2),
     "latency": Bench("fedsender_lab.bench.steady", servers=20, events=400, rounds=1),
+    "path": Bench("fedsender_lab.bench.path", servers=1, events=40, rounds=1),
     "slow": Bench("fedsender_lab.bench.steady", servers=620, events=300, rounds=1),
     "restart": Bench("fedsender_lab.bench.backlog", servers=10_000, events=1, rounds=1),
     "overview": Bench("fedsender_lab.bench.backlog", servers=10_000, events=1, rounds=1),

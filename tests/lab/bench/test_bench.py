@@ -53,6 +53,17 @@ def test_latency_has_a_delay_for_every_delivery(capfd: pytest.CaptureFixture[str
     assert 0 < figures["p50_ms"] <= figures["p99_ms"] <= figures["longest_ms"]
 
 
+def test_path_tells_which_files_a_message_passes_through(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    figures = figures_of(capfd, "path", *tiny(1, 3))
+    assert "sender/fan_out.py" in figures["names"]
+    assert "sender/destination.py" in figures["names"]
+    assert len(figures["names"]) == figures["files"]
+    assert figures["crossings"] > figures["files"]
+    assert {"from", "to", "times"} == figures["busiest"][0].keys()
+
+
 def test_slow_tells_of_quick_servers_alone_and_beside_slow_ones(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
