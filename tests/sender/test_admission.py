@@ -46,12 +46,14 @@ def admission_of(
     slow_share: float = 0.25,
     per_second: float = 10_000,
     loop: Turns | None = None,
+    in_flight_bytes: int = 2**26,
 ) -> Admission:
     return Admission(
         max_in_flight=places,
         slow_share=slow_share,
         handshakes_per_second=per_second,
         loop=loop or Turns(turns_cpu()),
+        in_flight_bytes=in_flight_bytes,
     )
 
 
@@ -643,27 +645,32 @@ async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockCl
     assert began == ["first.example", "second.example"]
 
 
-def test_bodies_get_smaller_as_their_memory_fills_and_never_stop() -> None:
-    admission = Admission(
-        max_in_flight=1000,
-        slow_share=0.5,
-        handshakes_per_second=1,
-        loop=Turns(turns_cpu()),
-        in_flight_bytes=2**24,
-    )
-    permits = [admission.permit(f"a.b{number}") for number in range(200)]
+def test_large_bodies_have_equal_shares_and_never_stop() -> None:
+    """The first ones took all that there was, and the others sent event by event behind them."""
+    admission = admission_of(in_flight_bytes=2**24)
+    permits = [admission.permit(f"a.b{number}") for number in range(100)]
+    small = [admission.permit(f"c.d{number}") for number in range(500)]
+    for permit in small:
+        permit.carries(permit.body_bytes(2**20) // 1000)
     for permit in permits:
         permit.carries(permit.body_bytes(2**20))
-    assert permits[0].body_bytes(1000) == 1000
-    assert permits[0].body_bytes(2**20) == 2**16
-    assert admission.bodies < 2**24 + 200 * 2**16
+        assert admission.bodies <= 2**24 + len(permits) * 2**16
+    assert permits[-1].body_bytes(1000) == 1000
+    # Each has another transaction.
+    for _ in range(2):
+        sizes = []
+        for permit in permits:
+            permit.carries(0)
+            sizes.append(permit.body_bytes(2**20))
+            permit.carries(sizes[-1])
+    assert min(sizes) > 0.9 * max(sizes)
+    assert 0.9 * 2**24 < admission.bodies <= 2**24
     # What is read piece by piece comes to no more.
-    (last,) = [admission.permit("last")]
+    last = admission.permit("last")
     assert [last.grant(size) for size in (40_000, 2**20, 1)] == [40_000, 2**16 - 40_000, 0]
-    last.let_go()
-    for permit in permits:
+    for permit in (last, *permits, *small):
         permit.let_go()
-    assert admission.bodies == 0
+    assert admission.bodies == admission.large == admission.large_bytes == 0
 
 
 def a_transaction(size: int = 0) -> Transaction:

@@ -30,8 +30,7 @@ from typing import Final
 import trio
 from cachetools import LRUCache
 
-from fedsender.fairness import Accounts, Line, Payer, Payers, Usual, for_us, nothing
-from fedsender.fairness import Turns as LoopTurns
+from fedsender.fairness import Accounts, Line, Payer, Payers, Turns, Usual, for_us, nothing
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
@@ -214,14 +213,15 @@ class _Lines:
             line.remove(permit)
 
 
-class Turns:
-    """Turns at a fixed rate per second, evenly spread; a delay of up to 0.2 s is made up for.
+class NewConnections:
+    """The right to open connections, at a fixed rate per second, evenly spread; a delay of up to
+    0.2 s is made up for.
 
-    There is none while the loop is late with what was begun before. In one class those come later
-    who had turns, or cost time of the loop.
+    Nobody gets it while the loop is late with what was begun before. In one class those come later
+    who had it lately, or cost time of the loop.
     """
 
-    def __init__(self, per_second: float, loop: LoopTurns) -> None:
+    def __init__(self, per_second: float, loop: Turns) -> None:
         self._gap_s = 1 / per_second
         self._next = -math.inf
         self._loop = loop
@@ -229,7 +229,7 @@ class Turns:
         self._lines = _Lines(self._accounts, by_site=True)
 
     async def take(self, permit: "Permit", *, first: bool) -> None:
-        """Wait for a turn."""
+        """Wait for the right to open one."""
         await self._lines.wait(permit, self._serve, self._due, first=first)
 
     def hasten(self, permit: "Permit") -> None:
@@ -490,7 +490,9 @@ class Permit:
         "_asked_at",
         "_bytes",
         "_known",
+        "_large",
         "_line",
+        "_offered",
         "end",
         "hurried",
         "ill",
@@ -511,8 +513,9 @@ class Permit:
         self._admission = admission
         self.payer = Payer(server)
         self.lane: Lane | None = None
-        self._line: Lane | Turns | None = None
-        self._bytes = 0
+        self._line: Lane | NewConnections | None = None
+        self._bytes = self._offered = 0
+        self._large = False
         self._asked_at = 0.0
         self._known = admission.known.get(server, _UNKNOWN)
 
@@ -596,12 +599,17 @@ class Permit:
             self._line.hasten(self)
 
     def body_bytes(self, most: int) -> int:
-        """The largest size of a body now, in bytes: a part of the memory left, at most `most`."""
-        return self._admission.body_bytes(most)
+        """The largest size of a body now, in bytes: a share of the memory left, at most `most`."""
+        self._offered = self._admission.body_bytes(most)
+        return self._offered
 
     def carries(self, size: int) -> None:
         """Note a body of this size in memory, in bytes, until the place is given back."""
-        self._admission.bodies += size - self._bytes
+        admission, was_large = self._admission, self._large
+        self._large = 2 * size > self._offered
+        admission.bodies += size - self._bytes
+        admission.large += self._large - was_large
+        admission.large_bytes += size * self._large - self._bytes * was_large
         self._bytes = size
 
     @property
@@ -613,7 +621,7 @@ class Permit:
         """Let so many bytes more be read for a body, or fewer; return how many. They count until
         the body is noted, or the place is given back.
         """
-        granted = self._admission.body_bytes(size, self._bytes)
+        granted = self._admission.body_bytes(size, self._bytes, large=self._large)
         self.carries(self._bytes + granted)
         return granted
 
@@ -635,9 +643,9 @@ class Permit:
 
     async def _take_turn(self) -> None:
         await self._admission.gate.passed()
-        self._line = turns = self._admission.turns
+        self._line = line = self._admission.new_connections
         try:
-            await turns.take(self, first=self.hurried)
+            await line.take(self, first=self.hurried)
         finally:
             self._line = None
 
@@ -659,8 +667,10 @@ class Admission:
     Attributes:
         gate: shut while this daemon may not send at all (it lost its instance lock).
         quick, slow, ill: the lanes.
-        turns: the line for new connections.
+        new_connections: the line for them.
         bodies: bytes of the transactions that are under way.
+        large, large_bytes: the number of those that hold more than half of what they could have
+            had, and their bytes.
         known: by server, its pace and the paces of its last three answers.
     """
 
@@ -670,7 +680,7 @@ class Admission:
         max_in_flight: int,
         slow_share: float,
         handshakes_per_second: float,
-        loop: LoopTurns,
+        loop: Turns,
         in_flight_bytes: int = 2**26,
     ) -> None:
         """Args: loop: the time of the event loop, which new connections cost most of."""
@@ -680,8 +690,8 @@ class Admission:
         self.slow = Lane(aside - aside // 2)
         self.ill = Lane(aside // 2)
         self.quick = Lane(quick, second=quick - quick // 8, overflow=self.slow)
-        self.turns = Turns(handshakes_per_second, loop)
-        self.bodies = 0
+        self.new_connections = NewConnections(handshakes_per_second, loop)
+        self.bodies = self.large = self.large_bytes = 0
         self.in_flight_bytes = in_flight_bytes
         self.known: LRUCache[str, _Known] = LRUCache(_REMEMBERED)
 
@@ -708,11 +718,14 @@ class Admission:
             return self.slow, permit.hurried
         return self.quick, pace is _Pace.QUICK
 
-    def body_bytes(self, most: int, held: int = 0) -> int:
-        """The largest size of the next body, or of what comes to the bytes `held` for it already:
-        an eighth of the bytes left, so some remain.
+    def body_bytes(self, most: int, held: int = 0, *, large: bool = False) -> int:
+        """The largest size of the next body; or the bytes more for one that has `held` already, and
+        is `large` or not.
 
-        64 KiB for each are always granted: the largest event, or some dozens of common ones.
+        Those that take as much as they get have equal shares of what the others leave. Whoever came
+        when there were fewer has less the next time; until then a new one may find less. But 64 KiB
+        for each are always granted: the largest event, or some dozens of common ones.
         """
-        eighth = (self.in_flight_bytes - self.bodies) // 8
-        return max(0, min(most, max(_LEAST_BYTES - held, eighth)))
+        left = self.in_flight_bytes - self.bodies
+        share = (left + self.large_bytes) // (self.large + (not large))
+        return max(0, min(most, max(_LEAST_BYTES - held, min(left, share - held))))
