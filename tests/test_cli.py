@@ -68,7 +68,8 @@ class Shell:
 
 
 def write_config(directory: Path, **settings: Any) -> Path:
-    values = {"server_name": HS, "signing_key": "signing.key", **settings}
+    feed = {"kind": "tcp"}
+    values = {"server_name": HS, "signing_key": "signing.key", "feed": feed, **settings}
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path

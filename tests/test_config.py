@@ -478,7 +478,7 @@ def test_a_secret_is_its_files_text_or_a_clear_error(tmp_path: Path) -> None:
 
 def test_missing_secrets_are_named_with_the_line_that_wants_them(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
-    file.write_text(MINIMAL + "admin: {token_file: token}\n")
+    file.write_text(MINIMAL + "admin: {token_file: token}\nfeed: {kind: tcp}\n")
     (tmp_path / "key").write_text("ed25519 a x")
     (line,) = load(file).file_problems()
     assert line.startswith(f"{file}:3:21: admin.token_file: {tmp_path}/token: cannot be read")
@@ -558,6 +558,7 @@ def test_senders_share_the_servers_by_synapses_hash() -> None:
     text = """\
         instance_name: {name}
         homeserver: {{federation_sender_instances: [fed1, fed2]}}
+        feed: {{kind: tcp}}
         """
     first, second = (config(text.format(name=name)) for name in ("fed1", "fed2"))
     assert (first.handles("matrix.org"), second.handles("matrix.org")) == (False, True)

@@ -185,6 +185,7 @@ def write_config(directory: Path, **settings: Any) -> Path:
     values = {
         "server_name": SERVER_NAME,
         "signing_key": "signing.key",
+        "feed": {"kind": "tcp"},
         "admin": {"listen": f"unix:{directory}/admin.sock"},
         **settings,
     }

@@ -97,7 +97,12 @@ class Stage:
             "discovery_cache": "cache.sqlite3",
             **self.settings.pop("federation", {}),
         }
-        values = {"server_name": OURS, "signing_key": "none", "federation": federation}
+        values: dict[str, Any] = {
+            "server_name": OURS,
+            "signing_key": "none",
+            "federation": federation,
+            "feed": {"kind": "tcp"},
+        }
         return from_values({**values, **self.settings}, directory=self.directory)
 
     async def probe(self, server: str = NAME) -> Report:

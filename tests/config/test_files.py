@@ -17,9 +17,11 @@ KEY = "ed25519 a_1 " + 43 * "A" + "\n"
 
 
 def config_with(directory: Path, text: str) -> Path:
-    """A configuration with these settings, and a signing key that is one."""
+    """A configuration with these settings, a signing key that is one, and a feed of few words."""
     (directory / "key").write_text(KEY)
     config = directory / "config.yaml"
+    if "feed:" not in text:
+        text += "\nfeed: {kind: tcp}"
     config.write_text(f"server_name: hs.example\nsigning_key: key\n{text}\n")
     return config
 
@@ -34,7 +36,7 @@ def config_with(directory: Path, text: str) -> Path:
             "destinations: {overrides: [{match: a}, {match: b, ca_file: FILE}]}",
             "destinations.overrides[1].ca_file",
         ),
-        ("feed: {redis: {tls: true, ca_file: FILE}}", "feed.redis.ca_file"),
+        ("feed: {kind: tcp, redis: {tls: true, ca_file: FILE}}", "feed.redis.ca_file"),
     ],
 )
 def test_authorities_that_cannot_be_used_are_named_and_nothing_starts(
@@ -55,6 +57,16 @@ def test_authorities_that_cannot_be_used_are_named_and_nothing_starts(
     assert load(config_with(tmp_path, text.replace("FILE", "good.pem"))).file_problems() == []
 
 
+def test_a_push_feed_without_a_token_is_told_before_a_start(tmp_path: Path) -> None:
+    """Also where no kind is chosen; a relay, whose file has no feed, is not concerned."""
+    for feed, more in (("{kind: push}", ""), ("{}", ", and it is push unless it is set")):
+        config = load(config_with(tmp_path, f"feed: {feed}"))
+        (line,) = config.file_problems()
+        where = "feed.push.token_file: must be set where feed.kind is push"
+        assert line.endswith(where + more)
+        assert config.file_problems("relay", "admin") == []
+
+
 def test_a_signing_key_that_is_none_is_found_before_a_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +79,7 @@ def test_a_signing_key_that_is_none_is_found_before_a_start(
 @pytest.mark.parametrize(
     ("settings", "place"),
     [
-        ("feed: {push: {listen: '0.0.0.0:9094', TLS}}", "feed.push.certificate_file"),
+        ("feed: {kind: tcp, push: {listen: '0.0.0.0:9094', TLS}}", "feed.push.certificate_file"),
         ("relay: {TLS}", "relay.certificate_file"),
     ],
 )
@@ -179,7 +191,7 @@ LONG = 32 * "x"
         ("admin: {token_file: FILE}", 0o660, LONG, ["by a group (mode 660"]),
         ("admin: {token_file: FILE}", 0o602, "short", ["by others (mode 602", "is short"]),
         ("relay: {intake_token_file: FILE}", 0o600, 15 * "x", ["is short"]),
-        ("feed: {tcp: {secret_file: FILE}}", 0o600, 15 * "x", ["is short"]),
+        ("feed: {kind: tcp, tcp: {secret_file: FILE}}", 0o600, 15 * "x", ["is short"]),
         # Not ours to choose, and often behind a socket that asks for nothing else.
         ("sender_database_password_file: FILE", 0o600, "pw", []),
         ("sender_database_password_file: FILE", 0o604, "pw", ["by others (mode 604"]),
@@ -257,7 +269,7 @@ def test_a_secret_that_goes_to_another_host_in_clear_is_told(
             "feed: {kind: tcp, push: {sign_events: true}}",
             "feed.push: is not used: feed.kind is tcp",
         ),
-        ("feed: {redis: {host: r.lan}}", "feed.redis: is not used: feed.kind is tcp"),
+        ("feed: {redis: {host: r.lan}}", "feed.redis: is not used: feed.kind is push"),
         ("feed: {redis: {host: localhost}, push: {sign_events: false}}", None),
         ("feed: {tcp: {address: '127.0.0.1:9092'}}", None),
         ("sending: {drain: 20}", "sending.drain: 20 has no unit, and is 20 s"),

@@ -50,6 +50,7 @@ def test_only_servers_that_we_may_send_to_are_looked_at(
         {"allow": ["nobody.example"]},
         {
             "homeserver": {"federation_sender_instances": ["other", "fedsender", "third"]},
+            "feed": {"kind": "tcp"},
         },
         {"allow": ["*.example", "a.*"], "deny": ["a.bad.example"]},
     ]

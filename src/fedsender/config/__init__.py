@@ -229,14 +229,16 @@ class Config(Section):
         return lines
 
     def file_problems(self, *sections: str) -> list[str]:
-        """The errors in files of secrets and certificates, one line each; before a start.
+        """What keeps a process from starting, one line each: errors in files of secrets and
+        certificates, and a file that must be named.
 
         Args:
             sections: only in these; without any, in all.
         """
+        missing = [(("feed", *place), text) for place, text in self.feed.missing()]
         return [
             self.problem(location, text)
-            for location, text in problems_with_files(self)
+            for location, text in (*problems_with_files(self), *missing)
             if not sections or location[0] in sections
         ]
 

@@ -201,10 +201,6 @@ class PushFeed(Section):
         elif not tls and not is_loopback(self.listen.host):
             yield ("listen",), "is no loopback IP, so certificate_file must be set"
 
-    def contradictions_in_use(self) -> Contradictions:
-        if self.token_file is None:
-            yield ("token_file",), "must be set for feed.kind push"
-
 
 def _is_set(section: Section) -> bool:
     """Whether a setting in it is not the default, whatever directory a path is below."""
@@ -221,11 +217,11 @@ def _is_set(section: Section) -> bool:
 class Feed(Section):
     """The way in which the homeserver tells us its news."""
 
-    kind: Literal["push", "tcp", "redis", "relay"] = Field(
-        default="tcp",
-        description="push: the homeserver appends to us; tcp: the line protocol; "
-        "redis: Synapse's pub/sub; relay: fedsender's own hub. With homeserver.kind synapse the "
-        "default is redis.",
+    kind: Literal["push", "redis", "relay", "tcp"] = Field(
+        default="push",
+        description="push: the homeserver appends to us; redis: Synapse's pub/sub, the default "
+        "with homeserver.kind synapse; relay: fedsender's own hub; tcp: a server of the line "
+        "protocol.",
     )
     push: PushFeed = Field(default_factory=PushFeed, description="Used when kind is push.")
     tcp: TcpFeed = Field(default_factory=TcpFeed, description="Used when kind is tcp.")
@@ -235,6 +231,12 @@ class Feed(Section):
         default_factory=HttpFeed,
         description="With redis: who is asked for typing and presence that we missed.",
     )
+
+    def missing(self) -> Contradictions:
+        """The settings without which a sender cannot start; other commands do without them."""
+        if self.kind == "push" and self.push.token_file is None:
+            chosen = "" if "kind" in self.model_fields_set else ", and it is push unless it is set"
+            yield ("push", "token_file"), f"must be set where feed.kind is push{chosen}"
 
     def warnings(self) -> Contradictions:
         """The unsafe settings among those in use, and the settings that are not."""
@@ -248,9 +250,6 @@ class Feed(Section):
             yield from ((("http", *place), text) for place, text in self.http.warnings())
 
     def contradictions(self) -> Contradictions:
-        if self.kind == "push":
-            for place, text in self.push.contradictions_in_use():
-                yield ("push", *place), text
         if self.kind == "relay":
             for place, text in self.relay.contradictions_in_use():
                 yield ("relay", *place), text

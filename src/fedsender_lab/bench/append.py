@@ -31,7 +31,7 @@ from fedsender_lab.bench.homeserver import ROOM_VERSION, Room, signer
 from fedsender_lab.bench.meter import Meter, Options, median, percentile
 from fedsender_lab.bench.stage import Servers, checked, open_stage, quiet
 from fedsender_lab.bench.steady import WARM_UP
-from fedsender_lab.demo.process import write_secret, write_signing_key
+from fedsender_lab.demo.process import push_feed, write_secret, write_signing_key
 from fedsender_lab.intake_client import IntakeClient, NewRecord
 from fedsender_lab.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender_relay.database import RelayStore, open_relay_store
@@ -41,7 +41,6 @@ GROUPS_OF_STORE: Final = (1, 16, 128, GROUP_RECORDS)
 # A request of one waits for the disk each time: fewer of them say as much.
 _MOST_REQUESTS: Final = 1_000
 _PATIENCE_S: Final = 600.0
-_TOKEN: Final = "of this run"
 _SERVER: Final = "relay.test"
 _EVERY_S: Final = 0.5
 """Between two messages to all servers."""
@@ -107,30 +106,30 @@ async def append_busy(options: Options) -> dict[str, Any]:
 
     The same requests, without messages, are measured before. `options.events` is how many.
     """
-    async with open_stage([Servers(options.servers)], settings=WARM_UP) as stage:
-        directory = stage.directory
-        stage.values |= _push(directory, options.database)
-        async with (
-            stage.open_daemon() as daemon,
-            open_intake(daemon, stage.runtime),
-            open_child("fedsender_lab.bench.append") as child,
-        ):
-            first = daemon.feed.status().head + 1
-            order = {"directory": str(directory), "group": 1}
-            room = {"seed": stage.seed, "servers": stage.names}
-            # Connections to everybody.
-            begun = await child.ask("append", first=first, requests=1, **room, **order)
-            before = begun["messages"] * options.servers
-            await stage.until(seconds=_PATIENCE_S, pdus=before)
-            await quiet(daemon)
-            order["requests"] = options.events
-            idle = await child.ask("append", first=first + 1, **order)
-            meter = Meter()
-            busy = await child.ask("append", first=first + 1 + options.events, **room, **order)
-            due = busy["messages"] * options.servers
-            got = await stage.until(seconds=_PATIENCE_S, pdus=before + due)
-            usage = meter.read()
-            await quiet(daemon)
+    settings: dict[str, dict[str, Any]] = {**WARM_UP}
+    if options.database is not None:
+        settings["homeserver"] = {"database": options.database}
+    async with (
+        open_stage([Servers(options.servers)], rooms=lambda _names: [], settings=settings) as stage,
+        stage.open_daemon() as daemon,
+        open_child("fedsender_lab.bench.append") as child,
+    ):
+        first = daemon.feed.status().head + 1
+        order = {"directory": str(stage.directory), "group": 1}
+        room = {"seed": stage.seed, "servers": stage.names}
+        # Connections to everybody.
+        begun = await child.ask("append", first=first, requests=1, **room, **order)
+        before = begun["messages"] * options.servers
+        await stage.until(seconds=_PATIENCE_S, pdus=before)
+        await quiet(daemon)
+        order["requests"] = options.events
+        idle = await child.ask("append", first=first + 1, **order)
+        meter = Meter()
+        busy = await child.ask("append", first=first + 1 + options.events, **room, **order)
+        due = busy["messages"] * options.servers
+        got = await stage.until(seconds=_PATIENCE_S, pdus=before + due)
+        usage = meter.read()
+        await quiet(daemon)
     return {
         "database": checked_url(options.database or "sqlite:///x").get_backend_name(),
         "servers": options.servers,
@@ -151,10 +150,9 @@ def _config(directory: Path, database: str | None) -> Config:
 
 def _push(directory: Path, database: str | None) -> dict[str, Any]:
     """The configuration's sections of the store and its feed."""
-    write_secret(directory / "token", _TOKEN)
-    push = {"listen": f"unix:{directory}/append.sock", "token_file": "token"}
+    write_secret(directory / "append.token", "of this run")
     homeserver = {} if database is None else {"homeserver": {"database": database}}
-    return {"feed": {"kind": "push", "push": push}, **homeserver}
+    return {"feed": push_feed(directory), **homeserver}
 
 
 async def _round(
@@ -243,6 +241,11 @@ def _floor(url: str, first: int, requests: int, group: int) -> float:
 # --- the homeserver's process ---------------------------------------------------------------------
 
 
+def _address(directory: Path) -> tuple[str, str]:
+    """The daemon's append endpoint, and its token."""
+    return f"unix:{directory}/append.sock", (directory / "append.token").read_text()
+
+
 async def _append(
     directory: str,
     first: int,
@@ -270,7 +273,7 @@ async def _append(
             await trio.sleep(_EVERY_S)
 
     async with (
-        IntakeClient.at(f"unix:{directory}/append.sock", _TOKEN) as client,
+        IntakeClient.at(*_address(Path(directory))) as client,
         trio.open_nursery() as nursery,
     ):
         await client.position()

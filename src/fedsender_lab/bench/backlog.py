@@ -54,11 +54,8 @@ async def restart(options: Options) -> dict[str, Any]:
         Servers(refusing, listens=False),
         Servers(silent, latency=None),
     ]
-    # Hosts and messages are in the store already: the homeserver's stream has nothing to add.
-    filled = 1 + options.events
-    async with open_stage(
-        groups, rooms=lambda _names: [], first_token=filled, settings=RESTART
-    ) as stage:
+    # Hosts and messages are in the store already: the homeserver has nothing to add.
+    async with open_stage(groups, rooms=lambda _names: [], settings=RESTART) as stage:
         await _fill(stage, options.events)
         before_kb = rss_kb()
         receivers_s = cpu_s_of(stage.receivers.pid)
@@ -144,7 +141,6 @@ async def overview(options: Options) -> dict[str, Any]:
     async with open_stage(
         [Servers(options.servers, listens=False)],
         rooms=lambda _names: [],
-        first_token=1 + options.events,
         settings={**RESTART, "destinations": {"defaults": {"backoff": {"first": "1h"}}}},
     ) as stage:
         await _fill(stage, options.events)

@@ -82,7 +82,6 @@ async def _measure(cell: Cell, options: Options) -> dict[str, Any]:
     async with open_stage(
         groups,
         rooms=lambda names: [list(names[:ELSEWHERE])],
-        first_token=1 + cell.events,
         settings=settings,
     ) as stage:
         owed = await _fill(stage, cell, options.receipts)

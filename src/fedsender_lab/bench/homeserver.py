@@ -2,7 +2,6 @@
 
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
 from typing import Any
 
 import trio
@@ -10,10 +9,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import Runtime, real_runtime
-from fedsender.streams import Fact, Watermark
+from fedsender.streams import Json
+from fedsender_lab.intake_client import IntakeClient, NewRecord
 from fedsender_lab.testing.children import Order, serve_orders
 from fedsender_lab.testing.rooms import Event, Signer, new_timeline
-from fedsender_relay.line_server import open_replication_server
 
 SERVER_NAME = "hs.bench"
 KEY_ID = "ed25519:a_bench"
@@ -70,63 +69,57 @@ class Room:
         )
 
 
-HOSTS_PER_ROW = 1_000
-
-
-class History:
-    """The events stream: every token from `first` + 1 on has a fact."""
-
-    def __init__(self, first: int) -> None:
-        self.watermark = Watermark(first)
-        self._first = first
-        self._facts: list[Fact] = []
-
-    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact]:
-        """As `StreamSource.read`."""
-        await trio.lowlevel.checkpoint()
-        start = max(0, after - self._first)
-        return self._facts[start : min(upto - self._first, start + limit)]
-
-    def add(self, *rows: object) -> None:
-        """One more token; it is not visible before `publish`."""
-        token = self._first + len(self._facts) + 1
-        self._facts.append(Fact("master", token, rows))
-
-    def publish(self) -> int:
-        """Let everything be seen; the newest token."""
-        self.watermark.advance(self._first + len(self._facts))
-        return self.watermark.value
+SERVERS_PER_ROW = 1_000
+APPENDS_AT_ONCE = 200
+"""The most that are sent in one request of what has piled up meanwhile."""
 
 
 class Homeserver:
-    """Rooms that do not change, and the messages in them."""
+    """Rooms that do not change, and the messages in them, which are appended to its sender.
+
+    One request is under way at a time, with all that came meanwhile.
+    """
 
     def __init__(self, nursery: trio.Nursery, runtime: Runtime) -> None:
         self._nursery = nursery
         self._runtime = runtime
         self._rooms: list[Room] = []
-        self._history = History(0)
+        self._records: list[NewRecord] = []
+        self._count = 0
+        self._ready = 0
+        self._came = trio.Event()
         self._turn = 0
 
-    async def begin(self, seed: str, rooms: list[list[str]], first_token: int) -> Order:
-        """Make the rooms with these servers in them and serve the stream; tells its port."""
-        self._history = History(first_token)
+    async def begin(self, seed: str, rooms: list[list[str]]) -> Order:
+        """Make the rooms with these servers in them; they are told of first."""
         signs, now_ms = signer(seed), self._runtime.now_ms()
         for number, servers in enumerate(rooms):
             room = Room(number, signs, now_ms)
             self._rooms.append(room)
-            for start in range(0, len(servers), HOSTS_PER_ROW):
-                joined = servers[start : start + HOSTS_PER_ROW]
-                self._history.add(["hosts", [room.room_id, joined, []]])
-        self._history.publish()
-        return {"port": await self._nursery.start(self._serve)}
+            for start in range(0, len(servers), SERVERS_PER_ROW):
+                self._add(["hosts", [room.room_id, servers[start : start + SERVERS_PER_ROW], []]])
+        self._publish()
+        await trio.lowlevel.checkpoint()
+        return {}
 
-    async def _serve(self, *, task_status: trio.TaskStatus[int]) -> None:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        streams = {"events": self._history}
-        async with open_replication_server(SERVER_NAME, streams, listeners, self._runtime):
-            task_status.started(listeners[0].socket.getsockname()[1])
-            await trio.sleep_forever()
+    async def append(self, address: str, token: str) -> Order:
+        """Append to the sender at this address from now on."""
+        await self._nursery.start(self._append_all, address, token)
+        return {}
+
+    async def _append_all(
+        self, address: str, token: str, *, task_status: trio.TaskStatus[None]
+    ) -> None:
+        async with IntakeClient.at(address, token) as client:
+            task_status.started()
+            while True:
+                await self._came.wait()
+                some = self._records[: min(self._ready, APPENDS_AT_ONCE)]
+                await client.append_all(some)
+                del self._records[: len(some)]
+                self._ready -= len(some)
+                if not self._ready:
+                    self._came = trio.Event()
 
     async def say(
         self, count: int, every_s: float = 0.0, stamp: bool = False, room: int | None = None
@@ -142,8 +135,9 @@ class Homeserver:
                 await trio.sleep_until(due)
             self._say(room, time.monotonic_ns() // 1000 if stamp else None)
             if every_s:
-                self._history.publish()
-        return {"token": self._history.publish()}
+                self._publish()
+        self._publish()
+        return {}
 
     def _say(self, number: int | None, stamp: int | None) -> None:
         if number is None:
@@ -151,14 +145,26 @@ class Homeserver:
         room = self._rooms[number]
         event = room.say(stamp)
         about = {"room_version": ROOM_VERSION, "plus": [], "minus": []}
-        self._history.add(["pdu", [room.room_id, event.event_id, event.content, about]])
+        self._add(["pdu", [room.room_id, event.event_id, event.content, about]])
+
+    def _add(self, row: Json) -> None:
+        """One more record; it is not appended before `_publish`."""
+        self._count += 1
+        self._records.append(NewRecord([row], f"homeserver-{self._count}"))
+
+    def _publish(self) -> None:
+        self._ready = len(self._records)
+        if self._ready:
+            self._came.set()
 
 
 async def main() -> None:
     """Be the homeserver until told to end."""
     async with trio.open_nursery() as nursery:
         homeserver = Homeserver(nursery, real_runtime())
-        await serve_orders({"begin": homeserver.begin, "say": homeserver.say})
+        await serve_orders(
+            {"begin": homeserver.begin, "append": homeserver.append, "say": homeserver.say}
+        )
         nursery.cancel_scope.cancel()
 
 

@@ -1,7 +1,8 @@
 """The surroundings of a benchmark: receiving servers, a homeserver, and the daemon's core.
 
 The core is the real one, as `fedsender run` opens it, in the process that is measured; only the
-admin endpoint is left out. The others are processes of their own.
+admin endpoint is left out. The others are processes of their own. The homeserver appends its news
+to the sender over a Unix socket.
 """
 
 import subprocess
@@ -18,11 +19,11 @@ import trio
 import yaml
 
 from fedsender.config import Config, from_values
-from fedsender.daemon import Daemon, collect_less_often, open_core
+from fedsender.daemon import Daemon, collect_less_often, open_core, open_intake
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import store_config, upgrade_databases
 from fedsender_lab.bench.homeserver import SERVER_NAME, encode_seed
-from fedsender_lab.demo.process import write_secret
+from fedsender_lab.demo.process import push_feed, write_secret
 from fedsender_lab.testing.children import BenchFailed, Child, Order, open_child
 
 START_SECONDS, STOP_SECONDS = 120.0, 30.0
@@ -84,11 +85,21 @@ class Stage:
 
     @asynccontextmanager
     async def open_daemon(self) -> AsyncIterator[Daemon]:
-        """The daemon's core, in this process, following the homeserver."""
-        async with open_core(self.config, self.runtime) as daemon:
+        """The daemon's core, in this process, to which the homeserver appends."""
+        async with (
+            open_core(self.config, self.runtime) as daemon,
+            open_intake(daemon, self.runtime),
+        ):
             with trio.fail_after(START_SECONDS):
                 await daemon.feed.connected.wait()
+            await self.let_append()
             yield daemon
+
+    async def let_append(self) -> None:
+        """Let the homeserver append to the daemon, which is up."""
+        address = self.values["feed"]["push"]["listen"]
+        token = (self.directory / "append.token").read_text()
+        await self.homeserver.ask("append", address=address, token=token)
 
     async def until(self, *, seconds: float, pdus: int = 0, servers: int = 0) -> Order:
         """The receivers' counts, once they have reached these numbers.
@@ -115,7 +126,7 @@ async def _came_up(process: trio.Process, log_file: Path) -> bool:
 
 @asynccontextmanager
 async def open_process(stage: Stage) -> AsyncIterator[int]:
-    """`fedsender run`, up and following the homeserver; its process id."""
+    """`fedsender run`, up, and appended to by the homeserver; its process id."""
     path = stage.directory / "config.yaml"
     write_secret(path, yaml.safe_dump(stage.values))
     command = [sys.executable, "-m", "fedsender", "run", "-c", str(path)]
@@ -126,6 +137,7 @@ async def open_process(stage: Stage) -> AsyncIterator[int]:
             process = await nursery.start(partial(run, stdout=log, stderr=log))
             if not await _came_up(process, log_file):
                 raise BenchFailed(f"the daemon did not start: {log_file.read_text()[-500:]}")
+            await stage.let_append()
             yield process.pid
             process.terminate()
             with trio.move_on_after(STOP_SECONDS):
@@ -151,13 +163,12 @@ async def open_stage(
     groups: Sequence[Servers],
     *,
     rooms: Rooms = one_room,
-    first_token: int = 0,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> AsyncIterator[Stage]:
     """Everything but the daemon, in a directory that goes at the end.
 
     Args:
-        first_token: where the homeserver's stream begins; `rooms` stand in it above that.
+        rooms: what the homeserver tells of first.
         settings: sections of the configuration that are not to have their defaults.
     """
     collect_less_often()
@@ -187,22 +198,19 @@ async def open_stage(
                     listening["servers"],
                     Path(listening["ca_file"]),
                 )
-                serving = await homeserver.ask(
-                    "begin", seed=seed, rooms=rooms(stage.names), first_token=first_token
-                )
-            stage.values = _configuration(stage, serving["port"], settings or {})
+                await homeserver.ask("begin", seed=seed, rooms=rooms(stage.names))
+            stage.values = _configuration(stage, settings or {})
             yield stage
 
 
-def _configuration(
-    stage: Stage, feed_port: int, settings: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _configuration(stage: Stage, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     write_secret(stage.directory / "signing.key", f"ed25519 a_bench {stage.seed.rstrip('=')}\n")
-    write_secret(stage.directory / "admin.token", stage.runtime.entropy(16).hex() + "\n")
+    for name in ("admin.token", "append.token"):
+        write_secret(stage.directory / name, stage.runtime.entropy(16).hex() + "\n")
     values: dict[str, Any] = {
         "server_name": SERVER_NAME,
         "signing_key": "signing.key",
-        "feed": {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{feed_port}"}},
+        "feed": push_feed(stage.directory),
         "federation": {"ca_file": str(stage.ca_file), "ip_allow": ["127.0.0.0/8"]},
         "sending": {"drain": "1s"},
         "admin": {

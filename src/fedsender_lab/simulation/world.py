@@ -228,7 +228,7 @@ def configuration(directory: Path, **more: Mapping[str, object] | str) -> Config
         "server_name": ORIGIN,
         "signing_key": "signing.key",
         "homeserver": {"database": "homeserver.sqlite3"},
-        "feed": {"tcp": {"address": f"{FEED[0]}:{FEED[1]}"}},
+        "feed": {"kind": "tcp", "tcp": {"address": f"{FEED[0]}:{FEED[1]}"}},
         "federation": {"verify_certificates": False, "max_connections": 60},
         "sending": {
             "max_in_flight": 24,
