@@ -24,7 +24,7 @@ from fedsender.replication import resp
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.telemetry import Metrics
-from fedsender_lab import bench
+from fedsender_lab import bench, log_events
 from fedsender_relay import line_server
 
 BY_ARGUMENT = {"simulate", "bench"}
@@ -223,3 +223,18 @@ def test_metrics_exist() -> None:
         for place, found in shown(r"`(fedsender_\w+_(?:total|seconds|items|rooms))`", *PAGES)
         if found[1] not in known
     )
+
+
+def test_the_page_of_the_log_has_every_event_of_the_code() -> None:
+    """When this fails: `python -m fedsender_lab.log_events docs/log.md`, and a remark if needed."""
+    page = (ROOT / "docs/log.md").read_text()
+    remarks = dict(log_events.ROW.findall(page))
+    assert re.findall(r"^\| `.*$", page, re.M) == log_events.rows(remarks)
+
+
+def test_events_of_the_log_are_of_one_dialect() -> None:
+    for name, event in log_events.log_events().items():
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name), name
+        assert event.levels, name
+        # One name for one thing.
+        assert not event.fields & {"error", "n", "number", "room_id", "event"}, name

@@ -67,4 +67,4 @@ def test_a_process_gives_itself_the_files_that_it_may_have_and_says_if_they_are_
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     # The warning goes to standard output, where no log is configured.
     assert done.stdout.splitlines()[-1] == raised
-    assert ("too few files" in done.stdout) == raised.startswith("False")
+    assert ("too_few_files_allowed" in done.stdout) == raised.startswith("False")

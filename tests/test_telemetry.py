@@ -65,7 +65,7 @@ def test_no_secret_reaches_a_line(form: str) -> None:
         guess = "".join(("hun", "ter2"))
         raise RuntimeError(str(len(guess)))
     except RuntimeError:
-        logger.exception("destination crashed")
+        logger.exception("destination_crashed")
         logging.getLogger("library").exception("failed")
     assert b"hunter2" not in file.getvalue()
     assert file.getvalue().count(b"RuntimeError: 7") == 2

@@ -190,10 +190,10 @@ async def _hold_instance(
             await trio.sleep(LOCK_RENEWAL_S)
             if await store.sender.renew_lock():
                 continue
-            log.error("instance lock lost: nothing is sent until it is back", instance=instance)
+            log.error("instance_lock_lost", instance=instance)
             admission.gate.shut()
             await retrying(store.sender.take_lock, instance, boot_id)
-            log.info("instance lock taken again", instance=instance)
+            log.info("instance_lock_retaken", instance=instance)
             with suppress(StoreError):
                 # A connection is lost in a failover, too; who is idle would not look for minutes.
                 await store.homeserver.check_left()
@@ -207,7 +207,7 @@ async def _hold_instance(
 
 def _note_lock_refused(state: tenacity.RetryCallState) -> None:
     error = None if state.outcome is None else state.outcome.exception()
-    log.warning("instance lock cannot be taken back", error=str(error))
+    log.warning("instance_lock_not_retaken", reason=str(error))
 
 
 class LoopWatch(trio.abc.Instrument):
@@ -278,10 +278,10 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     configure_logging(config.log, now_ms=runtime.now_ms)
     note_start(config, path, "sender")
     for text in config.warnings():
-        log.warning("configuration: look at this", reason=text)
+        log.warning("configuration_warning", reason=text)
     unused = proxies_in(os.environ) if config.federation.proxy.url is None else []
     if unused:
-        log.warning("proxy of the environment is not used: see federation.proxy", variables=unused)
+        log.warning("environment_proxy_unused", variables=unused)
     use_few_arenas()
     raise_file_limit(of_daemon(config.federation, config.sending).files)
     collect_less_often()
@@ -289,7 +289,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     async with signals.heard(notifier):
         await _run_until_told(_Run(path, runtime, notifier, signals), config)
     return signals.exit_code(
-        notifier, "stopped without having written everything down: a database does not answer"
+        notifier, "not everything was written down: a database does not answer"
     )
 
 
@@ -428,7 +428,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
         in_force = daemon.config.with_reloadable(newer)
         await read_files(endpoints)
     except ConfigError as error:
-        log.error("configuration not reloaded", error=str(error))
+        log.error("configuration_not_reloaded", reason=str(error))
         return "the configuration cannot be used; running on the old one"
     daemon.keys.keys = tuple(keys)
     changed = in_force.lists() != daemon.policies.config.lists()
@@ -439,7 +439,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
     configure_logging(in_force.log, now_ms=run.runtime.now_ms)
     waiting = in_force.differences(newer)
     if waiting:
-        log.warning("these settings wait for a restart", settings=waiting)
+        log.warning("settings_need_restart", settings=waiting)
         return f"reloaded; waiting for a restart: {', '.join(waiting)}"
-    log.info("configuration reloaded", signing_keys=[key.key_id for key in keys])
+    log.info("configuration_reloaded", signing_keys=[key.key_id for key in keys])
     return f"sending for {daemon.config.server_name}"

@@ -509,7 +509,7 @@ class Turns(trio.abc.Instrument):
         if now >= self._tell_at:
             dearest = max(had, key=had.__getitem__)
             if had[dearest] >= _TELL_FROM_S:
-                log.warning("one site costs much time", site=dearest, cpu_s=round(had[dearest], 1))
+                log.warning("costly_site", site=dearest, cpu_s=round(had[dearest], 1))
             self._tell_at = now + _TELL_EACH_S
             had.clear()
 

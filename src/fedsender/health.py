@@ -57,7 +57,7 @@ def read_health(path: Path, now_ms: int) -> dict[str, ServerHealth]:
         finally:
             connection.close()
     except (sqlite3.Error, ValueError, TypeError) as error:
-        log.warning("the servers' health cannot be read", path=str(path), error=str(error))
+        log.warning("health_unreadable", path=str(path), reason=str(error))
         return {}
 
 

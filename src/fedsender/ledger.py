@@ -291,7 +291,7 @@ class Ledger:
         except OSError as error:
             self._lost_lines.inc()
             if self.failing is None:
-                log.error("ledger takes no lines", directory=str(self.directory), error=str(error))
+                log.error("ledger_not_writable", directory=str(self.directory), reason=str(error))
                 self.failed.set()
             self.failing = str(error)
         else:
@@ -300,7 +300,7 @@ class Ledger:
     def recover(self) -> None:
         """Note that lines can be written, as far as is known."""
         if self.failing is not None:
-            log.info("ledger takes lines again", directory=str(self.directory))
+            log.info("ledger_writable_again", directory=str(self.directory))
         self.failing = None
 
     def _append(self, text: bytes) -> None:
@@ -370,7 +370,7 @@ class Ledger:
                 os.replace(path, self._path(number, "jsonl"))
             except OSError as error:
                 # The next start of this instance closes it, if it is there at all.
-                log.error("ledger segment stays open", path=str(path), error=str(error))
+                log.error("ledger_segment_not_closed", path=str(path), reason=str(error))
             self.closed.set()
 
     def close_torn(self) -> None:
@@ -390,7 +390,7 @@ class Ledger:
         """Close the settled segments. The others stay open, for the next start to settle."""
         self._roll()
         if self._waiting:
-            log.warning("answers stay unsettled until the next start", servers=len(self._unsettled))
+            log.warning("answers_unsettled", count=len(self._unsettled))
 
 
 @asynccontextmanager
@@ -428,7 +428,7 @@ async def open_ledger(
             try:
                 await runtime.run_sync(sweep, limiter=limiter)
             except OSError as error:
-                log.warning("old ledger segments stay", error=str(error))
+                log.warning("ledger_segments_not_deleted", reason=str(error))
             with trio.move_on_after(SWEEP_SECONDS):
                 await ledger.closed.wait()
 

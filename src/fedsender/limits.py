@@ -84,7 +84,7 @@ def raise_file_limit(files: int) -> bool:
         allowed = soft
     if allowed < files:
         log.warning(
-            "this process may open too few files for the caps of its configuration",
+            "too_few_files_allowed",
             limit=allowed,
             needed=files,
             hint="raise LimitNOFILE in the unit, or ulimit -n, or lower the caps",

@@ -50,14 +50,14 @@ class Signals:
         """0: it has stopped as it should, or before it had begun. 1: the stop took too long.
 
         Args:
-            unfinished: the log's message if the stop took too long.
+            unfinished: what was left undone if the stop took too long, for the log.
         """
         if not self.life.cancelled_caught:
             return 0
         if not self.started:
             notifier.stopping("stopped while starting")
             return 0
-        log.error(unfinished)
+        log.error("stop_unfinished", reason=unfinished)
         return 1
 
     async def _hear(self, signals: AsyncIterator[int]) -> None:

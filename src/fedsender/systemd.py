@@ -46,7 +46,7 @@ class Notifier:
         try:
             self.send(message.encode(errors="replace"))
         except OSError as error:
-            log.warning("systemd cannot be notified", reason=str(error))
+            log.warning("systemd_not_notified", reason=str(error))
 
     def ready(self, status: str) -> None:
         """Notify that a start or reload is done; `status`: the line of `systemctl status`."""
@@ -115,7 +115,7 @@ def _watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
 def _datagram_sender(address: str) -> Send | None:
     """Sends to a Unix socket: a path, or an abstract name written with a leading @."""
     if address[0] not in "/@":
-        log.warning("NOTIFY_SOCKET is not a Unix socket", address=address)
+        log.warning("notify_socket_unusable", address=address)
         return None
     target = f"\0{address[1:]}" if address[0] == "@" else address
 

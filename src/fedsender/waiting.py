@@ -268,10 +268,10 @@ async def attempted(
     try:
         await task()
     except BeginAnew as reason:
-        log.warning("ends, to begin anew", task=name, reason=str(reason))
+        log.warning("task_restarts", task=name, reason=str(reason))
         return False
     except Exception:
-        log.exception("stopped for a moment", task=name)
+        log.exception("task_failed", task=name)
         crashed()
         return False
     return True

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -615,7 +616,8 @@ class RelayFeed(EmbeddedFeed):
         self.note_full_sync(refused.reason.value, alarm=self.fruitless >= ALARM_AFTER)
         token, epoch = self._token()
         lost = refused.reason in (Reason.AHEAD, Reason.EPOCH)
-        (log.error if lost else log.warning)(
+        log.log(
+            logging.ERROR if lost else logging.WARNING,
             "relay_full_sync",
             reason=refused.reason.value,
             consumer=self._settings.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import (
     AsyncGenerator,
@@ -211,8 +212,8 @@ class Session(LineSession):
         self._resync = reason
         hub.counts.resyncs[reason] += 1
         # AHEAD in the same history: what was durable here is not any more.
-        say = log.critical if reason is Reason.AHEAD else log.warning
-        say(
+        log.log(
+            logging.CRITICAL if reason is Reason.AHEAD else logging.WARNING,
             "relay_resync",
             consumer=self.name,
             reason=str(reason),

@@ -477,7 +477,7 @@ class LineFeed(Feed):
             try:
                 await self._wire.send(RemoteServerUp(server))
             except Disconnected as gone:
-                log.debug("server_up_not_told", server=server, reason=str(gone))
+                log.debug("server_up_not_told", destination=server, reason=str(gone))
 
 
 class EmbeddedStore(Protocol):

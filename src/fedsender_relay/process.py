@@ -62,7 +62,7 @@ async def run(
     configure_logging(config.log, now_ms=runtime.now_ms)
     note_start(config, path, "relay")
     for text in config.warnings("relay", "admin"):
-        log.warning("configuration: look at this", reason=text)
+        log.warning("configuration_warning", reason=text)
     use_few_arenas()
     raise_file_limit(of_relay(config.relay).files)
     signals = Signals(STOP_S)
@@ -70,7 +70,7 @@ async def run(
         notifier.status("starting")
         with only_one(config):
             await _run_until_told(path, config, runtime, notifier, signals)
-    return signals.exit_code(notifier, "stopped without an answer of the database")
+    return signals.exit_code(notifier, "the database does not answer")
 
 
 @contextmanager
@@ -203,7 +203,7 @@ async def _reload_when_told(run: _Run) -> None:
             renew = partial(newer.server_tls, "relay", renewed=run.tls)
             await run.runtime.run_sync(renew, limiter=limiter)
         except ConfigError as error:
-            log.error("configuration not reloaded", error=str(error))
+            log.error("configuration_not_reloaded", reason=str(error))
             notifier.ready("the configuration cannot be used; running on the old one")
             continue
         configure_logging(newer.log, now_ms=real_runtime().now_ms)

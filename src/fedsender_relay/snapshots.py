@@ -168,7 +168,7 @@ class Snapshots:
             flight.made = made
             self.makings.made += 1
             self.makings.failing = None
-            log.info("relay_snapshot", snapshot=made.id, upto=made.token, bytes=made.bytes)
+            log.info("relay_snapshot_written", snapshot=made.id, upto=made.token, bytes=made.bytes)
         except Stopped as stopped:
             flight.failure = str(stopped)
         except (OSError, StoreError) as error:

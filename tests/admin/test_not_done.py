@@ -126,7 +126,7 @@ async def test_a_full_disk_is_an_error_in_the_log_and_ready_says_which(
         assert found["reasons"] == [
             "the sender's own database cannot be used: database or disk is full"
         ]
-        [entry] = [entry for entry in logged if entry["event"] == "database unavailable"]
+        [entry] = [entry for entry in logged if entry["event"] == "database_unavailable"]
         assert entry["log_level"] == "error"
         disk.full = ()
         assert await desk.post("pause", {"servers": [B], "reason": "r"}) == {"servers": [B]}

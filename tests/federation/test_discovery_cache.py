@@ -510,7 +510,7 @@ async def test_a_bad_file_is_left_as_it_is_with_one_line_in_the_log(
     with structlog.testing.capture_logs() as logs:
         await load_cache(after, path, AT_FIRST)
     assert [(line["event"], line["file"]) for line in logs] == [
-        ("discovery cache ignored", str(path))
+        ("discovery_cache_ignored", str(path))
     ]
     assert after.delegation("b.example") is None
     assert path.read_bytes() == before
@@ -526,7 +526,7 @@ async def test_missing_file_is_nothing_to_talk_about_and_one_that_cannot_be_writ
     assert logs == []
     with structlog.testing.capture_logs() as logs:
         await save_cache(cache, tmp_path / "missing" / "x.sqlite3", AT_FIRST)
-    assert [line["event"] for line in logs] == ["discovery cache not saved"]
+    assert [line["event"] for line in logs] == ["discovery_cache_not_saved"]
     # It is written once it can be.
     await save_cache(cache, tmp_path / "x.sqlite3", AT_FIRST)
     assert set(rows(tmp_path / "x.sqlite3")) == {("A", "b.example")}

@@ -430,5 +430,5 @@ async def test_a_lack_of_descriptors_is_told_once_and_who_connects_waits(
             await stream.send_all(GET)
             assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
             await stream.aclose()
-    assert [each["event"] for each in logs] == ["no connection can be taken at the endpoint"]
+    assert [each["event"] for each in logs] == ["connection_not_accepted"]
     assert caplog.records == []

@@ -276,7 +276,7 @@ class Campaign:
             await relay.ask("GET", "/health")
             if code := await relay.stop():
                 self.figures.amiss.append(f"a relay ended with {code}")
-            away = '"event":"database unavailable"' if self.figures.kills[DATABASE] else None
+            away = '"event":"database_unavailable"' if self.figures.kills[DATABASE] else None
             self.figures.amiss += [
                 line for line in relay.errors() if away is None or away not in line
             ]

@@ -154,7 +154,7 @@ async def test_the_log_names_the_server_that_fails_and_no_other(
 
     about = {line["destination"] for line in lines if "destination" in line}
     assert about == {A}
-    assert "server answers again" in {line["event"] for line in lines}
+    assert "server_recovered" in {line["event"] for line in lines}
 
 
 async def test_a_backlog_of_events_is_written_down_in_few_transactions(

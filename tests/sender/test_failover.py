@@ -151,7 +151,7 @@ async def test_what_a_failover_loses_is_owed_anew_and_its_ids_are_not_mistaken(
     assert notes.count("discarded") == 1
     assert [line["position"] for line in world.ledger("*")] == [-1, told]
     errors = {each["event"] for each in logs if each["log_level"] == "error"}
-    assert errors <= {"database unavailable"}
+    assert errors <= {"database_unavailable"}
 
 
 async def test_a_lost_message_takes_no_other_with_it(tmp_path: Path, server: Postgres) -> None:

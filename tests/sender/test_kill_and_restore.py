@@ -412,7 +412,7 @@ async def test_a_restore_says_what_is_void_and_sends_all_that_is_owed_since(
     assert done.answers == 1
     assert server.got == ["before", "owed", "owed"]
     assert down.got == ["before", "owed"]
-    [moved] = [entry for entry in logged if entry["event"].startswith("database moved without us")]
+    [moved] = [entry for entry in logged if entry["event"] == "database_moved"]
     assert re.fullmatch(r"a backup of \S+ \S+ UTC was restored", moved["reason"])
     notes = [line["outcome"] for line in world.ledger() if line["outcome"] == "handed_over"]
     assert not notes

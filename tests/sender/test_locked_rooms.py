@@ -180,7 +180,7 @@ async def test_a_purge_holds_up_nobody_and_costs_nothing_if_it_rolls_back(
                 assert world.store.homeserver.trouble is None
                 purge.rollback()
         assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
-            "rooms locked"
+            "rooms_locked"
         ]
 
         new.down = False

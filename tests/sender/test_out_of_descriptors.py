@@ -37,7 +37,7 @@ async def test_nobody_is_blamed_or_attempted_while_we_have_no_descriptors(
         assert second.attempts[0] >= first.attempts[0] + 5
         assert gate.lack == "Too many open files"
         assert [line["event"] for line in logs if line["log_level"] == "error"] == [
-            "out of file descriptors or memory: no server is attempted"
+            "out_of_resources"
         ]
         tried = len(first.attempts) + len(second.attempts)
         assert world.metrics.out_of_resources.value == tried
@@ -102,7 +102,7 @@ async def test_a_broken_proxy_is_no_failure_of_a_server(
         assert sender.context.admission.gate.lack == reason
         assert [line for line in logs if line["log_level"] == "error"] == [
             {
-                "event": "the proxy does not work: no server is attempted",
+                "event": "proxy_broken",
                 "log_level": "error",
                 "reason": reason,
                 "for_s": 5.0,

@@ -457,7 +457,7 @@ async def test_a_write_that_needs_a_lock_waits_for_it_and_the_others_go_on(
                 await until(lambda: done == ["b", "a"])
         assert not database.locked
 
-    assert {line["event"] for line in logs} == {"lock awaited"}
+    assert {line["event"] for line in logs} == {"lock_awaited"}
 
 
 async def test_many_that_wait_for_locks_take_turns_with_the_others(

@@ -277,9 +277,9 @@ async def release(request: InQuarantine, context: Reach) -> Released:
     if request.room_id is not None:
         freed = _blocking(await context.sender.operations.release_room(request.room_id))
         log.info(
-            "room released",
+            "room_released",
             room=request.room_id,
-            n=len(freed.released),
+            count=len(freed.released),
             dropped=freed.dropped,
             kept=freed.kept,
         )
@@ -290,7 +290,7 @@ async def release(request: InQuarantine, context: Reach) -> Released:
     refused = await context.sender.operations.release(ids)
     kept = [item.id for item in await context.store.quarantined(ids)]
     released = sorted(set(ids) - set(kept))
-    log.info("quarantine released", released=released[:20], kept=kept[:20])
+    log.info("quarantine_released", released=released[:20], kept=kept[:20])
     return Released(released, [], kept, [NotSent(*each) for each in refused], more=False)
 
 
@@ -298,12 +298,12 @@ async def release(request: InQuarantine, context: Reach) -> Released:
 async def drop(request: InQuarantine, context: Reach) -> Dropped:
     if request.room_id is not None:
         freed = _blocking(await context.sender.operations.drop_room(request.room_id))
-        log.info("room dropped", room=request.room_id, n=len(freed.dropped))
+        log.info("room_dropped", room=request.room_id, count=len(freed.dropped))
         return Dropped([*freed.dropped], freed.more)
     assert request.ids is not None
     ids = await _present(context, request.ids)
     await context.sender.operations.drop(ids)
-    log.info("quarantine dropped", dropped=ids[:20], n=len(ids))
+    log.info("quarantine_dropped", dropped=ids[:20], count=len(ids))
     return Dropped(ids, more=False)
 
 
@@ -331,7 +331,9 @@ async def skip(request: Skip, context: Reach) -> Skipped:
         text = f"the fan-out does not stand at token {request.token}: {now}"
         raise Refusal(409, "FEDSENDER_NOT_STANDING", text)
     event = skipped.event
-    log.warning("skipped", token=request.token, event_id=event.event_id, stood_at=str(skipped))
+    log.warning(
+        "event_skipped", token=request.token, event_id=event.event_id, stood_at=str(skipped)
+    )
     return Skipped(request.token, event.event_id, event.room_id, str(skipped))
 
 
@@ -352,8 +354,14 @@ async def pause(request: Pause, context: Reach) -> Held:
     await context.sender.operations.pause(
         servers, request.reason, by=request.by, for_ms=request.for_ms
     )
-    said = {"reason": request.reason, "by": request.by, "for_ms": request.for_ms}
-    log.info("paused", servers=servers[:20], n=len(servers), **said)
+    log.info(
+        "servers_paused",
+        servers=servers[:20],
+        count=len(servers),
+        reason=request.reason,
+        by=request.by,
+        for_ms=request.for_ms,
+    )
     return Held(servers)
 
 
@@ -362,7 +370,7 @@ async def park(request: ServersWithReason, context: Reach) -> Held:
     """As pausing, for servers that are believed to be gone: the first step before a purge."""
     servers = await chosen(context, request)
     await context.sender.operations.park(servers, request.reason)
-    log.info("parked", servers=servers[:20], n=len(servers), reason=request.reason)
+    log.info("servers_parked", servers=servers[:20], count=len(servers), reason=request.reason)
     return Held(servers)
 
 
@@ -370,7 +378,7 @@ async def park(request: ServersWithReason, context: Reach) -> Held:
 async def resume(request: Servers, context: Reach) -> Held:
     servers = await chosen(context, request)
     await context.sender.operations.hold(*servers, paused=None, parked=None)
-    log.info("resumed", servers=servers[:20], n=len(servers))
+    log.info("servers_resumed", servers=servers[:20], count=len(servers))
     return Held(servers)
 
 
@@ -397,7 +405,7 @@ async def purge(request: Purge, context: Reach) -> Purged:
         more = {"rooms": sorted(rooms)[:SHARED_ROOMS_SHOWN], "rooms_total": len(rooms)}
         text = f"{many(len(rooms), 'room')} shared with it, whose events it would miss"
         raise Refusal(409, "FEDSENDER_ROOMS_SHARED", text, more)
-    log.warning("purged", destination=request.server, forced=request.force)
+    log.warning("server_purged", destination=request.server, forced=request.force)
     return Purged(request.server)
 
 
@@ -453,7 +461,12 @@ async def redeliver_since(request: Since, context: Reach) -> Part:
         dry_run=request.dry_run,
     )
     if not request.dry_run:
-        log.info("redelivered", destination=request.server, n=len(found.events), upto=found.upto)
+        log.info(
+            "redelivery_requested",
+            destination=request.server,
+            count=len(found.events),
+            upto=found.upto,
+        )
     events = [
         SentAgain(
             each.pdu.event_id, each.pdu.room_id, each.pdu.stream_ordering, each.pdu.received_ms

@@ -137,7 +137,7 @@ class Page:
         token = (self._token() or "").encode()
         if not hmac.compare_digest(_token_in(body).strip(), token.strip()):
             self._wrong.append(now)
-            log.warning("wrong token at the page's login", n=len(self._wrong))
+            log.warning("page_login_refused", count=len(self._wrong))
             raise Refusal(401, "M_UNKNOWN_TOKEN", "the access token is not the configured one")
         cookie, key = self._entropy(32).hex(), self._entropy(32).hex()
         self._sessions = {
@@ -147,7 +147,7 @@ class Page:
             del self._sessions[next(iter(self._sessions))]
         ends = now + SESSION_SECONDS
         self._sessions[_digest(cookie.encode())] = _Session(key.encode(), token, ends)
-        log.info("login at the page", sessions=len(self._sessions))
+        log.info("page_login", sessions=len(self._sessions))
         await _answer(send, orjson.dumps({"key": key}), self._set_cookie(scope, cookie))
 
     async def _logout(self, scope: Scope, send: Send) -> None:

@@ -163,7 +163,7 @@ def _texts(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     except OSError as error:
-        log.warning("ledger segment cannot be read", path=str(path), error=str(error))
+        log.warning("ledger_segment_unreadable", path=str(path), reason=str(error))
 
 
 async def _read_ledger(context: AdminContext, event: EventRow, found: Found) -> bool:
@@ -172,7 +172,7 @@ async def _read_ledger(context: AdminContext, event: EventRow, found: Found) -> 
     try:
         listed = await run_sync(lambda: segments(context.config.ledger.directory), limiter=limiter)
     except OSError as error:
-        log.warning("ledger cannot be listed", error=str(error))
+        log.warning("ledger_unreadable", reason=str(error))
         return False
     oldest_ms = (event.received_ts or 0) - _SLACK_MS
     with trio.move_on_after(READING_SECONDS):

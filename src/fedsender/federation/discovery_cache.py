@@ -348,7 +348,7 @@ async def load_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> Non
             await trio.lowlevel.checkpoint()
     except (OSError, sqlite3.Error, ValidationError, TypeError, OverflowError) as error:
         reason = "a row of another form" if isinstance(error, ValidationError) else str(error)
-        _log.warning("discovery cache ignored", file=str(path), reason=reason)
+        _log.warning("discovery_cache_ignored", file=str(path), reason=reason)
 
 
 def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
@@ -361,7 +361,7 @@ def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
             connection.executemany("DELETE FROM entries WHERE kind = ? AND name = ?", changes.gone)
             connection.execute(_TOO_MANY, (now_ms, most - 1))
     except (OSError, sqlite3.Error) as error:
-        _log.warning("discovery cache not saved", file=str(path), reason=str(error))
+        _log.warning("discovery_cache_not_saved", file=str(path), reason=str(error))
         return False
     return True
 

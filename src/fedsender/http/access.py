@@ -91,7 +91,7 @@ class Doorkeeper:
                 await _refuse(send, refusal)
         except Exception:
             # The unit of isolation is one request. Its text may hold anything, so it is not shown.
-            log.exception("admin request failed", path=str(scope["path"])[:200])
+            log.exception("request_failed", path=str(scope["path"])[:200])
             if not started:
                 await _refuse(send, Refusal(500, "M_UNKNOWN", "internal error; the log has more"))
 

@@ -126,7 +126,7 @@ async def serve_http(
                 await connection.serve(load)
         except Exception:
             # The unit of isolation is one connection, whatever it meets.
-            log.exception("admin connection failed")
+            log.exception("connection_failed")
         finally:
             open_connections.discard(connection)
             places.release()
@@ -179,7 +179,7 @@ class _Door(trio.abc.Listener[trio.SocketStream]):
                 if error.errno not in OUR_LACK:
                     raise
                 if not self._lacking:
-                    log.error("no connection can be taken at the endpoint", error=str(error))
+                    log.error("connection_not_accepted", reason=str(error))
                 self._lacking = True
                 await trio.sleep(LACK_SECONDS)
             else:

@@ -125,7 +125,12 @@ async def serve_app(
             most=bounds.connections,
             tls=admin.tls,
         ):
-            log.info(name, address=str(admin.address), for_operators=admin.token() is not None)
+            log.info(
+                "listening",
+                endpoint=name,
+                address=str(admin.address),
+                for_operators=admin.token() is not None,
+            )
             yield admin
     finally:
         # Before what a cancellation ends: a socket that nobody listens on looks as if somebody did.

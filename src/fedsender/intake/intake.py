@@ -186,7 +186,7 @@ class Intake:
             # The same sum as in `_token`, or rounding would have that one wait for no time at all.
             if trio.current_time() < place.since + self.settings.lapse_s:
                 return
-            log.warning("a reserved place lapsed", writer=place.writer)
+            log.warning("reservation_lapsed", writer=place.writer)
             self._complete(name)
 
     def _complete(self, name: str, *came: _Held) -> None:

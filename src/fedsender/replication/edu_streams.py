@@ -203,7 +203,7 @@ class EduStreams:
             if newer is not None:
                 self._missed[stream] = newer.with_older(gap)
                 return
-        log.warning("missed rows are lost", stream=stream, writer=gap.instance, reason=reason)
+        log.warning("missed_rows_lost", stream=stream, writer=gap.instance, reason=reason)
 
     def _tell(self, stream: str, token: int, row: Json) -> None:
         match row:
@@ -235,7 +235,7 @@ class EduStreams:
                     if isinstance(server, str) and is_server_name(server):
                         self._sink.presence_wanted(server, user_id)
             case _:
-                log.debug("row of federation passed over", kind=kind[:20])
+                log.debug("federation_row_ignored", kind=kind[:20])
 
     def _tell_edu(self, edu: Mapping[str, Json], key: Sequence[str] | None) -> None:
         match edu:

@@ -191,7 +191,7 @@ async def _run(feed: Feed, events: Watermark) -> None:
             try:
                 await feed.run()
             except BeginAnew as reason:
-                log.warning("feed begins anew", reason=str(reason))
+                log.warning("feed_begins_anew", reason=str(reason))
                 nursery.cancel_scope.cancel()
 
 

@@ -187,7 +187,7 @@ class SynapseFeed(Feed):
     async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
         await trio.lowlevel.checkpoint()
         if len(self._announcements) >= MAX_ANNOUNCEMENTS and server not in self._announcements:
-            log.warning("backoff_not_announced", server=server)
+            log.warning("backoff_not_announced", destination=server)
             return
         self._announcements[server] = (stream_id, now_ms)
         self._announce.set()

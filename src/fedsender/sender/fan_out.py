@@ -145,7 +145,7 @@ class FanOut:
         A homeserver's process that remembers the lost ids says the same again, until new events
         have got them.
         """
-        log.error("announced events are not there: restart the homeserver", reason=str(reason))
+        log.error("announced_events_missing", reason=str(reason))
         written = await self._homeserver.event_writer_positions()
         events.fall(max(self.position, min(written.values(), default=self.position)))
         await trio.sleep(HEAR_ANEW_S)
@@ -307,7 +307,7 @@ class FanOut:
                 await self._context.store.add_redeliveries(redeliveries)
                 set_aside.update(each.destination for each in redeliveries)
         rooms = sorted({room_id for _, room_id in pairs})
-        log.warning("rooms locked", first=rooms[0], rooms=len(rooms), set_aside=set_aside.total())
+        log.warning("rooms_locked", first=rooms[0], rooms=len(rooms), set_aside=set_aside.total())
         return set_aside
 
     def _without(self, item: Routed) -> Collection[str]:
@@ -334,7 +334,9 @@ class FanOut:
         if bad:
             for each in bad:
                 await self._context.quarantine(each)
-            log.error("events quarantined", first=bad[0].event_id, reason=bad[0].reason, n=len(bad))
+            log.error(
+                "events_quarantined", first=bad[0].event_id, reason=bad[0].reason, count=len(bad)
+            )
         return good
 
     async def _notice_redactions(self, rows: Sequence[EventRow], told: Collection[str]) -> None:

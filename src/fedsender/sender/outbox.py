@@ -414,7 +414,7 @@ class Outbox:
         context = self._context
         for pdu, reason in given_up:
             log.warning(
-                "owed event given up",
+                "event_given_up",
                 destination=self.destination,
                 room=pdu.room_id,
                 stream_ordering=pdu.stream_ordering,
@@ -836,7 +836,7 @@ class Outbox:
     async def quarantine_pdu(self, bad: Bad) -> None:
         """Put this PDU into this server's quarantine, with a reason, until an operator decides."""
         log.error(
-            "PDU quarantined",
+            "pdu_quarantined",
             destination=self.destination,
             event_id=bad.event_id,
             reason=bad.reason,
@@ -851,7 +851,7 @@ class Outbox:
         )
         await self._context.homeserver.settle([Settlement(self.destination, None, (row_id,))])
         self._context.metrics.quarantined.inc()
-        log.error("to-device message quarantined", destination=self.destination, row=row_id)
+        log.error("to_device_quarantined", destination=self.destination, row=row_id)
 
 
 def _add_all(draft: Draft, pdus: Iterable[Outgoing]) -> None:

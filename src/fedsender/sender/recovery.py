@@ -254,7 +254,7 @@ class _Recovery:
         `answers`: how many other servers have answers in the ledger that are void, for the log.
         """
         log.warning(
-            "database moved without us: what it owes is sent anew",
+            "database_moved",
             reason=reason,
             servers_with_void_answers=answers,
         )
@@ -300,7 +300,7 @@ class _Recovery:
         await _for_each(mine, look)
         if discarded := len(mine) - len(valid):
             reason = moved or "LSSO is not as it was when they were frozen"
-            log.warning("transactions on record discarded", number=discarded, reason=reason)
+            log.warning("recorded_transactions_discarded", count=discarded, reason=reason)
         return valid
 
     async def _moved_since(self, name: str, before: int | None) -> str | None:

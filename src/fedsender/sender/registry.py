@@ -517,9 +517,9 @@ class Registry:
         try:
             await destination.run(frozen=destination.name in self._frozen)
         except BeginAnew as reason:
-            log.info("ends, to begin anew", destination=destination.name, reason=str(reason))
+            log.info("destination_restarts", destination=destination.name, reason=str(reason))
         except Exception as error:
-            log.exception("destination crashed", destination=destination.name)
+            log.exception("destination_crashed", destination=destination.name)
             self._context.metrics.crashes.inc()
             destination.crashed(error)
             await self.write_down(destination)
@@ -533,7 +533,7 @@ class Registry:
         try:
             await destination.write_down()
         except Exception:
-            log.exception("transaction not written down", destination=destination.name)
+            log.exception("transaction_not_recorded", destination=destination.name)
 
     async def write_states(self, set_by_ms: int) -> None:
         """Put the states of all servers on record anew: the wall clock was set ahead by so much."""
@@ -617,7 +617,7 @@ class Registry:
         state = self.own_state(server)
         ended_ms = state.paused_until_ms if state.paused is not None else None
         if state.paused is not None:
-            log.info("pause ended", destination=server, reason=state.paused, by=state.paused_by)
+            log.info("pause_ended", destination=server, reason=state.paused, by=state.paused_by)
             self._states[server] = state.unpaused()
         if state.parked or not self.policies.may_send_to(server):
             self.put_off(server)

@@ -1,5 +1,7 @@
 """The reports of a destination: to the ledger, to metrics, to the log, to the homeserver."""
 
+import logging
+
 import structlog
 import trio
 
@@ -90,8 +92,8 @@ class Reporter:
         """Log a failed attempt: at level info or above only a few, and no steps of a search."""
         loud = not state.searches and state.failures in (1, 10)
         log.log(
-            30 if state.failures == 3 else 20 if loud else 10,
-            "attempt failed",
+            logging.WARNING if state.failures == 3 else logging.INFO if loud else logging.DEBUG,
+            "attempt_failed",
             destination=self._destination,
             outcome=verdict.outcome.value,
             reason=verdict.reason,
@@ -103,17 +105,15 @@ class Reporter:
         """Stop new attempts for a while: one failed for lack of a resource of our own."""
         self._context.metrics.out_of_resources.inc()
         if self._context.admission.gate.freeze(str(lack.strerror)):
-            broken = "the proxy does not work: no server is attempted"
-            lacking = "out of file descriptors or memory: no server is attempted"
             log.error(
-                broken if isinstance(lack, ProxyBroken) else lacking,
+                "proxy_broken" if isinstance(lack, ProxyBroken) else "out_of_resources",
                 reason=lack.strerror,
                 for_s=LACK_S,
             )
 
     def well_again(self) -> None:
         """Log that the server answers again, after failures."""
-        log.info("server answers again", destination=self._destination)
+        log.info("server_recovered", destination=self._destination)
 
     async def backoff(self, state: ServerState, interval_ms: int | None) -> None:
         """Write the homeserver's backoff columns (Synapse's meaning) and tell its other workers.

@@ -302,7 +302,7 @@ class Sender:
         """Put all states on record anew once the wall clock was set: a start reads them by it."""
         set_by_ms = self.context.clock.set_by_ms - self._wall_set_by_ms
         if abs(set_by_ms) >= 1000:
-            log.warning("wall clock set", by_s=set_by_ms / 1000)
+            log.warning("wall_clock_set", by_s=set_by_ms / 1000)
             self._wall_set_by_ms += set_by_ms
             await self.registry.write_states(set_by_ms)
 

@@ -536,7 +536,7 @@ class Database:
         if refused is not None:
             raise refused
         if found is None:
-            log.info("database not checked whole", database=self.name, after_s=CHECK_S)
+            log.info("database_check_unfinished", database=self.name, after_s=CHECK_S)
         elif found != "ok":
             raise self._damaged(found)
 
@@ -619,13 +619,13 @@ class Database:
             return min(1.0, 0.01 * 2.0**tries) * self._runtime.random.uniform(0.5, 1.5)
         if kind == "slow" and tries < MAX_SLOW:
             self._meter.retried()
-            log.warning("database too slow", database=self.name, lane=lane.kind, error=words(error))
+            log.warning("database_slow", database=self.name, lane=lane.kind, reason=words(error))
             return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
         if kind == "locked":
             self._meter.retried()
             self._note_back(lane)
             if not tries:
-                log.warning("lock awaited", database=self.name, lane=lane.kind, error=words(error))
+                log.warning("lock_awaited", database=self.name, lane=lane.kind, reason=words(error))
             return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
         # One that has let us in is the right one: it is being restored, or its password changed.
         if kind == "away" or (kind == "wrong" and self._worked):
@@ -646,7 +646,7 @@ class Database:
         if lane.away_since is None:
             lane.away_since = trio.current_time()
             log.error(
-                "database unavailable", database=self.name, lane=lane.kind, error=words(error)
+                "database_unavailable", database=self.name, lane=lane.kind, reason=words(error)
             )
 
     def _note_back(self, lane: _Lane) -> None:
@@ -654,7 +654,7 @@ class Database:
         if lane.away_since is not None:
             away_s = round(trio.current_time() - lane.away_since, 1)
             lane.away_since = lane.trouble = None
-            log.info("database available again", database=self.name, lane=lane.kind, away_s=away_s)
+            log.info("database_available", database=self.name, lane=lane.kind, away_s=away_s)
 
     async def close(self) -> None:
         """Close every connection. `open_database` calls it."""

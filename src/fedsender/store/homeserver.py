@@ -251,7 +251,7 @@ class HomeserverStore:
         split = self._state_database is not None
         self.warnings = await self._database.read(partial(check_schema, split=split))
         for warning in self.warnings:
-            log.warning("database is unusual", reason=warning)
+            log.warning("database_unusual", reason=warning)
         if self._state_database is not None:
             apart = [tables.synapse.tables[name] for name in STATE_TABLES]
             await self._state_database.read(partial(check_tables, wanted=apart))

@@ -132,7 +132,7 @@ async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
                 raise
             await trio.sleep(FIRST_PAUSE_S)
         except LockUnknown as error:
-            log.warning("tables cannot be locked", error=str(error))
+            log.warning("tables_not_locked", reason=str(error))
             await trio.sleep(pauses.next())
         else:
             try:

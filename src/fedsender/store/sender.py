@@ -770,7 +770,7 @@ class SenderStore:
         try:
             await self._lock.take(instance)
         except LockUnknown as error:
-            log.warning("instance lock cannot be taken", instance=instance, error=str(error))
+            log.warning("instance_lock_not_taken", instance=instance, reason=str(error))
             return False
         except LockHeld:
             holder = await self.lock_holder(instance)
@@ -808,7 +808,7 @@ class SenderStore:
             try:
                 return await ask()
             except LockUnknown as error:
-                log.warning("what other senders say cannot be asked", error=str(error))
+                log.warning("other_senders_unreadable", reason=str(error))
             await trio.sleep(pauses.next())
             await self.take_lock(*self._held_as)
 

@@ -212,7 +212,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     report, code = Report(config.ledger.directory), 0
     async with signals.heard(notifier):
         code = await run_shadow(config, runtime, report, signals, notifier, Console())
-    return code or signals.exit_code(notifier, "stopped without a last look: a database is away")
+    return code or signals.exit_code(notifier, "there was no last look: a database does not answer")
 
 
 async def run_shadow(
@@ -274,14 +274,14 @@ async def run_shadow(
 async def _refuse_to_reload(signals: Signals) -> None:
     while True:
         await signals.reload.wait()
-        log.warning("a shadow does not reload: restart it")
+        log.warning("shadow_not_reloaded")
 
 
 async def _announce(feed: Feed, config: Config, notifier: Notifier) -> None:
     """Notify READY once the feed is connected."""
     notifier.status("waiting for the feed to connect")
     await feed.connected.wait()
-    log.info("following", worker=config.instance_name, name=shadow_name(config))
+    log.info("shadow_follows", worker=config.instance_name, name=shadow_name(config))
     notifier.ready(f"following {config.instance_name} of {config.server_name}")
 
 

@@ -99,7 +99,7 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
     holders = sorted({each.holder for each in foreign if each.owner == me and each.holder})
     done = await store.take_over_records(config.handles, holders)
     if holders:
-        log.info("records taken over", servers=sum(done.taken.values()), holders=holders)
+        log.info("records_taken_over", count=sum(done.taken.values()), holders=holders)
     return already_owed
 
 

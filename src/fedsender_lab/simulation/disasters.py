@@ -309,7 +309,7 @@ async def lock_room(
     """Another process locks a room, half-way also its rows, and in the end it rolls back."""
     if observed.lock is not None:
         return
-    observed.counts["rooms locked"] += 1
+    observed.counts["rooms_locked"] += 1
     lock = observed.lock = RoomLock(room_id)
     began = trio.current_time()
     try:

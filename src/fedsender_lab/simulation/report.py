@@ -16,7 +16,7 @@ HONEST_PDUS = 50
 AT_LEAST_ONCE = (
     *("spills", "isolations", "large gaps", "PDUs of small gaps", "re-joins", "full disks"),
     *("restores", "database outages", "homeserver restarts", "orderly restarts", "redeliveries"),
-    *("rooms locked", "set aside", "others' events", "bans in partial state"),
+    *("rooms_locked", "set aside", "others' events", "bans in partial state"),
     *("wakes", "to-device messages", "refused PDUs", "quarantined", "redactions", "forks"),
     *("busy rooms freed", "failovers noticed"),
 )
