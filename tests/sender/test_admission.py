@@ -325,6 +325,26 @@ async def test_an_honest_site_in_the_network_of_an_attacker_goes_first_there(
             await trio.sleep(7)
 
 
+@pytest.mark.slow
+async def test_a_server_that_was_good_waits_for_no_fresh_names(autojump_clock: MockClock) -> None:
+    """3,000 names, each of a site of its own, come at once and answer after 55 s each: a server
+    that was not quick enough once, and is in the lane of the slow since, waited for as long."""
+    admission = admission_of(2000, slow_share=0.5)
+    evil = of_names(admission, 3000, "a.evil{}.example")
+    good = [a_leave(admission, f"a.honest{number}", 0.1) for number in range(10)]
+    for permit in good:
+        permit.end = lambda: True
+        assert permit.give_way()
+    async with Siege(admission.slow, evil, 55)(1):
+        for permit in good:
+            assert await waited(admission.slow, permit) < 1
+            await trio.sleep(7)
+        # Who has held a place for so long is good no more.
+        evil[0].took(0.1)
+        evil[0].took(55)
+        assert not admission.slow.at_once(evil[0], first=False)
+
+
 async def test_of_a_lane_without_an_overflow_a_site_leaves_as_much_as_it_takes(
     autojump_clock: MockClock,
 ) -> None:

@@ -11,7 +11,9 @@ that take long to answer, and for the rest. So a quick server, or one that is ba
 a place that a dead or a slow server holds. In the third lane, the last eighth of the places is only
 for servers with a known quick answer. When others wait, a place there is for 2 s. An attempt that
 takes longer goes on in the second lane if there is room. Otherwise it is ended and made again
-there. So the third lane never stands still, whatever its servers were before.
+there. So the third lane never stands still, whatever its servers were before. In the other two, the
+last eighth is for sites that answered before, and did not take long: thousands of new names that
+hold a place each do not keep out a server that was good until then.
 
 Every line has two classes: three attempts of the first are let in for each one of the second. In
 one class whoever held places for longer than the usual goes behind the others: the order is that of
@@ -20,7 +22,7 @@ one class whoever held places for longer than the usual goes behind the others: 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +41,7 @@ FEW: Final = 20
 """An item for at most this number of servers goes first."""
 _REMEMBERED: Final = 65_536
 _LEAST_BYTES: Final = 65_536
+_STRANGERS: Final = "sites that were not known to be good"
 _LOOK_AT: Final = 20
 _LOOK_EACH_S: Final = 0.05
 _MADE_UP_S: Final = 0.2
@@ -274,13 +277,20 @@ class Lane:
     With an overflow, no attempt keeps its place for longer than `QUICK_S` while others wait.
     Without one, what is held is held for long: so that others find a place at once, no site takes
     more of them than it leaves free, unless it has less than a quarter; a network, twice as many.
+    The last eighth is for sites that are known to be good.
     """
 
     def __init__(
-        self, places: int, *, second: int | None = None, overflow: "Lane | None" = None
+        self,
+        places: int,
+        *,
+        second: int | None = None,
+        overflow: "Lane | None" = None,
+        good: Container[str] | None = None,
     ) -> None:
         """
         Args:
+            good: the sites that are known to be good; None: all are.
             second: how many of the places the second class may have; None: all of them.
             overflow: the lane to which attempts that have a place for long are moved when others
                 wait; they are ended if it has no place for them.
@@ -288,6 +298,7 @@ class Lane:
         self._places = places
         self._second = places if second is None else second
         self._overflow = overflow
+        self._good = good
         self._inside: dict[Permit, _Stay] = {}
         self._second_inside = 0
         # With an overflow: those inside for less than `QUICK_S`, and the others of the first and
@@ -344,9 +355,15 @@ class Lane:
         return free and (first or self._second_inside < self._second)
 
     def _in_the_way(self, payers: Payers) -> str | None:
-        """The site or network of these that has its share of the places, or None."""
+        """The site or network of these that has its share of the places, or None.
+
+        All strangers are one, as long as only the places are free that are not for them.
+        """
         if self._overflow is not None:
             return None
+        for_all = self._places - self._places // 8
+        if self._good is not None and len(self._inside) >= for_all and payers[0] not in self._good:
+            return _STRANGERS
         share = max(self._places - len(self._inside), self._places // 4)
         for each in payers:
             if self._held[each] >= (share if each == payers[0] else 2 * share):
@@ -566,6 +583,10 @@ class Permit:
     def took(self, seconds: float) -> None:
         """Note the seconds until an answer."""
         pace = _Pace.QUICK if seconds < QUICK_S else _Pace.SLOW if seconds > SLOW_S else _Pace.FAIR
+        if pace is _Pace.SLOW:
+            self._admission.good.pop(self.payer.accounts[0], None)
+        else:
+            self._admission.good[self.payer.accounts[0]] = None
         before, (oldest, older, newer) = self._known
         if pace is before is oldest is older is newer:
             return
@@ -671,6 +692,7 @@ class Admission:
         bodies: bytes of the transactions that are under way.
         large, large_bytes: the number of those that hold more than half of what they could have
             had, and their bytes.
+        good: the sites whose last answer took no longer than `SLOW_S`.
         known: by server, its pace and the paces of its last three answers.
     """
 
@@ -687,8 +709,9 @@ class Admission:
         aside = min(max(2, int(max_in_flight * slow_share)), max_in_flight - 1)
         quick = max_in_flight - aside
         self.gate = Gate()
-        self.slow = Lane(aside - aside // 2)
-        self.ill = Lane(aside // 2)
+        self.good: LRUCache[str, None] = LRUCache(_REMEMBERED)
+        self.slow = Lane(aside - aside // 2, good=self.good)
+        self.ill = Lane(aside // 2, good=self.good)
         self.quick = Lane(quick, second=quick - quick // 8, overflow=self.slow)
         self.new_connections = NewConnections(handshakes_per_second, loop)
         self.bodies = self.large = self.large_bytes = 0
