@@ -120,6 +120,8 @@ class Character:
         picky: the status with which it refuses a transaction for one poisonous PDU; 0: never.
         moves: it changes its address when it comes back.
         attack: its answers when it is hostile; None: it never is.
+        takes_s: how long it takes for an answer when it is well; at least, at most.
+        dear: its handshakes and DNS answers cost us as much as they can.
     """
 
     name: str
@@ -128,6 +130,8 @@ class Character:
     picky: int = 0
     moves: bool = False
     attack: Attack | None = None
+    takes_s: tuple[float, float] = (0.02, 0.5)
+    dear: bool = False
 
 
 def _moods(*modes: Mode) -> tuple[Mood, ...]:
@@ -175,9 +179,13 @@ CHARACTERS = (
 
 HOSTILE = Mood((Mode.HOSTILE,))
 HONEST = Character("honest", ())
+UNHURRIED = Character("unhurried", (), takes_s=(6.0, 9.0))
+"""As honest; it has the places of slow servers."""
 HOSTILE_PER_HONEST = 3
-_HOSTILE = tuple(Character(name, (HOSTILE,), attack=attack) for name, attack in ATTACKS.items())
-HOLDING = next(each for each in _HOSTILE if each.name == "late")
+_HOSTILE = tuple(
+    Character(name, (HOSTILE,), attack=attack, dear=True) for name, attack in ATTACKS.items()
+)
+HOLDING = Character("late", (HOSTILE,), attack=ATTACKS["late"])
 """They hold places of slow servers for as long as they can, and are more than there are places."""
 
 
@@ -187,7 +195,7 @@ def dealt(index: int, *, hostile: bool) -> Character:
         return CHARACTERS[index % len(CHARACTERS)]
     honest, turn = divmod(index, HOSTILE_PER_HONEST + 1)
     if not turn:
-        return HONEST
+        return UNHURRIED if honest % 8 == 3 else HONEST
     number, holding = divmod(honest * HOSTILE_PER_HONEST + turn - 1, 2)
     return HOLDING if holding else _HOSTILE[number % len(_HOSTILE)]
 

@@ -885,18 +885,19 @@ class WireChecks:
             if self._observed.disk_full:
                 _assume_recorded(view, attempt.contents.pdus)
             view.messages_answered.update(attempt.contents.messages)
-            if view.honest:
-                self._take_latencies([pdu for pdu in attempt.contents.pdus if pdu.own])
+            if view.honest is not None:
+                own = [pdu for pdu in attempt.contents.pdus if pdu.own]
+                self._take_latencies(own, self._observed.latencies[view.honest])
             self._observed.counts["PDUs answered"] += len(attempt.contents.pdus)
             self._observed.counts["to-device messages"] += len(attempt.contents.messages)
         self._observed.counts["transactions answered"] += 1
 
-    def _take_latencies(self, pdus: Sequence[Step]) -> None:
+    def _take_latencies(self, pdus: Sequence[Step], latencies: list[float]) -> None:
         observed = self._observed
         for pdu in pdus:
             fanned_out_at = observed.passed_at(pdu.token)
             if fanned_out_at is not None and fanned_out_at >= observed.calm_since:
-                observed.latencies.append(trio.current_time() - fanned_out_at)
+                latencies.append(trio.current_time() - fanned_out_at)
 
 
 def _is_alone_on_trial(attempt: Attempt) -> bool:

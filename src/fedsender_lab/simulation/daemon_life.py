@@ -201,7 +201,11 @@ class Life:
 
     def _runtime(self) -> Runtime:
         return virtual_runtime(
-            self._rng, self._network, run_sync=self._run_sync, now_ms=self._observed.now_ms
+            self._rng,
+            self._network,
+            run_sync=self._run_sync,
+            now_ms=self._observed.now_ms,
+            turns=self._network.turns,
         )
 
     async def _run_sync(

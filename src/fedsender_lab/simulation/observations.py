@@ -4,7 +4,7 @@ and the violations that were found.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class ServerView:
     """The observations of one server.
 
     Attributes:
-        honest: it is one of the few in a hostile world.
+        honest: the name of its character, if it is one of the few in a hostile world.
         owed: the events that it should get, in stream order; `tokens` are their tokens.
         answered: events in transactions that it answered.
         messages_answered: the same for to-device messages.
@@ -71,7 +71,7 @@ class ServerView:
     """
 
     name: str
-    honest: bool = False
+    honest: str | None = None
     owed: list[Step] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
@@ -231,8 +231,8 @@ class Observations:
         has_others: whether events of other servers may stand in for ours.
         crashed_at: when lives were cut off, in the last 24 h.
         calm_since: when (virtual seconds) nothing ailed the daemon itself any more.
-        latencies: of PDUs that honest servers of a hostile world answered, in seconds from the
-            fan-out to the answer, both in calm times.
+        latencies: of PDUs that honest servers of a hostile world answered, by their character, in
+            seconds from the fan-out to the answer, both in calm times.
         counts: of events, for the report.
         on_begun_anew: called when the daemon has taken over a database that was set back.
         on_violation: called with each.
@@ -260,7 +260,7 @@ class Observations:
     has_others: bool = False
     crashed_at: deque[float] = field(default_factory=deque)
     calm_since: float = math.inf
-    latencies: list[float] = field(default_factory=list)
+    latencies: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     _passed: list[tuple[int, float]] = field(default_factory=list)

@@ -318,7 +318,7 @@ class RemoteServer:
         if attempt.mode in (Mode.STALL, Mode.SILENT):
             return SILENCE
         slow = attempt.mode is Mode.SLOW
-        thinking = self.rng.uniform(5, 50) if slow else self.rng.uniform(0.02, 0.5)
+        thinking = self.rng.uniform(*((5, 50) if slow else self.character.takes_s))
         return replace(self._reaction(attempt), after=thinking)
 
     def _reaction(self, attempt: Attempt) -> Reply:
@@ -433,6 +433,8 @@ def _addresses(index: int, *, move: int) -> tuple[str, str]:
 
 def publish(site: Site, server: RemoteServer, internet: Internet) -> None:
     """Let the server be found at its site."""
+    if server.character.dear:
+        internet.dear.add(site.host)
     for address in site.addresses:
         for port in site.ports:
             internet.listeners[address, port] = server

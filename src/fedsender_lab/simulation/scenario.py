@@ -9,7 +9,15 @@ from random import Random
 import trio
 
 from fedsender.streams import Watermark
-from fedsender_lab.simulation.behaviours import HOUR, MINUTE, Mode, Mood, life_of
+from fedsender_lab.simulation.behaviours import (
+    HONEST,
+    HOUR,
+    MINUTE,
+    UNHURRIED,
+    Mode,
+    Mood,
+    life_of,
+)
 from fedsender_lab.simulation.checks import LOOKS_S, PER_SERVER_S, FinalChecks, StartCheck
 from fedsender_lab.simulation.coverage import BEGINS, Coverage, Troubles
 from fedsender_lab.simulation.daemon_life import Life
@@ -28,8 +36,9 @@ from fedsender_lab.testing.rooms import LARGE_TEXT
 EVENTS_PER_DAY = 1_500
 CALM_AFTER_S = MINUTE
 """After a start, or once its database is back, the daemon is well again."""
-FAIR_S = 8.0
-"""In a hostile world 99 of 100 PDUs reach honest servers, and are answered, within this."""
+FAIR_S = {HONEST.name: 8.0, UNHURRIED.name: 50.0}
+"""In a hostile world 99 of 100 PDUs reach honest servers, and are answered, within this: those that
+take their time within twice that, 30 s, and 2 s for the way."""
 OWN_TIMERS_S = HOUR
 """In a healed world no server is woken for so long ..."""
 PATIENCE_S = 3 * HOUR
@@ -134,13 +143,14 @@ class Scenario:
 
     def _judge_fairness(self) -> None:
         """Whether honest servers noticed the hostile ones, when nothing else ailed the daemon."""
-        latencies = sorted(self._observed.latencies)
-        self._observed.counts["PDUs to honest servers in calm times"] = len(latencies)
-        if latencies:
-            p99 = latencies[int(len(latencies) * 0.99)]
-            self._observed.counts["p99 of their latencies in ms"] = round(p99 * 1000)
-            if p99 > FAIR_S:
-                self._observed.fail("fairness", f"p99 to honest servers is {p99:.2f} s")
+        for name, fair_s in FAIR_S.items():
+            latencies = sorted(self._observed.latencies[name])
+            self._observed.counts[f"PDUs to {name} servers in calm times"] = len(latencies)
+            if latencies:
+                p99 = latencies[int(len(latencies) * 0.99)]
+                self._observed.counts[f"p99 to {name} servers in ms"] = round(p99 * 1000)
+                if p99 > fair_s:
+                    self._observed.fail("fairness", f"p99 to {name} servers is {p99:.2f} s")
 
     def _has_opened(self, number: int) -> None:
         self._opened.advance(number)

@@ -11,7 +11,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.config import Config, from_values
-from fedsender_lab.simulation.behaviours import HOLDING, HONEST, dealt
+from fedsender_lab.simulation.behaviours import HOLDING, dealt
 from fedsender_lab.simulation.checks import (
     CommitChecks,
     LedgerChecks,
@@ -171,7 +171,7 @@ def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
         for index in range(size.servers)
     ]
     origins = found(size, [site.name for site in sites])
-    internet = Internet(derived(size.seed, "internet"), nursery)
+    internet = Internet(derived(size.seed, "internet"), nursery, by_table=size.hostile)
     runtime = virtual_runtime(derived(size.seed, "replication"), MemoryNetwork(internet))
     replication = Replication(origins.homeserver, runtime)
     internet.listeners[FEED] = replication
@@ -200,7 +200,8 @@ def people(
         character = dealt(index, hostile=size.hostile)
         rng = derived(size.seed, "server", index)
         server = RemoteServer(site, character, rng, internet, origins.inspector, wire)
-        observed.views.of[site.name].honest = server.character is HONEST
+        if size.hostile and character.attack is None:
+            observed.views.of[site.name].honest = character.name
         publish(site, server, internet)
         servers.append(server)
     return World(

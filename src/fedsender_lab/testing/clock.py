@@ -13,7 +13,7 @@ from typing import TypeVar
 import trio
 import trio.testing
 
-from fedsender.fairness import Turns
+from fedsender.fairness import Payers, Turns, Usual
 from fedsender.runtime import Limiter, Network, RunSync, Runtime
 
 T = TypeVar("T")
@@ -51,6 +51,38 @@ def turns_cpu(step_s: float = 0.0002) -> Callable[[], float]:
     return partial(next, count(0.0, step_s))
 
 
+class TurnsByTable(Turns):
+    """The time of a loop where each turn costs what a table says for its kind, and nothing else
+    costs any.
+
+    On a virtual clock that time passes: whoever waits behind dear turns is late there too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda: self._worked_s)
+        self._worked_s = self._passed_s = 0.0
+        # As measured; a handshake takes two or three.
+        self._costs_s = {self.handshake: 0.001, self.lookup: 0.0002, self.answer: 0.0001}
+
+    def work(self, seconds: float) -> None:
+        """What one turn costs beyond that; called in it."""
+        self._worked_s += seconds
+
+    async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
+        def charged() -> T:
+            self.work(self._costs_s[usual])
+            return body(*args)
+
+        return await super().take(payers, usual, charged)
+
+    def before_io_wait(self, timeout: float) -> None:
+        clock = trio.lowlevel.current_clock()
+        if isinstance(clock, trio.testing.MockClock):
+            clock.jump(self._worked_s - self._passed_s)
+        self._passed_s = self._worked_s
+        super().before_io_wait(timeout)
+
+
 async def inline(function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False) -> T:
     """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
     async with limiter:
@@ -63,15 +95,19 @@ def virtual_runtime(
     *,
     run_sync: RunSync = inline,
     now_ms: Callable[[], int] = now_ms,
+    turns: Turns | None = None,
 ) -> Runtime:
-    """The runtime of a daemon in a simulated world; without `network` it must not ask for one."""
+    """The runtime of a daemon in a simulated world; without `network` it must not ask for one.
+
+    `turns`: those of the network, if it has any.
+    """
     return Runtime(
         now_ms=now_ms,
         random=rng,
         entropy=rng.randbytes,
         run_sync=run_sync,
         network=network,  # type: ignore[arg-type]  # where there is none, its use is an error
-        turns=Turns(turns_cpu()),
+        turns=turns or Turns(turns_cpu()),
     )
 
 

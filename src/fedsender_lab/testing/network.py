@@ -4,15 +4,17 @@ import errno
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Protocol
 
 import trio
 
-from fedsender.fairness import Payer
+from fedsender.fairness import Payer, Turns, site_of
 from fedsender.runtime import NameNotFound, Records, RecordType, ResolveFailed
-from fedsender.tls import Stream
+from fedsender.tls import MAX_HANDSHAKE_CPU_S, Stream
+from fedsender_lab.testing.clock import TurnsByTable, turns_cpu
 
 CAPACITY = 65_536
 """Bytes that have left one end and were not read at the other: as much as a socket buffers."""
@@ -148,6 +150,9 @@ def memory_connection() -> tuple[MemoryStream, MemoryStream]:
     return MemoryStream(back, there), MemoryStream(there, back)
 
 
+DEAR_LOOKUP_S = 0.004
+"""The CPU time of the dearest DNS answer that is read. As dear as can be is a handshake that takes
+`MAX_HANDSHAKE_CPU_S`."""
 DNS_TTL_S = 300.0
 NEVER_S = 7 * 86_400.0
 
@@ -180,6 +185,9 @@ class Internet:
         doors: the listeners at Unix sockets.
         unresolvable: (domain, how): names under it get no answer ("silent") or do not exist
             ("gone").
+        by_table: what each turn of the daemon's loop costs is told by a table, and that time
+            passes; otherwise none does.
+        dear: hosts whose handshakes and DNS answers then cost as much as they can.
     """
 
     rng: Random
@@ -188,6 +196,8 @@ class Internet:
     doors: dict[Path, Listener] = field(default_factory=dict)
     records: dict[tuple[str, RecordType], tuple[str, ...]] = field(default_factory=dict)
     unresolvable: dict[str, str] = field(default_factory=dict)
+    by_table: bool = False
+    dear: set[str] = field(default_factory=set)
 
     def round_trip_s(self) -> float:
         """How long a packet takes there and back."""
@@ -206,6 +216,10 @@ class Internet:
         if values is None:
             raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=DNS_TTL_S)
         return Records(values, ttl_s=DNS_TTL_S)
+
+    def is_dear(self, name: str) -> bool:
+        """Whether this host, or the one that this name is below, is dear."""
+        return name in self.dear or any(name.endswith("." + host) for host in self.dear)
 
     async def connect(self, address: str, port: int) -> MemoryStream:
         """A connection to whoever listens there; raises OSError."""
@@ -231,9 +245,14 @@ class Internet:
 
 
 class MemoryNetwork:
-    """The network as one life of the daemon sees it; when that life ends, all of it breaks."""
+    """The network as one life of the daemon sees it; when that life ends, all of it breaks.
+
+    Attributes:
+        turns: in which it does what others can make dear.
+    """
 
     def __init__(self, internet: Internet) -> None:
+        self.turns = TurnsByTable() if internet.by_table else Turns(turns_cpu())
         self._internet = internet
         self._alive = True
         self._streams: list[MemoryStream] = []
@@ -260,6 +279,10 @@ class MemoryNetwork:
     ) -> trio.abc.Stream:
         assert isinstance(stream, MemoryStream)
         await trio.sleep(self._internet.round_trip_s())
+        if payer is not None:
+            dear = self._internet.is_dear(server_hostname)
+            step = partial(self._work, MAX_HANDSHAKE_CPU_S if dear else 0.0)
+            await self.turns.take(payer.accounts, self.turns.handshake, step)
         if stream.handshake_fails:
             raise _tls_error(ssl.SSLError(1, "handshake failure"))
         if server_hostname not in stream.certificate:
@@ -271,7 +294,15 @@ class MemoryNetwork:
     async def resolve(
         self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
     ) -> Records:
-        return await self._internet.resolve(name, rdtype)
+        try:
+            return await self._internet.resolve(name, rdtype)
+        finally:
+            step = partial(self._work, DEAR_LOOKUP_S if self._internet.is_dear(name) else 0.0)
+            await self.turns.take((site_of(name),), self.turns.lookup, step)
+
+    def _work(self, more_s: float) -> None:
+        if isinstance(self.turns, TurnsByTable):
+            self.turns.work(more_s)
 
     async def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
         return [each for each in streams if isinstance(each, MemoryStream) and each.readable]

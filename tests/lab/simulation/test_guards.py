@@ -246,3 +246,12 @@ def test_fairness_slow_servers_in_the_lane_of_quick_ones(monkeypatch: pytest.Mon
     report = simulate(3, 64, 0.05, hostile=True, stop_at="fairness")
 
     assert any(violation.invariant == "fairness" for violation in report.violations)
+
+
+def test_fairness_they_take_all_slow_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lane, "_in_the_way", lambda _self, _payers: None)
+
+    report = simulate(3, 64, 0.05, hostile=True, stop_at="fairness")
+
+    (violation,) = [each for each in report.violations if each.invariant == "fairness"]
+    assert "unhurried" in violation.text
