@@ -33,6 +33,7 @@ from fedsender.runtime import Limiter, RealNetwork, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.admission import Admission
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
+from fedsender.store.embedded_store import own_store
 from fedsender.systemd import Notifier
 from fedsender_lab.demo import process
 from fedsender_lab.demo.process import SERVER_NAME, write_signing_key
@@ -708,7 +709,7 @@ async def test_a_database_that_was_set_back_is_noticed_when_the_lock_is_taken_ag
         in_flight_bytes=1,
     )
     async with open_store(settings, real_runtime()) as store:
-        homeserver = store.homeserver
+        homeserver = own_store(store.homeserver)
         await homeserver.apply_feed_batch([(2, [])])
         await homeserver.events_position()
         await homeserver.commit_fan_out(2, {})

@@ -8,6 +8,7 @@ from fedsender.replication.feed import FeedParts, tls_context
 from fedsender.replication.feed_api import Feed
 from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.protocol import Shard
+from fedsender.store.embedded_store import own_store
 from fedsender_relay.feed import RelayFeed
 from fedsender_relay.line_feed import EmbeddedFeed, LineSettings, NoticeFeed
 from fedsender_relay.load import load_snapshot
@@ -15,13 +16,13 @@ from fedsender_relay.load import load_snapshot
 
 def relay_feed(parts: FeedParts) -> Feed:
     """The feed of a sender behind a relay. Raises ConfigError."""
-    relay = parts.config.feed.relay
+    relay, store = parts.config.feed.relay, own_store(parts.store)
     return RelayFeed(
         relay_settings(parts.config, sends=not parts.shadow),
         parts.runtime,
-        parts.store,
+        store,
         parts.sink,
-        load=partial(load_snapshot, parts.store, parts.runtime.now_ms),
+        load=partial(load_snapshot, store, parts.runtime.now_ms),
         handles=parts.config.handles,
         directory=relay.directory,
         disk_reserve=relay.disk_reserve,
@@ -33,7 +34,8 @@ def tcp_feed(parts: FeedParts) -> Feed:
     config, settings = parts.config, tcp_settings(parts.config)
     if config.homeserver.kind == "synapse":
         return NoticeFeed(settings, parts.runtime, parts.store, parts.sink)
-    return EmbeddedFeed(settings, parts.runtime, parts.store, parts.sink, handles=config.handles)
+    store = own_store(parts.store)
+    return EmbeddedFeed(settings, parts.runtime, store, parts.sink, handles=config.handles)
 
 
 def tcp_settings(config: Config) -> LineSettings:

@@ -48,7 +48,7 @@ from sqlalchemy import (
 from fedsender.facts import BadRow, DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
 from fedsender.store import embedded, positions, tables
 from fedsender.store.embedded import Steps
-from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.embedded_store import EmbeddedStore
 from fedsender.store.records import STANDS_ABOVE, History
 from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
@@ -137,7 +137,7 @@ class _Change(NamedTuple):
 
 
 async def load_snapshot(
-    store: HomeserverStore, now_ms: Callable[[], int], snapshot: LoadedSnapshot, handles: Handles
+    store: EmbeddedStore, now_ms: Callable[[], int], snapshot: LoadedSnapshot, handles: Handles
 ) -> Loaded:
     """Load a snapshot into our store; nothing of it counts until all is stored.
 

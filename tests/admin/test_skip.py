@@ -16,6 +16,7 @@ from trio.testing import MockClock
 
 from fedsender.matrix import Pdu
 from fedsender.sender import routing
+from fedsender.store.embedded_store import own_store
 from fedsender.store.records import EventRow
 from fedsender.streams import PduRow
 from fedsender_lab.testing.clock import until
@@ -32,7 +33,7 @@ async def happen(world: World, *pdus: PduRow, bad: PduRow) -> int:
     first = world.token + 1
     for pdu in pdus:
         world.token += 1
-        await world.store.homeserver.apply_feed_batch([(world.token, [pdu])])
+        await own_store(world.store.homeserver).apply_feed_batch([(world.token, [pdu])])
     with closing(sqlite3.connect(world.directory / "homeserver.sqlite3")) as connection, connection:
         connection.execute(
             "UPDATE event_json SET json = CAST(? AS TEXT) WHERE event_id = ?",

@@ -22,7 +22,7 @@ from fedsender.intake.intake import KEY_BYTES
 from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
-from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.embedded_store import EmbeddedStore, own_store
 from fedsender.streams import Json
 from fedsender_lab.bench.meter import Options, percentile
 from fedsender_lab.simulation.relay_consumer import DeafSink
@@ -66,12 +66,13 @@ async def _measure(directory: Path, rooms: int, servers: int) -> dict[str, Any]:
             f"sqlite:///{directory}/homeserver.sqlite3",
             f"sqlite:///{directory}/sender.sqlite3",
         )
-        async with open_store(store_config, runtime) as store:
-            first = await _sync(relay, socket, directory, store.homeserver, runtime)
+        async with open_store(store_config, runtime) as both:
+            store = own_store(both.homeserver)
+            first = await _sync(relay, socket, directory, store, runtime)
             changed = range(0, rooms, 100)
             await _append(relay, [[_event(room, 1)] for room in changed])
             again_s = await _snapshot(relay)
-            second = await _sync(relay, socket, directory, store.homeserver, runtime)
+            second = await _sync(relay, socket, directory, store, runtime)
     return {
         "snapshot_s": round(made_s, 2),
         **first,
@@ -119,7 +120,7 @@ async def _snapshot(relay: RelayDaemon) -> float:
 
 
 async def _sync(
-    relay: RelayDaemon, socket: Path, directory: Path, store: HomeserverStore, runtime: Runtime
+    relay: RelayDaemon, socket: Path, directory: Path, store: EmbeddedStore, runtime: Runtime
 ) -> dict[str, Any]:
     """Follow the relay until level; what that took."""
     settings = LineSettings(Endpoint(UnixAddress(socket)), SERVER, "bench")

@@ -21,6 +21,7 @@ from fedsender.intake.intake import Append
 from fedsender.matrix import MAX_NESTING, ROOM_VERSIONS, BadEvent, event_id_of, is_server_name
 from fedsender.replication.push import PushFeed
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.embedded_store import own_store
 
 A, B = "a.example", "b.example"
 GOOD = "!good:hs.example"
@@ -58,7 +59,7 @@ class PushedWorld(World):
         for name in (A, B):
             self.server(name)
         async with self.run() as sender, trio.open_nursery() as nursery:
-            self.push = PushFeed(self.runtime, self.store.homeserver, sender)
+            self.push = PushFeed(self.runtime, own_store(self.store.homeserver), sender)
             nursery.start_soon(self.push.run)
             await self.push.connected.wait()
             await self.append(["hosts", [GOOD, [A, B], []]])

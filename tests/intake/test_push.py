@@ -33,7 +33,7 @@ from fedsender.store import (
     tables,
 )
 from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
-from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.embedded_store import EmbeddedStore, own_store
 from fedsender_lab.testing.clock import until
 
 ALICE = "@alice:hs.example"
@@ -43,7 +43,7 @@ ALICE = "@alice:hs.example"
 async def pushed_to(
     config: StoreConfig,
     sink: RecordingSink | None = None,
-    around: Callable[[HomeserverStore], Any] = lambda store: store,
+    around: Callable[[EmbeddedStore], Any] = lambda store: store,
     after_commit: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[PushFeed, Store]]:
     runtime = real_runtime()
@@ -51,7 +51,7 @@ async def pushed_to(
         open_store(config, runtime, after_commit=after_commit) as store,
         trio.open_nursery() as nursery,
     ):
-        feed = PushFeed(runtime, around(store.homeserver), sink or RecordingSink())
+        feed = PushFeed(runtime, around(own_store(store.homeserver)), sink or RecordingSink())
         nursery.start_soon(feed.run)
         await feed.connected.wait()
         yield feed, store
@@ -211,17 +211,17 @@ async def test_a_change_of_cross_signing_keys_arrives_under_both_names(tmp_path:
         assert server.transactions[0].edu_types == SIGNING_KEYS
 
 
-async def _lacks_a_value(store: HomeserverStore) -> None:
+async def _lacks_a_value(store: EmbeddedStore) -> None:
     await store._database.write(
         lambda connection: connection.execute(tables.event_json.insert().values(event_id="$e3"))
     )
 
 
-async def _overflows(store: HomeserverStore) -> None:
+async def _overflows(store: EmbeddedStore) -> None:
     raise OverflowError("Python int too large to convert to SQLite INTEGER")
 
 
-async def _is_odd(store: HomeserverStore) -> None:
+async def _is_odd(store: EmbeddedStore) -> None:
     raise StoreError("homeserver database: something that may pass")
 
 
@@ -230,9 +230,9 @@ class _Stumbling:
 
     def __init__(
         self,
-        store: HomeserverStore,
+        store: EmbeddedStore,
         event_id: str,
-        fail: Callable[[HomeserverStore], Awaitable[None]],
+        fail: Callable[[EmbeddedStore], Awaitable[None]],
     ) -> None:
         self._store = store
         self._event_id = event_id
@@ -252,7 +252,7 @@ class _Stumbling:
 )
 async def test_a_record_that_the_database_refuses_is_refused_alone(
     config: StoreConfig,
-    fail: Callable[[HomeserverStore], Awaitable[None]],
+    fail: Callable[[EmbeddedStore], Awaitable[None]],
     answer: type[Exception],
 ) -> None:
     """For good where it is the record's fault: who is told to come again would do so for ever."""
@@ -277,7 +277,7 @@ async def test_a_record_that_the_database_refuses_is_refused_alone(
 class _Gated(_Stumbling):
     """Such a store, whose first transaction takes until `gate` is set. `groups`: their sizes."""
 
-    def __init__(self, store: HomeserverStore, gate: trio.Event, groups: list[int]) -> None:
+    def __init__(self, store: EmbeddedStore, gate: trio.Event, groups: list[int]) -> None:
         super().__init__(store, "$e3", _overflows)
         self._gate = gate
         self._groups = groups
@@ -343,7 +343,7 @@ async def test_requests_that_share_a_transaction_with_a_bad_one_are_answered_200
         assert len(await stored(store)) == 20
 
 
-async def _is_taken_over(store: HomeserverStore) -> None:
+async def _is_taken_over(store: EmbeddedStore) -> None:
     raise Elsewhere("another")
 
 
@@ -362,12 +362,12 @@ async def test_ids_are_forgotten_after_a_day_and_not_before(config: StoreConfig)
     async with pushed_to(config) as (feed, store):
         await feed.intake.append([record(1)])
         key = key_of("id1")
-        assert await store.homeserver.forget_appends() == 0
-        assert list(await store.homeserver.find_appends([key])) == [key]
+        assert await own_store(store.homeserver).forget_appends() == 0
+        assert list(await own_store(store.homeserver).find_appends([key])) == [key]
         day_later_ms = real_runtime().now_ms() + KEPT_MS + 60_000
         forget = partial(forget_appends, now_ms=day_later_ms)
         assert await store.homeserver._database.write(forget) == 1
-        assert not await store.homeserver.find_appends([key])
+        assert not await own_store(store.homeserver).find_appends([key])
 
 
 texts = st.one_of(
@@ -490,9 +490,9 @@ def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
 
     async def store_all() -> None:
         async with open_store(config, real_runtime()) as store:
-            assert await store.homeserver.begin_intake("0" * 16)
+            assert await own_store(store.homeserver).begin_intake("0" * 16)
             for batch in wanted:
-                answers = await store.homeserver.append_records(batch)
+                answers = await own_store(store.homeserver).append_records(batch)
                 assert all(isinstance(each, int | Outdated) for each in answers)
             # And what was stored can be read.
             for event in await store.homeserver.read_events(0, 2**62, 10_000):

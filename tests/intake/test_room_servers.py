@@ -26,6 +26,7 @@ from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, StoreError, appends, open_store
 from fedsender.store.appends import NewRecord
+from fedsender.store.embedded_store import own_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender_lab.intake_client import IntakeClient, Refused, ServersOutdated
 
@@ -68,12 +69,12 @@ async def test_a_row_with_all_servers_holds_for_what_follows(config: StoreConfig
         assert await got_by(store, "$e1") == {"a.example", "b.example"}
         assert await got_by(store, "$e2") == {"a.example", "b.example"}
         assert await got_by(store, "$e3") == {"b.example", "c.example"}
-        assert await store.homeserver.room_servers(ROOM) == RoomServers(
+        assert await own_store(store.homeserver).room_servers(ROOM) == RoomServers(
             ROOM, 3, ["b.example", "c.example"]
         )
         assert await say(feed, servers([])) == 5
-        assert await store.homeserver.room_servers(ROOM) == RoomServers(ROOM, 5, [])
-        assert await store.homeserver.room_servers("!other:hs.example") is None
+        assert await own_store(store.homeserver).room_servers(ROOM) == RoomServers(ROOM, 5, [])
+        assert await own_store(store.homeserver).room_servers("!other:hs.example") is None
 
 
 async def test_a_room_with_a_later_row_keeps_its_list_and_nothing_of_the_record_is_stored(
@@ -89,13 +90,13 @@ async def test_a_room_with_a_later_row_keeps_its_list_and_nothing_of_the_record_
         assert refused.value.others == 0
         assert feed.head == 2
         assert not await store.homeserver.events_by_id(["$e1"])
-        assert await store.homeserver.room_servers(other) is None
+        assert await own_store(store.homeserver).room_servers(other) is None
 
         # Read again. What was stored is answered with its token when it comes again.
         again = [servers(["a.example"], 2), servers(["c.example"], 2, other), hosts(["d.example"])]
         assert await say(feed, *again, id="again") == 3
         assert await say(feed, *again, id="again") == 3
-        assert await store.homeserver.room_servers(ROOM) == RoomServers(
+        assert await own_store(store.homeserver).room_servers(ROOM) == RoomServers(
             ROOM, 3, ["a.example", "d.example"]
         )
 
@@ -230,7 +231,7 @@ def test_who_gets_an_event_is_the_list_before_it_whatever_is_said(config: StoreC
     async def check() -> None:
         model = Model()
         async with open_store(config, real_runtime()) as store:
-            assert await store.homeserver.begin_intake("0" * 16)
+            assert await own_store(store.homeserver).begin_intake("0" * 16)
             for number, history in enumerate(wanted):
                 for group in history:
                     await store_group(store, model, number, group)
@@ -238,7 +239,7 @@ def test_who_gets_an_event_is_the_list_before_it_whatever_is_said(config: StoreC
                 now = await store.homeserver.servers_now(names)
                 for name in names:
                     assert now[name] == model.present[name]
-                    assert await store.homeserver.room_servers(name) == RoomServers(
+                    assert await own_store(store.homeserver).room_servers(name) == RoomServers(
                         name, model.last[name], sorted(model.present[name])
                     )
             events = await store.homeserver.read_events(0, 2**62, 100_000)
@@ -264,7 +265,7 @@ def test_who_gets_an_event_is_the_list_before_it_whatever_is_said(config: StoreC
             told.append(rows)
         batch = [prepare(rows) for rows in told]
         base = model.head
-        answers = await store.homeserver.append_records(
+        answers = await own_store(store.homeserver).append_records(
             [
                 NewRecord(b"%d-%d-%d" % (number, base, place), each.check(), each.parsed)
                 for place, each in enumerate(batch)

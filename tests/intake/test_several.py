@@ -31,6 +31,7 @@ from fedsender.store import (
     open_store,
     store_config,
 )
+from fedsender.store.embedded_store import own_store
 from fedsender.store.records import PresenceState
 from fedsender.switching.handback import hand_back
 from fedsender_lab.demo.process import write_signing_key
@@ -154,7 +155,7 @@ class Site:
         gate, sink, runtime = Gate(), RecordingSink(), real_runtime()
         with trio.CancelScope() as scope:
             async with open_store(config, runtime, faults=gate) as store:
-                feed = PushFeed(runtime, store.homeserver, sink)
+                feed = PushFeed(runtime, own_store(store.homeserver), sink)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(feed.run)
                     await feed.connected.wait()

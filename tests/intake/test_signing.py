@@ -29,6 +29,7 @@ from fedsender.matrix import ROOM_VERSIONS, redact
 from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
+from fedsender.store.embedded_store import own_store
 from fedsender_lab.demo import process
 from fedsender_lab.intake_client import NewRecord
 from fedsender_lab.testing.clock import until
@@ -156,7 +157,7 @@ async def pushed_to(config: StoreConfig, *keys: SigningKey) -> AsyncIterator[Int
     runtime = real_runtime()
     async with open_store(config, runtime) as store, trio.open_nursery() as nursery:
         signs = EventSigner(OURS, KeyRing(*keys), store.homeserver.events_by_id)
-        feed = PushFeed(runtime, store.homeserver, RecordingSink(), signs)
+        feed = PushFeed(runtime, own_store(store.homeserver), RecordingSink(), signs)
         nursery.start_soon(feed.run)
         await feed.connected.wait()
         yield feed.intake

@@ -22,7 +22,7 @@ from fedsender.facts import RelayRow
 from fedsender.replication.feed_api import Sink
 from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import Runtime
-from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.embedded_store import EmbeddedStore
 from fedsender.store.records import History, Receipt
 from fedsender.streams import Json, PduRow
 from fedsender_lab.testing import clock
@@ -153,7 +153,7 @@ class Shard:
     line: Line
     name: str = "sender-1"
     server_name: str = "hs.example"
-    store: LoadingStore | HomeserverStore = field(default_factory=MemoryStore)
+    store: LoadingStore | EmbeddedStore = field(default_factory=MemoryStore)
     sink: Sink = field(default_factory=RecordingSink)
     directory: Path = field(default_factory=new_directory)
     handles: Handles = field(default=lambda server: True)
@@ -164,7 +164,7 @@ class Shard:
         return virtual_runtime(random.Random(self.name), self.line)  # type: ignore[arg-type]
 
     def _load(self) -> Load:
-        if isinstance(self.store, HomeserverStore):
+        if isinstance(self.store, EmbeddedStore):
             return partial(load_snapshot, self.store, self.runtime().now_ms)
         return self.store.load_snapshot
 

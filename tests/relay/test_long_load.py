@@ -20,6 +20,7 @@ from tests.relay.test_relay_load import as_loaded, load, load_into
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.embedded_store import own_store
 from fedsender.store.records import History
 from fedsender_relay import load as relay_load
 from fedsender_relay.load import LoadedSnapshot
@@ -84,7 +85,7 @@ async def test_nothing_that_is_written_waits_for_the_end_of_a_long_load(
                     for number in range(1, 4):
                         await store.homeserver.queue_to_device("a.x", number, "{}")
                         await store.sender.save_server_state(ServerState("a.x", reason="x"))
-                        assert await store.homeserver.feed_position() == -1
+                        assert await own_store(store.homeserver).feed_position() == -1
                         assert await store.homeserver.to_device("a.x", 0, None, 9) == []
                         # Longer than any of them has patience.
                         await trio.sleep(0.1)
@@ -238,7 +239,7 @@ async def test_08_killed_at_any_commit_of_a_load_the_next_life_has_what_an_undis
         ended = at == commits - 1
         async with open_store(config, real_runtime()) as store:
             await seen(store, before=not ended, token=first.token)
-            await store.homeserver.drop_unfinished_load()
+            await own_store(store.homeserver).drop_unfinished_load()
         if not ended:
             assert tables_of(directory, COUNTING) == before
             faults.at = None
@@ -248,7 +249,7 @@ async def test_08_killed_at_any_commit_of_a_load_the_next_life_has_what_an_undis
 
 async def seen(store: Store, *, before: bool, token: int) -> None:
     """What the sender sees of a load that was broken off: nothing."""
-    position = await store.homeserver.feed_position()
+    position = await own_store(store.homeserver).feed_position()
     assert (position == token) == before
     for server in "abcdef":
         rows = await store.homeserver.to_device(f"{server}.x", 0, None, 100)
@@ -277,7 +278,7 @@ async def test_a_snapshot_that_breaks_off_leaves_nothing_to_the_log(tmp_path: Pa
 
         with pytest.raises(BadSnapshot):
             await load_into(store, Broken())
-        await store.homeserver.drop_unfinished_load()
+        await own_store(store.homeserver).drop_unfinished_load()
         servers = await store.homeserver.servers_now([ROOM])
         assert servers == {ROOM: {"a.x", "b.x"}}
         assert await store.homeserver.read_events(2, 100, 100) == []

@@ -26,6 +26,7 @@ from fedsender.intake.intake import Append
 from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.embedded_store import own_store
 from fedsender.store.records import History, stands_above
 from fedsender.streams import Json
 from fedsender_relay.feed import State, read_rows
@@ -50,7 +51,7 @@ class Stage:
     async def sending(self) -> AsyncIterator[Shard]:
         """The sender, from its start to its drain."""
         async with self.world.run() as sender:
-            self.shard = Shard(self.line, store=self.world.store.homeserver, sink=sender)
+            self.shard = Shard(self.line, store=own_store(self.world.store.homeserver), sink=sender)
             async with self.shard.running():
                 yield self.shard
 
@@ -79,7 +80,8 @@ class Stage:
     async def idle(self) -> None:
         """Wait until nobody is owed anything."""
 
-        store, sender, feed = self.world.store.homeserver, self.world.sender, self.shard.feed
+        store = own_store(self.world.store.homeserver)
+        sender, feed = self.world.sender, self.shard.feed
         history = await store.feed_history() or History("", 0)
         await self.shard.level(self.relay.relay.log.head + history.base)
         await until(lambda: sender.fan_out.position >= feed.status().position)
@@ -151,7 +153,7 @@ async def test_70_after_a_full_sync_each_server_gets_the_newest_event_once_and_i
 
 async def position_of(stage: Stage) -> int:
     async with stage.world.open() as store:
-        return await store.homeserver.feed_position()
+        return await own_store(store.homeserver).feed_position()
 
 
 async def test_a_server_that_was_down_gets_what_is_here_whole_and_what_is_not_by_its_newest(
@@ -223,7 +225,7 @@ async def test_65_another_history_of_the_same_length_is_taken_over_and_nothing_s
             await stage.say(ROOM, "live")
             await stage.idle()
             assert stage.shard.feed.status().position == position + 2 > 8
-            history = await stage.world.store.homeserver.feed_history()
+            history = await own_store(stage.world.store.homeserver).feed_history()
             assert history == History(stage.relay.relay.log.epoch, 4)
     assert stage.got("a.example") == ["old 0", "old 1", "old 2", "new", "live"]
     assert stage.got("b.example") == ["old 0", "old 1", "old 2"]
@@ -263,7 +265,7 @@ async def test_08_a_kill_while_a_snapshot_is_loaded_leaves_all_as_it_was(
     assert not loading
     stage.world.faults = None
     async with stage.world.open() as store:
-        assert await store.homeserver.feed_position() == 2
+        assert await own_store(store.homeserver).feed_position() == 2
         assert [row.event_id for row in await store.homeserver.read_events(2, 10**6, 9)] == []
         servers = await store.homeserver.servers_now([ROOM])
         assert servers[ROOM] == {"a.example", "b.example"}
@@ -375,7 +377,7 @@ async def test_both_databases_take_a_snapshot_over_and_the_next_one(
         assert [row.redacted for row in rows] == [True, False, False]
         assert [stands_above(row.internal_metadata) for row in rows] == [0, 2, 2]
         assert (await store.homeserver.servers_now([ROOM]))[ROOM] == {"a.x", "c.x", "d.x"}
-        assert await store.homeserver.room_servers(ROOM) == RoomServers(
+        assert await own_store(store.homeserver).room_servers(ROOM) == RoomServers(
             ROOM, 7, ["a.x", "c.x", "d.x"]
         )
         assert len(await store.homeserver.to_device("a.x", 0, None, 9)) == 1
@@ -406,7 +408,7 @@ def as_loaded(relay: Relay) -> _Loaded:
 
 async def load_into(store: Store, snapshot: LoadedSnapshot) -> Loaded:
     return await load_snapshot(
-        store.homeserver, real_runtime().now_ms, snapshot, lambda _server: True
+        own_store(store.homeserver), real_runtime().now_ms, snapshot, lambda _server: True
     )
 
 
@@ -423,7 +425,7 @@ async def test_from_the_relay_to_push_on_the_same_store(
         await stage.say(ROOM, "by the relay")
         await stage.idle()
     async with stage.world.run() as sender, trio.open_nursery() as nursery:
-        feed = PushFeed(stage.shard.runtime(), stage.world.store.homeserver, sender)
+        feed = PushFeed(stage.shard.runtime(), own_store(stage.world.store.homeserver), sender)
         nursery.start_soon(feed.run)
         await feed.connected.wait()
         begun = feed.head

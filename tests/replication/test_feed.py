@@ -28,6 +28,7 @@ from fedsender.config import Config, from_values
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.runtime import listen_unix, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
+from fedsender.store.embedded_store import EmbeddedStore, own_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Fact
 from fedsender_lab.testing.clock import until
@@ -60,7 +61,7 @@ def pdu(number: int, **about: Any) -> list[Any]:
 
 
 @asynccontextmanager
-async def homeserver_store(directory: Path) -> AsyncIterator[HomeserverStore]:
+async def homeserver_store(directory: Path) -> AsyncIterator[EmbeddedStore]:
     config = StoreConfig(
         homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
         homeserver_url=f"sqlite:///{directory}/homeserver.db",
@@ -68,13 +69,13 @@ async def homeserver_store(directory: Path) -> AsyncIterator[HomeserverStore]:
         synchronous="OFF",
     )
     async with open_store(config, real_runtime()) as store:
-        yield store.homeserver
+        yield own_store(store.homeserver)
 
 
 @asynccontextmanager
 async def feeding(
     directory: Path, log: Log
-) -> AsyncIterator[tuple[Feed, RecordingSink, HomeserverStore]]:
+) -> AsyncIterator[tuple[Feed, RecordingSink, EmbeddedStore]]:
     """A homeserver's stream over a Unix socket, through the feed, into an embedded store."""
     path = directory / "replication.sock"
     config = configured(directory, kind="tcp", tcp={"address": f"unix:{path}"})
@@ -159,7 +160,7 @@ async def test_what_a_failover_of_the_store_loses_is_asked_for_again(tmp_path: P
 @asynccontextmanager
 async def set_back(
     directory: Path, log: Log
-) -> AsyncIterator[tuple[Feed, RecordingSink, HomeserverStore]]:
+) -> AsyncIterator[tuple[Feed, RecordingSink, EmbeddedStore]]:
     """The same with a feed that has got three events, and a store that has lost the last two."""
     file = directory / "homeserver.db"
     async with feeding(directory, log) as (feed, sink, store):

@@ -16,8 +16,9 @@ from trio.testing import MockClock
 
 from fedsender.runtime import real_runtime
 from fedsender.store.engine import open_database
-from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
+from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.records import PresenceState
+from fedsender.store.synapse import SynapseStore
 
 A, B = "a.example", "b.example"
 R1, R2 = "!1:hs.example", "!2:hs.example"
@@ -245,7 +246,7 @@ async def test_timings_as_long_as_they_can_be_fit_the_columns(postgres: Database
     async with open_database(postgres.create_database(), real_runtime(), name="hs") as database:
         await database.write(synapse_schema.create)
         settings = HomeserverSettings("synapse", "fed1", ("fed1",))
-        store = HomeserverStore(database, real_runtime(), settings)
+        store = SynapseStore(database, real_runtime(), settings)
         for interval in (DAY_MS, 365 * DAY_MS, 2**62):
             await store.store_backoff(A, EPOCH_MS, EPOCH_MS + interval, interval)
             row = await store.backoff(A)

@@ -59,7 +59,7 @@ async def wired(world: SynapseWorld) -> AsyncIterator[Channel]:
         feed = SynapseFeed(
             RedisSettings(ANYWHERE, HS),
             runtime,
-            world.store.homeserver,
+            world.synapse,
             sender,
             instance="fedsender",
             writers=["master"],

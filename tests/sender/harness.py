@@ -31,6 +31,7 @@ from fedsender.segments import read_lines, segments
 from fedsender.sender.admission import Admission, Permit
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.embedded_store import own_store
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.telemetry import Metrics
 from fedsender_lab.testing.clock import virtual_runtime
@@ -254,7 +255,7 @@ class World:
                 announcer=Silence(),
             ) as self.sender,
         ):
-            self.token = max(self.token, await store.homeserver.feed_position())
+            self.token = max(self.token, await own_store(store.homeserver).feed_position())
             self.sender.events.advance(self.token)
             yield self.sender
 
@@ -268,7 +269,7 @@ class World:
     async def apply(self, *rows: RelayRow) -> int:
         """One token's rows; the sender, if it runs, is told."""
         self.token += 1
-        await self.store.homeserver.apply_feed_batch([(self.token, rows)])
+        await own_store(self.store.homeserver).apply_feed_batch([(self.token, rows)])
         if hasattr(self, "sender"):
             self.sender.redacted([row.target for row in rows if isinstance(row, RedactionRow)])
             self.sender.events.advance(self.token)

@@ -13,6 +13,7 @@ from tests.store.ready_made import lay
 
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, tables
 from fedsender.store.engine import Database, DatabaseOptions, open_database
+from fedsender.store.synapse import SynapseStore
 
 
 class Killed(BaseException):
@@ -39,6 +40,12 @@ class SynapseWorld(World):
         if point == self.kill_at:
             self.kill_at = None
             raise Killed
+
+    @property
+    def synapse(self) -> SynapseStore:
+        """The homeserver's database, with what only a Synapse's has."""
+        assert isinstance(self.store.homeserver, SynapseStore)
+        return self.store.homeserver
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Store]:

@@ -303,7 +303,7 @@ async def test_the_fan_out_goes_before_all_who_wait_for_state_groups(
         await world.found(R1, 1, f"@a:{HS}", f"@x:{A}")
         old = await world.message(R1, 1, "old")
     async with world.run(), trio.open_nursery() as nursery:
-        homeserver = world.store.homeserver
+        homeserver = world.synapse
         await trio.sleep(2)
         assert world.servers[A].got == ["old"]
         rows = list((await homeserver.events_by_id([old])).values())

@@ -305,7 +305,7 @@ async def test_a_receipt_of_a_writer_that_was_passed_before_a_restart_is_sent(
             raise AssertionError
 
         streams = EduStreams(sender.edus, no_call, no_call)  # type: ignore[arg-type]
-        streams.start("receipts", await world.store.homeserver.stream_positions("receipts"))
+        streams.start("receipts", await world.synapse.stream_positions("receipts"))
         return streams
 
     async def stand(writer: str, position: int) -> None:

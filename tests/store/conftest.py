@@ -10,14 +10,15 @@ from tests.store import synapse_schema
 
 from fedsender.runtime import real_runtime
 from fedsender.store.engine import Database, DatabaseOptions, open_database
-from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
+from fedsender.store.homeserver import HomeserverSettings
+from fedsender.store.synapse import SynapseStore
 
 
 @dataclass
 class Synapse:
     """A Synapse-shaped database: the store under test, and the databases behind it."""
 
-    store: HomeserverStore
+    store: SynapseStore
     database: Database
     state: Database
     url: str
@@ -46,7 +47,7 @@ def open_synapse(new_url: NewUrl) -> OpenSynapse:
             await main.write(lambda connection: synapse_schema.create(connection, split=split))
             if split:
                 await state.write(synapse_schema.create_state)
-            store = HomeserverStore(
+            store = SynapseStore(
                 main,
                 runtime,
                 HomeserverSettings("synapse", instance, instances, writers),

@@ -13,6 +13,7 @@ from tests.servers import NewUrl
 from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, migrations, open_store
 from fedsender.store.embedded import FeedError, apply_tokens
+from fedsender.store.embedded_store import own_store
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.positions import SetBack
@@ -60,7 +61,7 @@ async def before(store: Store, *tokens: int) -> list[set[str]]:
 
 async def feed(store: Store, *tokens: tuple[int, list[FeedRow]]) -> None:
     for token, rows in tokens:
-        await store.homeserver.apply_feed_batch([(token, rows)])
+        await own_store(store.homeserver).apply_feed_batch([(token, rows)])
 
 
 async def test_a_fed_event_is_read_back(store: Store) -> None:
@@ -72,7 +73,7 @@ async def test_a_fed_event_is_read_back(store: Store) -> None:
     assert found.json == row.json
     assert found.internal_metadata == {}
     assert not found.redacted
-    assert await store.homeserver.feed_position() == 3
+    assert await own_store(store.homeserver).feed_position() == 3
 
 
 async def test_the_events_position_passes_nothing_that_a_failover_has_lost(store: Store) -> None:
@@ -169,7 +170,7 @@ async def test_a_token_is_applied_once(store: Store) -> None:
 
     assert [row.event_id for row in await store.homeserver.read_events(0, 9, 9)] == ["$2", "$3"]
     assert await before(store, 3) == [{"a.example"}]
-    assert await store.homeserver.feed_position() == 3
+    assert await own_store(store.homeserver).feed_position() == 3
 
 
 async def test_a_redaction_counts_as_the_homeserver_judged_it(store: Store) -> None:
@@ -190,18 +191,20 @@ async def test_rows_that_cannot_be_stored_change_nothing(
     store: Store, token: int, rows: list[FeedRow]
 ) -> None:
     with pytest.raises(FeedError):
-        await store.homeserver.apply_feed_batch([(token, [pdu(1, room_id="!before:x"), *rows][1:])])
+        await own_store(store.homeserver).apply_feed_batch(
+            [(token, [pdu(1, room_id="!before:x"), *rows][1:])]
+        )
 
-    assert await store.homeserver.feed_position() == -1
+    assert await own_store(store.homeserver).feed_position() == -1
     assert await store.homeserver.read_events(0, 2**62, 9) == []
 
 
 async def test_the_feeds_history_has_a_name(store: Store) -> None:
-    assert await store.homeserver.feed_history() is None
-    await store.homeserver.begin_history(History("one", 0))
-    await store.homeserver.begin_history(History("two", 7))
+    assert await own_store(store.homeserver).feed_history() is None
+    await own_store(store.homeserver).begin_history(History("one", 0))
+    await own_store(store.homeserver).begin_history(History("two", 7))
 
-    assert await store.homeserver.feed_history() == History("two", 7)
+    assert await own_store(store.homeserver).feed_history() == History("two", 7)
 
 
 async def test_fan_out_starts_at_the_beginning_and_owes_by_room(store: Store) -> None:
@@ -253,7 +256,7 @@ async def test_intervals_agree_with_a_set_that_is_kept_by_hand(
     async with open_store(
         config(f"sqlite:///{directory}/homeserver.db", directory), real_runtime()
     ) as store:
-        await store.homeserver.apply_feed_batch(batch)
+        await own_store(store.homeserver).apply_feed_batch(batch)
 
         assert await before(store, *range(1, len(changes) + 1)) == expected
         assert await store.homeserver.servers_now([ROOM]) == {ROOM: here}

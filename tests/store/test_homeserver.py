@@ -14,10 +14,10 @@ from tests.store.rooms import ROOM, Room
 from fedsender.ledger import DevicePoke
 from fedsender.runtime import real_runtime
 from fedsender.store import homeserver, tables
-from fedsender.store.edus import EduStore
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
+from fedsender.store.synapse import SynapseEdus, SynapseStore
 
 DESTINATIONS = tables.destinations
 ROOMS = tables.destination_rooms
@@ -77,7 +77,7 @@ async def test_a_crash_between_rows_and_position_leaves_neither(open_synapse: Op
         async with open_database(
             synapse.url, real_runtime(), name="crashing", faults=faults
         ) as database:
-            store = HomeserverStore(database, real_runtime(), settings)
+            store = SynapseStore(database, real_runtime(), settings)
             await store.commit_fan_out(30, {("one.example", "!a:x"): 12})
 
     async with open_synapse() as synapse:
@@ -172,7 +172,7 @@ async def test_a_room_that_is_being_purged_is_waited_for_by_nobody(postgres: Dat
     url, options = postgres.create_schema(), DatabaseOptions(ours=False)
     settings = HomeserverSettings("synapse", "fed1", ("fed1",))
     async with open_database(url, real_runtime(), name="main", options=options) as database:
-        store = HomeserverStore(database, real_runtime(), settings)
+        store = SynapseStore(database, real_runtime(), settings)
         synapse = Synapse(store, database, database, url)
 
         async def owed() -> list[tuple[object, ...]]:
@@ -805,7 +805,7 @@ async def test_two_senders_write_the_same_servers_at_once(open_synapse: OpenSyna
         await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
         settings = HomeserverSettings("synapse", "fed2", ("fed1", "fed2"))
         async with open_database(synapse.url, real_runtime(), name="other") as database:
-            other = HomeserverStore(database, real_runtime(), settings)
+            other = SynapseStore(database, real_runtime(), settings)
             await synapse.store.events_position()
             await other.events_position()
             names = [f"{number:02}.example" for number in range(50)]
@@ -834,7 +834,7 @@ async def test_answered_device_changes_go_with_their_chain_in_one_transaction(
     last = tables.device_lists_outbound_last_success
     one = [DevicePoke(5, "@a:hs", "D1"), DevicePoke(7, "@a:hs", "KEY"), DevicePoke(6, "@b:hs", "E")]
     async with open_synapse() as synapse:
-        edus = EduStore(synapse.database, HomeserverSettings("synapse", "fed1", ("fed1",)))
+        edus = SynapseEdus(synapse.database, device_names=False)
         key = {"user_id": "@a:hs", "keytype": "master", "stream_id": 1}
         key["keydata"] = '{"keys": {"ed25519:KEY": "KEY"}}'
         rows = [{"destination": "one.example", **poke._asdict()} for poke in (*one, one[0])]

@@ -11,6 +11,7 @@ from trio._core import _run
 
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
+from fedsender.store.embedded_store import own_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.streams import HostsRow
 from fedsender_lab.testing.clock import inline
@@ -41,11 +42,12 @@ def run(directory: Path, crash_at: int) -> list[str]:
     async def main() -> None:
         runtime = replace(real_runtime(), run_sync=inline)
         async with open_store(config, runtime, faults=faults) as store:
-            await store.homeserver.events_position()
+            homeserver = own_store(store.homeserver)
+            await homeserver.events_position()
             async with trio.open_nursery() as nursery:
                 for token in (1, 2, 3):
                     rows = [HostsRow("!a:x", (f"{token}.example",), ())]
-                    nursery.start_soon(store.homeserver.apply_feed_batch, [(token, rows)])
+                    nursery.start_soon(homeserver.apply_feed_batch, [(token, rows)])
                     nursery.start_soon(
                         store.sender.begin_catch_up, f"{token}.example", token, False
                     )

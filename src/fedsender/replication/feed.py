@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import structlog
 import trio
@@ -38,7 +38,9 @@ from fedsender.replication.redis import RedisSettings
 from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed
 from fedsender.runtime import Runtime
+from fedsender.store.embedded_store import own_store
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.synapse import SynapseStore
 from fedsender.streams import FeedStatus, Watermark
 from fedsender.waiting import BeginAnew
 
@@ -131,7 +133,7 @@ def push_feed(parts: FeedParts) -> Feed:
     signer = None
     if parts.config.feed.push.sign_events and parts.keys is not None:
         signer = EventSigner(parts.config.server_name, parts.keys, parts.store.events_by_id)
-    return PushFeed(parts.runtime, parts.store, parts.sink, signer)
+    return PushFeed(parts.runtime, own_store(parts.store), parts.sink, signer)
 
 
 def redis_feed(parts: FeedParts) -> Feed:
@@ -140,7 +142,7 @@ def redis_feed(parts: FeedParts) -> Feed:
     return SynapseFeed(
         redis_settings(config),
         parts.runtime,
-        parts.store,
+        cast(SynapseStore, parts.store),  # The configuration is checked: this feed has no other.
         parts.sink,
         instance=config.instance_name,
         writers=config.homeserver.event_writers,

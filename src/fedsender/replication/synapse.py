@@ -60,8 +60,8 @@ class InstanceTaken(Exception):
     """Another process speaks under our instance name: two senders would send everything twice."""
 
 
-class SynapseStore(Protocol):
-    """The questions that the feed asks Synapse's database; see `HomeserverStore`."""
+class FeedStore(Protocol):
+    """The questions that the feed asks Synapse's database; see `store.synapse`."""
 
     async def event_writer_positions(self) -> Mapping[str, int]: ...
     async def stream_positions(self, stream: str) -> Mapping[str, int]: ...
@@ -103,7 +103,7 @@ class SynapseFeed(Feed):
         self,
         settings: RedisSettings,
         runtime: Runtime,
-        store: SynapseStore,
+        store: FeedStore,
         sink: Sink,
         *,
         instance: str,

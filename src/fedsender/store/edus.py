@@ -12,11 +12,12 @@ Receipts: only the newest one of each (room, type, user, thread) has a row, with
 its last change: a server that missed many finds one.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, func, select
+from sqlalchemy import Connection, delete, func, select
 
 from fedsender.ledger import DevicePoke
 from fedsender.store import tables
@@ -26,38 +27,35 @@ from fedsender.store.records import (
     CrossSigning,
     Device,
     DeviceChanges,
-    HomeserverSettings,
     PresenceState,
     Receipt,
 )
-from fedsender.store.room_servers import servers_now
 from fedsender.store.statements import in_chunks, insert_rows, select_rows
 
 MAX_POKES = 500
 """The most rows that are read for one transaction; a change that they repeat is sent once."""
-MAX_STATES = 100_000
-"""The most states that are read at once; more users are hardly present at once."""
 PRIVATE = "m.read.private"
 """The type of the receipts that stay on their server (client-server API, "Receipts")."""
 
 pokes_table = tables.device_lists_outbound_pokes
 last_success = tables.device_lists_outbound_last_success
 receipts_table = tables.receipts_linearized
-presence = tables.presence_stream
 
 
 def _no_changes() -> DeviceChanges:
     return DeviceChanges([], complete=True, devices={}, cross_signing={}, last_sent={})
 
 
-class EduStore:
-    """Questions to the homeserver's database."""
+class EduStore(ABC):
+    """Questions to the homeserver's database.
 
-    def __init__(self, database: Database, settings: HomeserverSettings) -> None:
+    Args:
+        device_names: whether other servers are told the names of devices.
+    """
+
+    def __init__(self, database: Database, *, device_names: bool) -> None:
         self._database = database
-        self._embedded = settings.kind == "embedded"
-        # A homeserver behind a relay has left out what others are not to know.
-        self._device_names = settings.device_names or self._embedded
+        self._device_names = device_names
 
     # --- device lists -----------------------------------------------------------------------------
 
@@ -142,64 +140,25 @@ class EduStore:
             query = query.where(table.c.instance_name == writer)
         return [Receipt(*row[:-1], _ts(row[-1])) for row in connection.execute(query)]
 
-    # --- presence (a Synapse only) ----------------------------------------------------------------
+    # --- presence ---------------------------------------------------------------------------------
 
+    @abstractmethod
     async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
         """The states of this server's users that are not offline, and the newest stream id then."""
-        if self._embedded:
-            return [], 0
 
-        def look(connection: Connection) -> tuple[list[PresenceState], int]:
-            states = _states(connection, _of_server(server_name) & (presence.c.state != "offline"))
-            newest = connection.execute(select(func.max(presence.c.stream_id))).scalar()
-            return states, newest or 0
-
-        return await self._database.read(look)
-
+    @abstractmethod
     async def presence_said(self, server_name: str, after: int, upto: int) -> list[PresenceState]:
         """The states of this server's users with after < stream id <= upto, ascending."""
-        if self._embedded:
-            return []
-        written = (presence.c.stream_id > after) & (presence.c.stream_id <= upto)
-        return await self._database.read(
-            lambda connection: _states(connection, _of_server(server_name) & written)
-        )
 
+    @abstractmethod
     async def presence_of(self, users: Collection[str]) -> list[PresenceState]:
         """The states of these users, where they have one."""
-        if self._embedded:
-            return []
-        return await self._database.read(
-            lambda connection: [
-                state
-                for chunk in in_chunks(sorted(users))
-                for state in _states(connection, presence.c.user_id.in_(chunk))
-            ]
-        )
 
+    @abstractmethod
     async def servers_of(
         self, users: Collection[str], excluded_rooms: Collection[str]
     ) -> dict[str, frozenset[str]]:
         """By user the servers in the rooms that the user is in now, without the excluded rooms."""
-        if self._embedded:
-            return dict.fromkeys(users, frozenset())
-
-        def look(connection: Connection) -> dict[str, frozenset[str]]:
-            state = tables.current_state_events.c
-            rooms: defaultdict[str, set[str]] = defaultdict(set)
-            query = select(state.state_key, state.room_id).where(
-                state.type == "m.room.member", state.membership == "join"
-            )
-            for user_id, room_id in select_rows(connection, query, state.state_key, users):
-                if room_id not in excluded_rooms:
-                    rooms[user_id].add(room_id)
-            servers = servers_now(connection, {room for each in rooms.values() for room in each})
-            return {
-                user: frozenset().union(*(servers[room_id] for room_id in rooms[user]))
-                for user in users
-            }
-
-        return await self._database.read(look)
 
 
 def changed_to_device(connection: Connection, after: int, upto: int) -> list[str]:
@@ -212,29 +171,6 @@ def changed_to_device(connection: Connection, after: int, upto: int) -> list[str
 def _ts(data: str) -> int | None:
     ts = (json_object(data) or {}).get("ts")
     return ts if isinstance(ts, int) and not isinstance(ts, bool) else None
-
-
-def _of_server(server_name: str) -> ColumnElement[bool]:
-    return presence.c.user_id.endswith(":" + server_name, autoescape=True)
-
-
-def _states(connection: Connection, which: ColumnElement[bool]) -> list[PresenceState]:
-    query = (
-        select(
-            presence.c.user_id,
-            presence.c.state,
-            presence.c.last_active_ts,
-            presence.c.status_msg,
-            presence.c.currently_active,
-        )
-        .where(which)
-        .order_by(presence.c.stream_id)
-        .limit(MAX_STATES)
-    )
-    return [
-        PresenceState(user_id, state or "offline", active or 0, status, bool(currently))
-        for user_id, state, active, status, currently in connection.execute(query)
-    ]
 
 
 # --- device lists ---------------------------------------------------------------------------------

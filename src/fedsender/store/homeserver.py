@@ -1,21 +1,21 @@
 """The homeserver's database, as the sender's questions and their answers.
 
-One class for both kinds: a Synapse's database, used in place, and the embedded store, which a feed
-fills. A question that needs several tables at once, or that several transactions ask, is a function
-of a connection in a module beside this one: `event_rows`, `room_servers`, `edus`, `positions`, and
-for the embedded store `embedded`, `appends`.
+There are two: a Synapse's, used in place (`synapse.SynapseStore`), and one of our own, which a feed
+fills (`EmbeddedStore`). Both have the tables of what servers are owed, so what is asked of these
+stands here once. A question that needs several tables at once, or that several transactions ask, is
+a function of a connection in a module beside this one: `event_rows`, `positions`, `edus`.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 import trio
-from cachetools import LRUCache
 from sqlalchemy import (
     BigInteger,
     Column,
@@ -37,33 +37,23 @@ from sqlalchemy import (
     literal,
     or_,
     select,
-    text,
     true,
     tuple_,
 )
 from sqlalchemy import cast as cast_sql
 
-from fedsender.caches import remember
-from fedsender.facts import RelayRow, RoomServers, ServersRow
 from fedsender.runtime import Runtime
 from fedsender.store import (
-    appends,
-    embedded,
     event_rows,
     positions,
-    room_servers,
     tables,
 )
-from fedsender.store.appends import Appended, NewRecord, News, Notice, Place
 from fedsender.store.edus import changed_to_device, settle_device_lists
-from fedsender.store.embedded import Steps
 from fedsender.store.engine import Database, StoreError, reading, reading_together, writing
-from fedsender.store.lock import Lock, LockHeld
 from fedsender.store.records import (
     Backoff,
     EventRow,
     Generation,
-    History,
     HomeserverSettings,
     Hosts,
     HostsUnknown,
@@ -71,23 +61,18 @@ from fedsender.store.records import (
     OwedRoom,
     OwedSince,
     Pending,
-    Receipt,
     Redelivery,
     Settlement,
     StoredEvent,
 )
-from fedsender.store.schema_check import STATE_TABLES, check_schema, check_tables
 from fedsender.store.statements import (
     as_given,
     given_rows,
     insert_rows,
     on_conflict,
-    replace_rows,
     select_rows,
     upsert,
 )
-from fedsender.streams import HostsRow, RedactionRow
-from fedsender.waiting import Slots, right_of_way
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
@@ -105,8 +90,6 @@ LAGGING_ROWS = 50_000
 OWING_KEYS_PAGE = 1_000
 MOST_STICKY = 50
 """Sticky events of one room that are read at a time."""
-MAX_SERVERS_KNOWN = 200_000
-"""The most servers of an embedded store's rooms in memory: some 20 MB if they all differ."""
 
 destinations, destination_rooms = tables.destinations, tables.destination_rooms
 outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_pokes
@@ -128,13 +111,6 @@ _IS_THERE = select(exists().where(tables.events.c.event_id == bindparam("event_i
 _DELETE_MESSAGES = delete(outbox).where(
     outbox.c.destination == bindparam("destination"), outbox.c.stream_id == bindparam("stream_id")
 )
-
-
-_NEWEST_ID = text(
-    "SELECT last_value FROM pg_sequences"
-    " WHERE schemaname = current_schema() AND sequencename = 'events_stream_seq'"
-)
-_IDLE_FOR_LONG = text("SET LOCAL idle_in_transaction_session_timeout = '1h'")
 
 
 class Mark(NamedTuple):
@@ -180,82 +156,52 @@ class NotThere(Exception):
     """Events that were read are gone: with their room, or with the state of the database."""
 
 
-class HomeserverStore:
-    """The homeserver's store. Errors: StoreError for faults that waiting does not cure."""
+class HomeserverStore(ABC):
+    """What a sender asks of a homeserver's database, and what it writes there.
 
-    def __init__(
-        self,
-        database: Database,
-        runtime: Runtime,
-        settings: HomeserverSettings,
-        *,
-        state_database: Database | None = None,
-        intake_lock: Lock | None = None,
-    ) -> None:
-        """
-        Args:
-            state_database: a Synapse's separate database of `state_groups_state` and its edges.
-            intake_lock: held while we take appends; None: no other process can use this store.
-        """
+    Errors: StoreError for faults that waiting does not cure.
+
+    Attributes:
+        warnings: what an operator should know about the database, in sentences.
+        set_back: set once a write finds the database in an earlier state than we left it in.
+    """
+
+    def __init__(self, database: Database, runtime: Runtime, settings: HomeserverSettings) -> None:
         self._database = database
-        self._state_database = state_database
         self._runtime = runtime
         self._now_ms = runtime.now_ms
         self._settings = settings
-        self._embedded = settings.kind == "embedded"
-        # Synapse's caches of backoff rows live in other processes only with PostgreSQL.
-        self._tells_caches = not self._embedded and database.dialect == "postgresql"
-        self._groups = room_servers.StateGroups()
-        self._groups_lock = Slots(1)
         self._schema = event_rows.Schema()
         self.warnings: Sequence[str] = ()
-        """What `check_schema` found that an operator should know, in sentences."""
         self._marks: dict[str, Mark] = {}
         self._marks_since = 0.0
-        self._here: LRUCache[str, frozenset[str]] = LRUCache(
-            MAX_SERVERS_KNOWN, getsizeof=lambda servers: 1 + len(servers)
-        )
-        self._moves = 0
-        self._intake_lock = intake_lock
-        self._epoch: str | None = None
         # Our events position is between these: two values while it is not known what was committed.
         self._left: frozenset[int] = frozenset()
-        # The newest token of the feed that we know to be stored; only of an embedded store.
-        # It falls only when the feed begins anew.
-        self._fed = -1
         self._era = 0
         self._timeline: str | None = None
         self._has_timeline: bool | None = None
         self.set_back = trio.Event()
-        """Set once a write finds the database in an earlier state than we left it in."""
         self.set_back_because = ""
+
+    @property
+    @abstractmethod
+    def alone(self) -> bool:
+        """Whether no other sender reads this database."""
+
+    @property
+    @abstractmethod
+    def known_to_others(self) -> bool:
+        """Whether senders of other names may have sent events of this database."""
 
     @property
     def trouble(self) -> str | None:
         """Why the database cannot be used now: see `Database.trouble`."""
-        state = self._state_database
-        return self._database.trouble or (None if state is None else state.trouble)
+        return self._database.trouble
 
     @property
     def locked(self) -> bool:
         """Whether something has waited for a lock of another process for some time."""
         return self._database.locked
-
-    async def check_schema(self) -> None:
-        """Raise StoreError if this is not a Synapse's database that we can use.
-
-        On a Synapse it must be called before events are read. On an embedded store it does nothing.
-        """
-        if self._embedded:
-            return
-        split = self._state_database is not None
-        self.warnings = await self._database.read(partial(check_schema, split=split))
-        for warning in self.warnings:
-            log.warning("database_unusual", reason=warning)
-        if self._state_database is not None:
-            apart = [tables.synapse.tables[name] for name in STATE_TABLES]
-            await self._state_database.read(partial(check_tables, wanted=apart))
-        self._schema = await self._database.read(event_rows.schema_of)
 
     # --- as we left it ----------------------------------------------------------------------------
 
@@ -289,9 +235,6 @@ class HomeserverStore:
         self._left = frozenset()
         self._timeline = None
         self._marks.clear()
-        # Ids of state groups may be given anew.
-        self._groups = room_servers.StateGroups()
-        self._hosts_moved()
         self.set_back = trio.Event()
 
     @contextmanager
@@ -378,16 +321,12 @@ class HomeserverStore:
     @reading
     def generation(self, connection: Connection) -> Generation:
         """Our events position, our last write of it, and our mark in this database."""
-        table, marks = positions.positions, tables.generation_marks
-        instance = self._settings.instance
+        table, instance = positions.positions, self._settings.instance
         rows = connection.execute(
             select(table.c.type, table.c.stream_id).where(table.c.instance_name == instance)
         )
         found: dict[str, int] = {row.type: row.stream_id for row in rows}
-        mark = None
-        if self._embedded:
-            query = select(marks.c.mark).where(marks.c.instance_name == instance)
-            mark = connection.execute(query).scalar()
+        mark = self._read_mark(connection)
         return Generation(found.get("events", -1), found.get("federation"), mark)
 
     @writing
@@ -399,9 +338,15 @@ class HomeserverStore:
         instance = self._settings.instance
         position = positions.read_position(connection, "events", instance)
         positions.set_position(connection, "federation", instance, position)
-        if self._embedded:
-            row = {"instance_name": instance, "mark": mark}
-            replace_rows(connection, tables.generation_marks, ("instance_name",), [row])
+        self._write_mark(connection, mark)
+
+    @abstractmethod
+    def _read_mark(self, connection: Connection) -> str | None:
+        """Our mark in this database; None: it has none."""
+
+    @abstractmethod
+    def _write_mark(self, connection: Connection, mark: str) -> None:
+        """Leave our mark, if there is room for one."""
 
     @reading
     def event_writer_positions(self, connection: Connection) -> dict[str, int]:
@@ -414,22 +359,13 @@ class HomeserverStore:
         writers = self._settings.event_writers
         found: dict[str, int] = {}
         if _has_table(connection, "stream_positions"):
-            found = _stream_positions(connection, "events")
+            found = stream_positions(connection, "events")
         if not found:
             # With SQLite one process writes and keeps no positions: what is there is all there is.
             query = select(func.coalesce(func.max(tables.events.c.stream_ordering), 0))
             return dict.fromkeys(writers, connection.execute(query).scalar_one())
         ours = positions.read_position(connection, "events", self._settings.instance)
         return {writer: found.get(writer, ours) for writer in writers}
-
-    async def stream_positions(self, stream: str) -> dict[str, int]:
-        """By writer the stream id up to which it has stored rows of a stream (by Synapse's name).
-
-        The ids lag, and a writer has none before its first write.
-        """
-        if self._embedded:
-            return {}
-        return await self._database.read(partial(_stream_positions, stream=stream))
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -501,21 +437,9 @@ class HomeserverStore:
         """For memberships set by another user: the target's one in the event's auth events."""
         return event_rows.auth_memberships(connection, events)
 
+    @abstractmethod
     async def forward_extremities(self, room_id: str) -> list[str]:
-        """The ids of the room's newest events, the ten deepest; an embedded store has none."""
-        if self._embedded:
-            return []
-        extremities, events = tables.event_forward_extremities, tables.events
-        query = (
-            select(extremities.c.event_id)
-            .join(events, events.c.event_id == extremities.c.event_id)
-            .where(extremities.c.room_id == room_id)
-            .order_by(events.c.depth.desc(), events.c.event_id)
-            .limit(10)
-        )
-        return await self._database.read(
-            lambda connection: list(connection.execute(query).scalars())
-        )
+        """The ids of the room's newest events, the ten deepest; none where nobody knows them."""
 
     # --- sticky events (MSC4354) ------------------------------------------------------------------
 
@@ -540,202 +464,53 @@ class HomeserverStore:
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [(ordering, event_id) for ordering, event_id in rows]
 
+    @abstractmethod
     async def sticky_backlog(self, sender: str, handles: Callable[[str], bool]) -> list[Redelivery]:
         """This server's unexpired sticky events that Synapse's sender has noted as owed to servers
         of our shard."""
-        if self._embedded or not self._schema.sticky:
-            return []
-        sticky, owed = tables.sticky_events.c, tables.sticky_backlog.c
-        query = (
-            select(owed.destination, sticky.event_id, sticky.room_id, sticky.event_stream_ordering)
-            .join_from(
-                tables.sticky_backlog,
-                tables.sticky_events,
-                and_(
-                    sticky.room_id == owed.room_id,
-                    sticky.stream_id >= owed.sticky_events_stream_position,
-                ),
-            )
-            .where(sticky.expires_at > self._now_ms())
-            .where(sticky.sender.endswith(":" + sender, autoescape=True))
-            .order_by(owed.destination, sticky.stream_id)
-        )
-        rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return [Redelivery(*row) for row in rows if handles(row.destination)]
 
+    @abstractmethod
     async def forget_sticky_backlog(self, handles: Callable[[str], bool]) -> None:
         """Delete Synapse's notes of sticky events owed to our servers."""
-        if self._embedded or not self._schema.sticky:
-            return
-        table = tables.sticky_backlog
 
-        def forget(connection: Connection) -> None:
-            names = connection.execute(select(table.c.destination).distinct()).scalars()
-            for name in sorted(name for name in names if handles(name)):
-                connection.execute(delete(table).where(table.c.destination == name))
-
-        await self._database.write(forget)
-
-    @reading
-    def sticky_among(self, connection: Connection, event_ids: Collection[str]) -> dict[str, int]:
+    @abstractmethod
+    async def sticky_among(self, event_ids: Collection[str]) -> dict[str, int]:
         """By id the stream ids of those of these events that Synapse's sender knows as sticky."""
-        if self._embedded or not self._schema.sticky:
-            return {}
-        sticky = tables.sticky_events.c
-        query = select(sticky.event_id, sticky.stream_id).where(sticky.expires_at > self._now_ms())
-        rows = select_rows(connection, query, sticky.event_id, event_ids)
-        return {row.event_id: row.stream_id for row in rows}
 
-    @writing
-    def leave_sticky(self, connection: Connection, owed: Mapping[tuple[str, str], int]) -> None:
+    @abstractmethod
+    async def leave_sticky(self, owed: Mapping[tuple[str, str], int]) -> None:
         """Note for Synapse's sender from which sticky event on (its stream id) it owes each
         (destination, room). Rooms that are gone are left out."""
-        table, rooms = tables.sticky_backlog, tables.rooms.c.room_id
-        column = table.c.sticky_events_stream_position
-        there = select_rows(connection, select(rooms), rooms, {room_id for _, room_id in owed})
-        known = {row.room_id for row in there}
-        for (name, room_id), position in sorted(owed.items()):
-            if room_id not in known:
-                continue
-            add = upsert(connection.dialect.name, table).values(
-                destination=name, room_id=room_id, sticky_events_stream_position=position
-            )
-            earlier = add.excluded[column.name]
-            add = add.on_conflict_do_update(
-                index_elements=["destination", "room_id"],
-                set_={column.name: earlier},
-                where=column > earlier,
-            )
-            connection.execute(add)
 
     # --- servers in rooms -------------------------------------------------------------------------
 
+    @abstractmethod
     async def servers_before(self, events: Sequence[EventRow]) -> dict[str, Hosts]:
-        """By event id the servers joined in the state before it, or why they are unknown.
+        """By event id the servers joined in the state before it, or why they are unknown."""
 
-        Between two events it makes room for who has the right of way.
-        """
-        found: dict[str, Hosts] = {}
-        while rest := [event for event in events if event.event_id not in found]:
-            look = partial(self._servers_before, events=rest, enough=self._groups_wanted)
-            found |= await self._read_with_groups(look)
-        return found
-
+    @abstractmethod
     async def read_to_route(
         self, after: int, upto: int, limit: int, wanted: Callable[[EventRow], bool]
     ) -> tuple[list[EventRow], dict[str, Hosts]]:
         """`read_events`, and `servers_before` for the wanted ones among them, in one transaction.
 
-        Raises NotGiven if a Synapse's PostgreSQL has not given all ids up to `upto` yet.
+        Raises NotGiven if the database has not given all ids up to `upto` yet.
 
         Args:
             wanted: called in a worker thread.
         """
 
-        def look(connection: Connection) -> tuple[list[EventRow], dict[str, Hosts]]:
-            rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
-            if len(rows) < limit and (not rows or rows[-1].stream_ordering < upto):
-                self._check_given(connection, upto)
-            return rows, self._servers_before(connection, [row for row in rows if wanted(row)])
-
-        return await self._read_with_groups(look)
-
-    def _check_given(self, connection: Connection, upto: int) -> None:
-        if self._embedded or connection.dialect.name != "postgresql":
-            return
-        # None: it is not there, has not been used, or is not for us to read.
-        given = connection.scalar(_NEWEST_ID)
-        if given is not None and given < upto:
-            raise NotGiven(upto, given)
-
-    async def _read_with_groups(self, look: Callable[[Connection], T]) -> T:
-        if self._embedded:
-            return await self._database.read(look)
-        async with self._groups_lock:  # One thread at a time.
-            # The fan-out, which may wait for this lock, must not wait for a connection with us.
-            with right_of_way():
-                return await self._database.read(look)
-
-    def _groups_wanted(self) -> bool:
-        return self._groups_lock.wanted
-
-    def _servers_before(
-        self,
-        connection: Connection,
-        events: Sequence[EventRow],
-        enough: Callable[[], bool] = lambda: False,
-    ) -> dict[str, Hosts]:
-        if not events:
-            return {}
-        if self._embedded:
-            return room_servers.embedded_servers_before(connection, events)
-        if self._state_database is None:
-            return self._groups.servers_before(connection, connection, events, enough)
-        if connection.dialect.name == "postgresql":
-            # It is idle while the other database is asked, which may take longer.
-            connection.execute(_IDLE_FOR_LONG)
-        with self._state_database.reading() as state:
-            return self._groups.servers_before(connection, state, events, enough)
-
+    @abstractmethod
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
-        """By room the servers in it now; of a partial-state room all that may be in it."""
-        wanted = set(room_ids)
-        if not self._embedded:
-            return await self._database.read(partial(room_servers.servers_now, room_ids=wanted))
-        # Nobody else writes here; and all who catch up ask for the same rooms.
-        known = {name: self._here[name] for name in wanted if name in self._here}
-        moves, unknown = self._moves, wanted - known.keys()
-        if not unknown:
-            await trio.lowlevel.checkpoint()
-            return known
-        found = await self._database.read(
-            partial(room_servers.embedded_servers_now, room_ids=unknown)
-        )
-        if moves == self._moves:
-            for name, servers in found.items():
-                remember(self._here, name, servers)
-        return known | found
+        """By room the servers in it now; where only a part of them is known, all that may be."""
 
+    @abstractmethod
     async def rooms_with(self, destination: str, room_ids: Iterable[str]) -> set[str]:
-        """The rooms among these of which it is known that the server is in them now (I6).
+        """The rooms among these of which it is known that the server is in them now (I6)."""
 
-        None of them is a room with partial state.
-        """
-        if self._embedded:
-            here = await self.servers_now(list(room_ids))
-            return {room_id for room_id, servers in here.items() if destination in servers}
-        look = partial(room_servers.rooms_with, server=destination, room_ids=room_ids)
-        return await self._database.read(look)
-
-    @contextmanager
-    def _hosts_moving(self) -> Iterator[None]:
-        """Keep results of reads out of memory while servers join or leave rooms."""
-        self._moves += 1
-        try:
-            yield
-        finally:
-            self._hosts_moved()
-
-    def _hosts_moved(self) -> None:
-        """Drop the remembered servers of rooms: servers have joined or left."""
-        self._moves += 1
-        self._here.clear()
-
-    @reading
-    def rooms_shared_with(self, connection: Connection, destination: str) -> list[str]:
+    @abstractmethod
+    async def rooms_shared_with(self, destination: str) -> list[str]:
         """The rooms that the server is in now, or may be in."""
-        if self._embedded:
-            stays = tables.room_servers.c
-            here = select(stays.room_id).where(stays.server == destination, stays.left.is_(None))
-            return sorted(connection.execute(here.distinct()).scalars())
-        state, told = tables.current_state_events.c, tables.partial_state_rooms_servers.c
-        joined = (
-            select(state.room_id)
-            .where(state.type == "m.room.member", state.membership == "join")
-            .where(state.state_key.endswith(":" + destination, autoescape=True))
-        )
-        partial_state = select(told.room_id).where(told.server_name == destination)
-        return sorted(set(connection.execute(joined.union(partial_state)).scalars()))
 
     # --- what destinations are owed ---------------------------------------------------------------
 
@@ -765,8 +540,7 @@ class HomeserverStore:
         instance, left = self._settings.instance, self._left
 
         def commit(connection: Connection) -> set[str]:
-            if self._embedded:
-                self._check_fed(connection, position)
+            self._check_stored(connection, position)
             if newest is not None and not connection.scalar(_IS_THERE, {"event_id": newest}):
                 raise NotThere
             gone, locked = _record_owed(connection, owed, first or {})
@@ -781,6 +555,10 @@ class HomeserverStore:
             gone = await self._database.write(commit)
         self._left = frozenset({position})
         return gone
+
+    @abstractmethod
+    def _check_stored(self, connection: Connection, upto: int) -> None:
+        """Raise SetBack if not all events up to here are stored any more, as far as one can see."""
 
     @writing
     def record_owed(self, connection: Connection, owed: Mapping[tuple[str, str], int]) -> None:
@@ -1092,33 +870,11 @@ class HomeserverStore:
                 where=applies,
             ).returning(destinations.c.destination)
         )
-        if written.first() is None or not self._tells_caches:
-            return None
-        return self._invalidate_backoff_cache(connection, destination)
+        return None if written.first() is None else self._tell_of_backoff(connection, destination)
 
-    def _invalidate_backoff_cache(self, connection: Connection, destination: str) -> int:
-        """Tell Synapse's processes of a changed backoff row: write a row of their `caches` stream.
-
-        Returns its stream id, taken from their sequence; they accept no other. The caller publishes
-        it once the transaction is durable.
-        """
-        stream_id: int = connection.execute(
-            text("SELECT nextval('cache_invalidation_stream_seq')")
-        ).scalar_one()
-        connection.execute(
-            text(
-                "INSERT INTO cache_invalidation_stream_by_instance"
-                " (stream_id, instance_name, cache_func, keys, invalidation_ts)"
-                " VALUES (:stream_id, :instance, 'get_destination_retry_timings', :keys, :now)"
-            ),
-            {
-                "stream_id": stream_id,
-                "instance": self._settings.instance,
-                "keys": [destination],
-                "now": self._now_ms(),
-            },
-        )
-        return stream_id
+    @abstractmethod
+    def _tell_of_backoff(self, connection: Connection, destination: str) -> int | None:
+        """Note a changed backoff row for the homeserver's processes; the id to publish, or None."""
 
     async def backoff(self, destination: str) -> Backoff | None:
         """The destination's backoff row; None if it has none."""
@@ -1127,39 +883,6 @@ class HomeserverStore:
     async def backoffs(self, destinations: Sequence[str]) -> dict[str, Backoff | None]:
         """The backoff rows of these destinations; None for one that has none."""
         return await self._database.read(partial(_backoffs, names=destinations))
-
-    async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
-        """The servers with a backoff that `writer` changed, by name.
-
-        Found in its rows of the `caches` stream with after < stream id <= upto. Empty where there
-        is no such stream.
-        """
-        if not self._tells_caches:
-            return []
-        query = text(
-            "SELECT keys FROM cache_invalidation_stream_by_instance"
-            " WHERE instance_name = :writer AND cache_func = 'get_destination_retry_timings'"
-            " AND stream_id > :after AND stream_id <= :upto"
-        )
-        given = {"writer": writer, "after": after, "upto": upto}
-        rows = await self._database.read(lambda connection: connection.execute(query, given).all())
-        # Without keys the whole cache is void; nobody's reset can be told from that.
-        return sorted({name for (keys,) in rows for name in keys or ()})
-
-    async def last_cache_write(self, *, of_all: bool = False) -> int | None:
-        """The newest id of our rows (`of_all`: all rows) in the `caches` stream; None if none."""
-        if not self._tells_caches:
-            return None
-        query = "SELECT MAX(stream_id) FROM cache_invalidation_stream_by_instance"
-        if not of_all:
-            query += " WHERE instance_name = :instance"
-        given = {"instance": self._settings.instance}
-
-        def look(connection: Connection) -> int | None:
-            newest: int | None = connection.execute(text(query), given).scalar()
-            return newest
-
-        return await self._database.read(look)
 
     # --- what operators ask -----------------------------------------------------------------------
 
@@ -1204,180 +927,6 @@ class HomeserverStore:
         query = select(name).where(name > after).order_by(name).limit(limit)
         return connection.scalars(query).all()
 
-    # --- the feed (embedded only) -----------------------------------------------------------------
-
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
-        """Store the rows of each (token, rows), ascending, and the newest token, as one.
-
-        A token that was stored before is passed over. Raises FeedError for rows that cannot be
-        stored, and SetBack if tokens are gone that we knew to be stored.
-        """
-        now_ms = self._now_ms()
-
-        def apply(connection: Connection) -> None:
-            self._check_fed(connection, self._fed)
-            embedded.apply_tokens(connection, batch, now_ms)
-
-        moving = _move_hosts(row for _, rows in batch for row in rows)
-        with self._noticing(), self._hosts_moving() if moving else nullcontext():
-            await self._database.write(apply)
-        self._fed = max([self._fed, *(token for token, _ in batch)])
-
-    def _check_fed(self, connection: Connection, least: int) -> None:
-        """Raise SetBack if the feed's rows up to `least` are not here any more.
-
-        To store more would leave a gap, and to move the events position would pass the lost ones.
-        """
-        stored = max(0, positions.feed_position(connection))
-        if stored < least:
-            raise positions.SetBack(
-                f"the feed is stored up to {stored}, and was up to {least}: the database is in"
-                " an earlier state (a replica that was behind took over, or it was restored)"
-            )
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other sender reads this store."""
-        settings = self._settings
-        return self._embedded and not (settings.shared and len(settings.instances) > 1)
-
-    @property
-    def known_to_others(self) -> bool:
-        """Whether senders of other names may have sent events of this store."""
-        shared = self._settings.shared and self._database.dialect == "postgresql"
-        return not self._embedded or shared
-
-    async def begin_intake(self, epoch: str) -> bool:
-        """Take the homeserver's appends under this epoch; False: another instance takes them."""
-        if self._intake_lock is not None:
-            try:
-                await self._intake_lock.take(await self._database.read(appends.store_key))
-            except LockHeld:
-                return False
-        await self.drop_unfinished_load()
-        await self.feed_position()
-        self._epoch, instance = epoch, self._settings.instance
-        await self._database.write(
-            lambda connection: appends.begin_epoch(connection, instance, epoch)
-        )
-        return True
-
-    async def feed_news(self, after: Place | None) -> News:
-        """The news in the store since `after`; None: the present positions."""
-        instance = self._settings.instance
-        found = await self._database.read(
-            lambda connection: appends.read_news(connection, instance, after)
-        )
-        if after is None or found.place.position > after.position:
-            self._hosts_moved()
-        return found
-
-    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
-        """Store records in this order, in one transaction; see `appends`.
-
-        Raises Elsewhere, and SetBack if tokens are gone that we gave.
-        """
-        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
-
-        def append(connection: Connection) -> list[Appended]:
-            self._check_fed(connection, self._fed)
-            appends.check_epoch(connection, epoch)
-            make_rows = partial(embedded.Rows, now_ms)
-            answers = appends.append_records(connection, records, now_ms, make_rows)
-            if not self.alone:
-                told = [
-                    appends.redaction(row.target)
-                    for row in appends.stored_rows(records, answers)
-                    if isinstance(row, RedactionRow)
-                ]
-                appends.store_notices(connection, instance, told, now_ms)
-            return answers
-
-        moving = _move_hosts(row for record in records for row in record.rows)
-        with self._noticing(), self._hosts_moving() if moving else nullcontext():
-            answers = await self._database.write(append)
-        tokens = (answer for answer in answers if isinstance(answer, int))
-        self._fed = max([self._fed, *tokens])
-        return answers
-
-    @reading
-    def room_servers(self, connection: Connection, room_id: str) -> RoomServers | None:
-        """The room's servers by the feed's rows; None: no row was about them."""
-        return room_servers.embedded_room(connection, room_id)
-
-    @reading
-    def find_appends(
-        self, connection: Connection, keys: Sequence[bytes]
-    ) -> dict[bytes, tuple[int, int]]:
-        """Key -> (token, checksum) of the stored records."""
-        return appends.find_appends(connection, keys)
-
-    async def forget_appends(self) -> int:
-        """Delete some of the old keys, and all old notices; returns the number of keys."""
-        now_ms = self._now_ms()
-
-        def forget(connection: Connection) -> int:
-            appends.forget_notices(connection, now_ms)
-            return appends.forget_appends(connection, now_ms)
-
-        return await self._database.write(forget)
-
-    async def store_ephemeral(
-        self, receipts: Sequence[Receipt], notices: Sequence[Notice]
-    ) -> int | None:
-        """Store receipts for servers that do not answer now, and notices for other senders.
-
-        Returns the newest stream id of the receipts; None: there were none. Raises Elsewhere.
-        """
-        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
-
-        def store(connection: Connection) -> int | None:
-            appends.check_epoch(connection, epoch)
-            if not self.alone:
-                appends.store_notices(connection, instance, notices, now_ms)
-            return embedded.store_receipts(connection, receipts) if receipts else None
-
-        return await self._database.write(store)
-
-    async def feed_position(self) -> int:
-        """The token up to which the feed is stored, and from which it goes on; -1: none yet."""
-        self._fed = await self._database.read(positions.feed_position)
-        return self._fed
-
-    @reading
-    def feed_history(self, connection: Connection) -> History | None:
-        """The history that the feed's tokens belong to; None: not known yet."""
-        return positions.feed_history(connection)
-
-    @writing
-    def begin_history(self, connection: Connection, history: History) -> None:
-        """Store the history that the feed's tokens belong to from now on."""
-        positions.set_feed_history(connection, history)
-
-    @writing
-    def store_receipts(self, connection: Connection, receipts: Sequence[Receipt]) -> int:
-        """Store receipts for servers that do not answer now; returns their newest stream id."""
-        return embedded.store_receipts(connection, receipts)
-
-    async def drop_unfinished_load(self) -> None:
-        """Remove the rows of an interrupted load; before the feed stores anything."""
-        await self.write_in_steps(embedded.drop_unfinished_load())
-
-    async def write_in_steps(self, steps: Steps[T]) -> T:
-        """Run each step in its own transaction, which others may share; returns the end's value.
-
-        Raises FeedError for rows that cannot be stored, and what the steps raise.
-        """
-        limiter = trio.CapacityLimiter(1)
-        result: Any = None
-        with self._hosts_moving(), closing(steps):
-            while True:
-                go_on = partial(embedded.run_step, steps, result)
-                step, value = await self._runtime.run_sync(go_on, limiter=limiter)
-                if step is None:
-                    return cast(T, value)
-                result = await self._database.write(step)
-
     async def queue_to_device(self, destination: str, stream_id: int, messages: str) -> None:
         """Put a to-device message (EDU content as JSON text) into the outbox."""
         statement = insert(outbox).values(
@@ -1391,10 +940,6 @@ class HomeserverStore:
             connection.execute(statement)
 
         await self._database.write(queue)
-
-
-def _move_hosts(rows: Iterable[RelayRow]) -> bool:
-    return any(isinstance(row, HostsRow | ServersRow) for row in rows)
 
 
 # --- what destinations are owed -------------------------------------------------------------------
@@ -1651,13 +1196,7 @@ def _settle(connection: Connection, settlements: Sequence[Settlement]) -> None:
         connection.execute(_DELETE_MESSAGES, rows)
 
 
-# --- what operators ask ---------------------------------------------------------------------------
-
-
-# --- a Synapse's own tables -----------------------------------------------------------------------
-
-
-def _stream_positions(connection: Connection, stream: str) -> dict[str, int]:
+def stream_positions(connection: Connection, stream: str) -> dict[str, int]:
     """By writer the stream id up to which it has stored rows of the stream."""
     stored = tables.stream_positions
     rows = connection.execute(

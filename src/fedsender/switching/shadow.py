@@ -26,6 +26,7 @@ from fedsender.store import store_config, tables
 from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState
+from fedsender.store.synapse import SynapseStore
 from fedsender.streams import HeardPositions, Watermark
 from fedsender.switching.comparison import Comparison, Expected, Report, Stand
 from fedsender.systemd import Notifier, real_notifier
@@ -241,7 +242,7 @@ async def run_shadow(
         open_one(settings.homeserver_url, name="homeserver") as database,
         nullcontext() if url is None else open_one(url, name="state") as state,
     ):
-        homeserver = HomeserverStore(database, runtime, settings.homeserver, state_database=state)
+        homeserver = SynapseStore(database, runtime, settings.homeserver, state)
         await homeserver.check_schema()
         start = (await homeserver.generation()).position
         if start < 0:

@@ -12,6 +12,7 @@ import trio
 from fedsender.admin.client import AdminClient
 from fedsender.daemon import Daemon
 from fedsender.store import open_store, store_config
+from fedsender.store.embedded_store import own_store
 from fedsender.streams import FeedRow, HostsRow, PduRow
 from fedsender_lab.bench.floor import open_floor
 from fedsender_lab.bench.homeserver import ROOM_VERSION, Room, signer
@@ -96,7 +97,7 @@ async def _fill(stage: Stage, messages: int) -> None:
     newest = tokens[-1][0]
     async with open_store(store_config(stage.config), runtime) as store:
         await store.homeserver.events_position()
-        await store.homeserver.apply_feed_batch(tokens)
+        await own_store(store.homeserver).apply_feed_batch(tokens)
         owed = dict.fromkeys(((name, room.room_id) for name in stage.names), newest)
         await store.homeserver.commit_fan_out(newest, owed, dict.fromkeys(stage.names, 2))
 

@@ -11,6 +11,7 @@ import trio
 from fedsender.admin.client import AdminClient
 from fedsender.sender.failure import ServerState
 from fedsender.store import open_store, store_config
+from fedsender.store.embedded_store import own_store
 from fedsender.store.records import Receipt
 from fedsender.store.sender import OwedReceipts
 from fedsender.streams import FeedRow, HostsRow, PduRow
@@ -199,7 +200,7 @@ async def _fill(stage: Stage, cell: Cell, receipts: int) -> int:
         tokens.append((token, [pdu]))
     newest, newest_receipt = tokens[-1][0], 0
     async with open_store(store_config(stage.config), runtime) as store:
-        homeserver, instance = store.homeserver, stage.config.instance_name
+        homeserver, instance = own_store(store.homeserver), stage.config.instance_name
         await homeserver.events_position()
         await homeserver.apply_feed_batch(tokens)
         owed = {(name, room.room_id): newest for name in back}

@@ -22,6 +22,7 @@ from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Transaction
 from fedsender.store import homeserver, positions
+from fedsender.store.embedded_store import EmbeddedStore
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked, Settlement
 from fedsender_lab.simulation import others, simulate
 
@@ -63,7 +64,7 @@ def test_i1_a_database_that_was_set_back_is_taken_for_our_own(
 
     monkeypatch.setattr(positions, "check_left", lambda *_, **__: None)
     monkeypatch.setattr(positions, "advance_events", advance)
-    monkeypatch.setattr(HomeserverStore, "_check_fed", lambda *_: None)
+    monkeypatch.setattr(EmbeddedStore, "_check_stored", lambda *_: None)
 
     assert goes_red("I1")
 

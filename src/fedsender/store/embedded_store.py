@@ -1,0 +1,409 @@
+"""A database of our own, in place of a homeserver's: a feed fills it."""
+
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import trio
+from cachetools import LRUCache
+from sqlalchemy import Connection, select
+
+from fedsender.caches import remember
+from fedsender.facts import RelayRow, RoomServers, ServersRow
+from fedsender.runtime import Runtime
+from fedsender.store import appends, embedded, event_rows, positions, room_servers, tables
+from fedsender.store.appends import Appended, NewRecord, News, Notice, Place
+from fedsender.store.edus import EduStore
+from fedsender.store.embedded import Steps
+from fedsender.store.engine import Database, reading, writing
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.lock import AdvisoryLock, Lock, LockHeld, lock_of
+from fedsender.store.migrations import bring_up_to_date, claim_store
+from fedsender.store.opening import Homeserver, OpenDatabase, StoreConfig
+from fedsender.store.records import (
+    EventRow,
+    History,
+    HomeserverSettings,
+    Hosts,
+    PresenceState,
+    Receipt,
+    Redelivery,
+)
+from fedsender.store.statements import replace_rows
+from fedsender.streams import HostsRow, RedactionRow
+
+T = TypeVar("T")
+
+MAX_SERVERS_KNOWN = 200_000
+"""The most servers of an embedded store's rooms in memory: some 20 MB if they all differ."""
+
+
+class EmbeddedStore(HomeserverStore):
+    """The embedded store: what a feed brings is stored here, and read by senders.
+
+    Args:
+        intake_lock: held while we take appends; None: no other process can use this store.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        runtime: Runtime,
+        settings: HomeserverSettings,
+        intake_lock: Lock | None = None,
+    ) -> None:
+        super().__init__(database, runtime, settings)
+        self._here: LRUCache[str, frozenset[str]] = LRUCache(
+            MAX_SERVERS_KNOWN, getsizeof=lambda servers: 1 + len(servers)
+        )
+        self._moves = 0
+        self._intake_lock = intake_lock
+        self._epoch: str | None = None
+        # The newest token of the feed that we know to be stored. It falls only when the feed begins
+        # anew.
+        self._fed = -1
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other sender reads this store."""
+        return not (self._settings.shared and len(self._settings.instances) > 1)
+
+    @property
+    def known_to_others(self) -> bool:
+        """Whether senders of other names may have sent events of this store."""
+        return self._settings.shared and self._database.dialect == "postgresql"
+
+    def begin_anew(self) -> None:
+        """Forget all that is known of the database: it was set back."""
+        super().begin_anew()
+        self._hosts_moved()
+
+    def _read_mark(self, connection: Connection) -> str | None:
+        marks = tables.generation_marks.c
+        query = select(marks.mark).where(marks.instance_name == self._settings.instance)
+        return connection.execute(query).scalar()
+
+    def _write_mark(self, connection: Connection, mark: str) -> None:
+        row = {"instance_name": self._settings.instance, "mark": mark}
+        replace_rows(connection, tables.generation_marks, ("instance_name",), [row])
+
+    def _tell_of_backoff(self, connection: Connection, destination: str) -> None:
+        """Do nothing: no homeserver reads these rows."""
+
+    # --- what only a Synapse knows ----------------------------------------------------------------
+
+    async def forward_extremities(self, room_id: str) -> list[str]:
+        """None: a feed does not say which events have no successor."""
+        return []
+
+    async def sticky_backlog(self, sender: str, handles: Callable[[str], bool]) -> list[Redelivery]:
+        """None: no sender of Synapse's has been here."""
+        return []
+
+    async def forget_sticky_backlog(self, handles: Callable[[str], bool]) -> None:
+        """Do nothing."""
+
+    async def sticky_among(self, event_ids: Collection[str]) -> dict[str, int]:
+        """None: no sender of Synapse's has been here."""
+        return {}
+
+    async def leave_sticky(self, owed: Mapping[tuple[str, str], int]) -> None:
+        """Do nothing: none can be owed."""
+
+    # --- servers in rooms -------------------------------------------------------------------------
+
+    @reading
+    def servers_before(
+        self, connection: Connection, events: Sequence[EventRow]
+    ) -> dict[str, Hosts]:
+        """By event id the servers in the room at it."""
+        return room_servers.embedded_servers_before(connection, events)
+
+    @reading
+    def read_to_route(
+        self,
+        connection: Connection,
+        after: int,
+        upto: int,
+        limit: int,
+        wanted: Callable[[EventRow], bool],
+    ) -> tuple[list[EventRow], dict[str, Hosts]]:
+        """`read_events`, and `servers_before` for the wanted ones, in one transaction."""
+        rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
+        found = [row for row in rows if wanted(row)]
+        return rows, room_servers.embedded_servers_before(connection, found)
+
+    async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
+        """By room the servers in it now."""
+        # Nobody else writes here; and all who catch up ask for the same rooms.
+        wanted = set(room_ids)
+        known = {name: self._here[name] for name in wanted if name in self._here}
+        moves, unknown = self._moves, wanted - known.keys()
+        if not unknown:
+            await trio.lowlevel.checkpoint()
+            return known
+        found = await self._database.read(
+            partial(room_servers.embedded_servers_now, room_ids=unknown)
+        )
+        if moves == self._moves:
+            for name, servers in found.items():
+                remember(self._here, name, servers)
+        return known | found
+
+    async def rooms_with(self, destination: str, room_ids: Iterable[str]) -> set[str]:
+        """The rooms among these that the server is in now (I6)."""
+        here = await self.servers_now(list(room_ids))
+        return {room_id for room_id, servers in here.items() if destination in servers}
+
+    @reading
+    def rooms_shared_with(self, connection: Connection, destination: str) -> list[str]:
+        """The rooms that the server is in now."""
+        stays = tables.room_servers.c
+        here = select(stays.room_id).where(stays.server == destination, stays.left.is_(None))
+        return sorted(connection.execute(here.distinct()).scalars())
+
+    @contextmanager
+    def _hosts_moving(self) -> Iterator[None]:
+        """Keep results of reads out of memory while servers join or leave rooms."""
+        self._moves += 1
+        try:
+            yield
+        finally:
+            self._hosts_moved()
+
+    def _hosts_moved(self) -> None:
+        """Drop the remembered servers of rooms: servers have joined or left."""
+        self._moves += 1
+        self._here.clear()
+
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
+        """Store the rows of each (token, rows), ascending, and the newest token, as one.
+
+        A token that was stored before is passed over. Raises FeedError for rows that cannot be
+        stored, and SetBack if tokens are gone that we knew to be stored.
+        """
+        now_ms = self._now_ms()
+
+        def apply(connection: Connection) -> None:
+            self._check_stored(connection, self._fed)
+            embedded.apply_tokens(connection, batch, now_ms)
+
+        moving = _move_hosts(row for _, rows in batch for row in rows)
+        with self._noticing(), self._hosts_moving() if moving else nullcontext():
+            await self._database.write(apply)
+        self._fed = max([self._fed, *(token for token, _ in batch)])
+
+    def _check_stored(self, connection: Connection, upto: int) -> None:
+        """Raise SetBack if the feed's rows up to here are not here any more.
+
+        To store more would leave a gap, and to move the events position would pass the lost ones.
+        """
+        stored = max(0, positions.feed_position(connection))
+        if stored < upto:
+            raise positions.SetBack(
+                f"the feed is stored up to {stored}, and was up to {upto}: the database is in"
+                " an earlier state (a replica that was behind took over, or it was restored)"
+            )
+
+    async def begin_intake(self, epoch: str) -> bool:
+        """Take the homeserver's appends under this epoch; False: another instance takes them."""
+        if self._intake_lock is not None:
+            try:
+                await self._intake_lock.take(await self._database.read(appends.store_key))
+            except LockHeld:
+                return False
+        await self.drop_unfinished_load()
+        await self.feed_position()
+        self._epoch, instance = epoch, self._settings.instance
+        await self._database.write(
+            lambda connection: appends.begin_epoch(connection, instance, epoch)
+        )
+        return True
+
+    async def feed_news(self, after: Place | None) -> News:
+        """The news in the store since `after`; None: the present positions."""
+        instance = self._settings.instance
+        found = await self._database.read(
+            lambda connection: appends.read_news(connection, instance, after)
+        )
+        if after is None or found.place.position > after.position:
+            self._hosts_moved()
+        return found
+
+    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+        """Store records in this order, in one transaction; see `appends`.
+
+        Raises Elsewhere, and SetBack if tokens are gone that we gave.
+        """
+        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
+
+        def append(connection: Connection) -> list[Appended]:
+            self._check_stored(connection, self._fed)
+            appends.check_epoch(connection, epoch)
+            make_rows = partial(embedded.Rows, now_ms)
+            answers = appends.append_records(connection, records, now_ms, make_rows)
+            if not self.alone:
+                told = [
+                    appends.redaction(row.target)
+                    for row in appends.stored_rows(records, answers)
+                    if isinstance(row, RedactionRow)
+                ]
+                appends.store_notices(connection, instance, told, now_ms)
+            return answers
+
+        moving = _move_hosts(row for record in records for row in record.rows)
+        with self._noticing(), self._hosts_moving() if moving else nullcontext():
+            answers = await self._database.write(append)
+        tokens = (answer for answer in answers if isinstance(answer, int))
+        self._fed = max([self._fed, *tokens])
+        return answers
+
+    @reading
+    def room_servers(self, connection: Connection, room_id: str) -> RoomServers | None:
+        """The room's servers by the feed's rows; None: no row was about them."""
+        return room_servers.embedded_room(connection, room_id)
+
+    @reading
+    def find_appends(
+        self, connection: Connection, keys: Sequence[bytes]
+    ) -> dict[bytes, tuple[int, int]]:
+        """Key -> (token, checksum) of the stored records."""
+        return appends.find_appends(connection, keys)
+
+    async def forget_appends(self) -> int:
+        """Delete some of the old keys, and all old notices; returns the number of keys."""
+        now_ms = self._now_ms()
+
+        def forget(connection: Connection) -> int:
+            appends.forget_notices(connection, now_ms)
+            return appends.forget_appends(connection, now_ms)
+
+        return await self._database.write(forget)
+
+    async def store_ephemeral(
+        self, receipts: Sequence[Receipt], notices: Sequence[Notice]
+    ) -> int | None:
+        """Store receipts for servers that do not answer now, and notices for other senders.
+
+        Returns the newest stream id of the receipts; None: there were none. Raises Elsewhere.
+        """
+        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
+
+        def store(connection: Connection) -> int | None:
+            appends.check_epoch(connection, epoch)
+            if not self.alone:
+                appends.store_notices(connection, instance, notices, now_ms)
+            return embedded.store_receipts(connection, receipts) if receipts else None
+
+        return await self._database.write(store)
+
+    async def feed_position(self) -> int:
+        """The token up to which the feed is stored, and from which it goes on; -1: none yet."""
+        self._fed = await self._database.read(positions.feed_position)
+        return self._fed
+
+    @reading
+    def feed_history(self, connection: Connection) -> History | None:
+        """The history that the feed's tokens belong to; None: not known yet."""
+        return positions.feed_history(connection)
+
+    @writing
+    def begin_history(self, connection: Connection, history: History) -> None:
+        """Store the history that the feed's tokens belong to from now on."""
+        positions.set_feed_history(connection, history)
+
+    @writing
+    def store_receipts(self, connection: Connection, receipts: Sequence[Receipt]) -> int:
+        """Store receipts for servers that do not answer now; returns their newest stream id."""
+        return embedded.store_receipts(connection, receipts)
+
+    async def drop_unfinished_load(self) -> None:
+        """Remove the rows of an interrupted load; before the feed stores anything."""
+        await self.write_in_steps(embedded.drop_unfinished_load())
+
+    async def write_in_steps(self, steps: Steps[T]) -> T:
+        """Run each step in its own transaction, which others may share; returns the end's value.
+
+        Raises FeedError for rows that cannot be stored, and what the steps raise.
+        """
+        limiter = trio.CapacityLimiter(1)
+        result: Any = None
+        with self._hosts_moving(), closing(steps):
+            while True:
+                go_on = partial(embedded.run_step, steps, result)
+                step, value = await self._runtime.run_sync(go_on, limiter=limiter)
+                if step is None:
+                    return cast(T, value)
+                result = await self._database.write(step)
+
+
+def _move_hosts(rows: Iterable[RelayRow]) -> bool:
+    return any(isinstance(row, HostsRow | ServersRow) for row in rows)
+
+
+class EmbeddedEdus(EduStore):
+    """The EDUs that a feed has brought. It does not say who is present, nor who is in a room."""
+
+    async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
+        """None."""
+        return [], 0
+
+    async def presence_said(self, server_name: str, after: int, upto: int) -> list[PresenceState]:
+        """None."""
+        return []
+
+    async def presence_of(self, users: Collection[str]) -> list[PresenceState]:
+        """None."""
+        return []
+
+    async def servers_of(
+        self, users: Collection[str], excluded_rooms: Collection[str]
+    ) -> dict[str, frozenset[str]]:
+        """None for each user."""
+        return dict.fromkeys(users, frozenset())
+
+
+@asynccontextmanager
+async def open_embedded(
+    config: StoreConfig, runtime: Runtime, open_one: OpenDatabase
+) -> AsyncIterator[Homeserver]:
+    """Our own store, its tables up to date. An SQLite belongs to one sender.
+
+    Raises SchemaDiffers, LockHeld if the tables are old and a daemon runs on them, and
+    WrongDatabase if it belongs to another homeserver.
+    """
+    async with open_one(config.homeserver_url, "homeserver", ours=True) as main:
+        await bring_up_to_date(main, "homeserver", lock_of(main.url, runtime))
+        if config.server_name is not None:
+            claim = partial(claim_store, server_name=config.server_name, relay=False)
+            await main.write(claim)
+        intake_lock = None
+        if main.dialect == "postgresql":
+            intake_lock = AdvisoryLock(main.url, runtime)
+        try:
+            # A homeserver that feeds us has left out what others are not to know.
+            yield Homeserver(
+                EmbeddedStore(main, runtime, config.homeserver, intake_lock),
+                EmbeddedEdus(main, device_names=True),
+                main,
+                lock_of(main.url, runtime, of_one=True),
+            )
+        finally:
+            if intake_lock is not None:
+                with trio.CancelScope(shield=True):
+                    await intake_lock.release()
+
+
+def own_store(store: HomeserverStore) -> EmbeddedStore:
+    """The store as one of our own, where the configuration says that it is one."""
+    assert isinstance(store, EmbeddedStore)
+    return store
