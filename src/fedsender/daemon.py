@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,6 @@ from fedsender.federation.signing import KeyRing, SigningKey, keys_of
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.replication.push import PushFeed
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.fan_out import AlreadyOwed
@@ -82,6 +80,10 @@ class Daemon:
     ledger: Ledger
     metrics: Metrics
     admission: Admission
+
+    def serve_feed(self) -> "AbstractAsyncContextManager[Sequence[Admin]]":
+        """The endpoints of the feed: see `Feed.serve`."""
+        return self.feed.serve(self.config, self.ledger, self.sender.progress)
 
 
 @asynccontextmanager
@@ -305,28 +307,6 @@ def _make_directory(config: Config) -> None:
         raise ConfigError(config.problem(("ledger", "directory"), text)) from None
 
 
-@asynccontextmanager
-async def open_intake(daemon: Daemon, runtime: Runtime) -> "AsyncIterator[list[Admin]]":
-    """Open the endpoint that the homeserver appends to: a list of one, or none with other feeds.
-
-    Raises ConfigError for the files of its token and of TLS, and CannotListen.
-    """
-    if not isinstance(daemon.feed, PushFeed):
-        yield []
-        return
-    # With all that serves HTTP.
-    from fedsender.intake.endpoint import serve_intake
-    from fedsender.intake.feedback import Feedback
-
-    push = daemon.config.feed.push
-    make_tls = partial(daemon.config.server_tls, "feed", "push")
-    feedback = Feedback(daemon.sender.progress, daemon.ledger, runtime)
-    async with serve_intake(
-        daemon.feed.intake, push.listen, push.token_file, runtime, make_tls, feedback
-    ) as endpoint:
-        yield [endpoint]
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """The arguments of one run of the command."""
@@ -362,9 +342,9 @@ async def _run_until_told(run: _Run, config: Config) -> None:
         trio.lowlevel.add_instrument(LoopWatch(daemon.metrics))
         async with (
             _open_admin(daemon, run.runtime) as admin,
-            open_intake(daemon, run.runtime) as intake,
+            daemon.serve_feed() as of_feed,
         ):
-            ready, endpoints = trio.Event(), [admin, *intake]
+            ready, endpoints = trio.Event(), [admin, *of_feed]
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(give_memory_back, run.runtime.run_sync)
                 nursery.start_soon(watch_lag, daemon.metrics)

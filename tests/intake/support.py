@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsender.config import load
-from fedsender.daemon import open_core, open_intake
+from fedsender.daemon import open_core
 from fedsender.runtime import real_runtime
 from fedsender_lab.demo import process
 from fedsender_lab.intake_client import IntakeClient
@@ -40,7 +40,7 @@ async def whole_daemon(
         path.write_text(json.dumps(process.configuration(directory, feed, receivers.ca_file)))
         async with (
             open_core(load(path), runtime) as core,
-            open_intake(core, runtime),
+            core.serve_feed(),
             IntakeClient.at(feed["push"]["listen"], TOKEN) as client,
         ):
             yield client, server, receivers

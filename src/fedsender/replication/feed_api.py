@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,6 +21,10 @@ from fedsender.streams import FeedStatus, HeardPositions, Json, RedactionRow, Wa
 from fedsender.waiting import BeginAnew, Pauses
 
 if TYPE_CHECKING:
+    from fedsender.config import Config
+    from fedsender.http.serving import Admin
+    from fedsender.ledger import Ledger
+    from fedsender.sender.registry import Progress
     from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
@@ -196,6 +201,18 @@ class Feed(ABC):
     @abstractmethod
     async def run(self) -> None:
         """Feed the sink until cancelled."""
+
+    def serve(
+        self, config: Config, ledger: Ledger, progress: Callable[[], Progress | None]
+    ) -> AbstractAsyncContextManager[Sequence[Admin]]:
+        """The endpoints that belong to this feed, if any, answering until the body is left.
+
+        Raises ConfigError for the files of a token and of TLS, and CannotListen.
+
+        Args:
+            progress: of the sender; None: not known yet.
+        """
+        return nullcontext(())
 
     async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
         """Tell the homeserver's processes that we wrote this server's row in `destinations`.

@@ -10,9 +10,10 @@ the store ten times a second, send their own share, and try to get the lock.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
 import trio
@@ -34,6 +35,12 @@ from fedsender.store.appends import REDACTED, NewRecord, News, Notice, Place, st
 from fedsender.store.engine import StoreError
 from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus, Json
+
+if TYPE_CHECKING:
+    from fedsender.config import Config
+    from fedsender.http.serving import Admin
+    from fedsender.ledger import Ledger
+    from fedsender.sender.registry import Progress
 
 log = structlog.get_logger()
 
@@ -196,6 +203,22 @@ class PushFeed(Feed):
         self._sink.events.advance(place.position)
         for server in to_device:
             self._sink.to_device_changed(server)
+
+    @asynccontextmanager
+    async def serve(
+        self, config: Config, ledger: Ledger, progress: Callable[[], Progress | None]
+    ) -> AsyncIterator[Sequence[Admin]]:
+        """The endpoint that the homeserver appends to."""
+        # With all that serves HTTP.
+        from fedsender.intake.endpoint import serve_intake
+        from fedsender.intake.feedback import Feedback
+
+        push, make_tls = config.feed.push, partial(config.server_tls, "feed", "push")
+        feedback = Feedback(progress, ledger, self._runtime)
+        async with serve_intake(
+            self.intake, push.listen, push.token_file, self._runtime, make_tls, feedback
+        ) as endpoint:
+            yield [endpoint]
 
     # --- What is of use only now ------------------------------------------------------------------
 

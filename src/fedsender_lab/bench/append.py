@@ -19,7 +19,7 @@ import trio
 from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
 from fedsender.config import Config, from_values
-from fedsender.daemon import open_core, open_intake
+from fedsender.daemon import open_core
 from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES, MAX_APPENDS
 from fedsender.intake.writer import GROUP_RECORDS
@@ -76,7 +76,7 @@ async def append(options: Options) -> dict[str, Any]:
         runtime = real_runtime()
         async with (
             open_core(config, runtime) as daemon,
-            open_intake(daemon, runtime),
+            daemon.serve_feed(),
             open_child("fedsender_lab.bench.append") as child,
         ):
             measure = partial(_round, child, directory, floor_url)

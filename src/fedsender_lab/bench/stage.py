@@ -19,7 +19,7 @@ import trio
 import yaml
 
 from fedsender.config import Config, from_values
-from fedsender.daemon import Daemon, collect_less_often, open_core, open_intake
+from fedsender.daemon import Daemon, collect_less_often, open_core
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import store_config, upgrade_databases
 from fedsender_lab.bench.homeserver import SERVER_NAME, encode_seed
@@ -88,7 +88,7 @@ class Stage:
         """The daemon's core, in this process, to which the homeserver appends."""
         async with (
             open_core(self.config, self.runtime) as daemon,
-            open_intake(daemon, self.runtime),
+            daemon.serve_feed(),
         ):
             with trio.fail_after(START_SECONDS):
                 await daemon.feed.connected.wait()
