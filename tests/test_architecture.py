@@ -142,6 +142,38 @@ def test_the_daemon_imports_none_of_the_products_beside_it() -> None:
             assert {each.partition(".")[0] for each in imported} <= {SOURCE.name}, module
 
 
+def test_who_runs_synapse_may_ignore_the_store_of_our_own() -> None:
+    """It comes in by its name (`store/__init__.py`, the entry points); the command line prints the
+    description of its endpoint."""
+    users = {
+        module
+        for module, imported in imports().items()
+        if any(each.startswith("fedsender.embedded") for each in imported)
+        and module.startswith("fedsender.")
+    }
+    assert {each for each in users if package_of(each) != "embedded"} == {"fedsender.cli"}
+
+
+SQL_IN = ("fedsender.store.", "fedsender.embedded.")
+
+
+def test_sql_is_written_in_the_stores_alone() -> None:
+    users = set()
+    for path in SOURCE.rglob("*.py"):
+        names = {
+            alias.name
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.ImportFrom | ast.Import)
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).partition(".")[0] == "sqlalchemy"
+        }
+        if names - {"URL", "make_url", "ArgumentError", "Connection"}:
+            users.add(".".join(path.relative_to(SOURCE.parent).with_suffix("").parts))
+    assert {each for each in users if not each.startswith(SQL_IN)} == set()
+    inside = {each.removeprefix("fedsender.embedded.") for each in users if "embedded" in each}
+    assert inside == {"appends", "feeding", "stays", "store"}
+
+
 def circles() -> list[list[str]]:
     """The sets of modules that import each other, directly or not, each sorted."""
     edges = imports()

@@ -26,6 +26,7 @@ from tests.service import PATIENCE_S, Service, World, open_world
 from fedsender import daemon, version
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
+from fedsender.embedded.store import own_store
 from fedsender.fairness import Turns
 from fedsender.federation.signing import signing_key_from_seed
 from fedsender.ledger import NOTES
@@ -33,7 +34,6 @@ from fedsender.runtime import Limiter, RealNetwork, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.admission import Admission
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
-from fedsender.store.embedded_store import own_store
 from fedsender.systemd import Notifier
 from fedsender_lab.demo import process
 from fedsender_lab.demo.process import SERVER_NAME, write_signing_key

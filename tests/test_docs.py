@@ -17,10 +17,10 @@ from fedsender.admin import page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Sending
 from fedsender.config.sections import Ledger
-from fedsender.facts import MAX_LINE_BYTES
 from fedsender.federation import answer, client, discovery, places, transport
 from fedsender.http import access, http1
 from fedsender.replication import resp
+from fedsender.replication.protocol import MAX_LINE_BYTES
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.telemetry import Metrics

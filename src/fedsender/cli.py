@@ -260,7 +260,7 @@ def openapi(
     import json
 
     if intake:
-        from fedsender.intake.endpoint import description
+        from fedsender.embedded.endpoint import description
     else:
         from fedsender.admin.app import description
 

@@ -33,13 +33,13 @@ import anyio
 import httpx
 
 from fedsender.config.values import HttpPeer, UnixAddress, parse_http_peer
-from fedsender.facts import (
+from fedsender.embedded.facts import (
     EPHEMERAL_STREAMS,
-    MAX_PARTS,
     MAX_RECORD_BYTES,
     MAX_ROWS,
     RoomServers,
 )
+from fedsender.http.access import MAX_PARTS
 from fedsender.streams import Json
 
 T = TypeVar("T")

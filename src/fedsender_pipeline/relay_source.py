@@ -26,8 +26,9 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, bindparam, func, select
 
-from fedsender.facts import BadRow, RelayRow, rows_of
-from fedsender.store import embedded, positions, tables
+from fedsender.embedded import feeding
+from fedsender.embedded.facts import BadRow, RelayRow, rows_of
+from fedsender.store import positions, tables
 from fedsender.store.connections import words
 from fedsender.store.engine import StoreError
 from fedsender.store.migrations import upgrade
@@ -76,10 +77,10 @@ def take_over(engine: Engine, sender: Source, instance: str, after: int, upto: i
         known = _rows_of(sender, tables.rooms, "room_id", rooms)
         versions = {row["room_id"]: row["room_version"] for row in known}
         with engine.begin() as connection:
-            embedded.store_rooms(connection, dict.fromkeys(rooms) | versions)
+            feeding.store_rooms(connection, dict.fromkeys(rooms) | versions)
             insert_rows(connection, _events, rows)
             insert_rows(connection, _json, texts)
-            embedded.store_exceptions(connection, exceptions)
+            feeding.store_exceptions(connection, exceptions)
         taken += len(rows)
     _take_over_stays(engine, sender, after, upto)
     with engine.begin() as connection:
@@ -356,7 +357,7 @@ class _Follower:
             facts = without_older(self.sender, base, [each for each in parsed if each[0] <= upto])
             with self.engine.begin() as connection:
                 before = positions.feed_position(connection)
-                embedded.apply_tokens(connection, facts, kept[-1].ms)
+                feeding.apply_tokens(connection, facts, kept[-1].ms)
                 positions.set_feed_position(connection, before)
 
     def _follow(self, base: int, upto: int, told: Followed, step: Step) -> None:
@@ -380,7 +381,7 @@ class _Follower:
         last = batch[-1].token + base
         table = tables.events
         with self.engine.begin() as connection:
-            embedded.apply_tokens(connection, facts, batch[-1].ms)
+            feeding.apply_tokens(connection, facts, batch[-1].ms)
             connection.execute(
                 table.update()
                 .where(table.c.stream_ordering == sa.bindparam("token"))

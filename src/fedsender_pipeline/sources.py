@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Row
 
 from fedsender.config import Config
+from fedsender.embedded.stays import exceptions
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
@@ -25,7 +26,6 @@ from fedsender.store.event_rows import (
 )
 from fedsender.store.records import EventRow
 from fedsender.store.room_servers import (
-    exceptions,
     memberships_of,
     partial_rooms,
     prior_memberships,

@@ -15,9 +15,9 @@ import structlog
 import trio
 
 from fedsender.config import Config, database_url
-from fedsender.facts import Elsewhere
+from fedsender.embedded.facts import Elsewhere
+from fedsender.embedded.intake import Intake
 from fedsender.files import free_bytes
-from fedsender.intake.intake import Intake
 from fedsender.runtime import Runtime
 from fedsender.store.engine import Faults
 from fedsender.store.lock import LockUnknown

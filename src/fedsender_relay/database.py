@@ -47,7 +47,9 @@ from sqlalchemy import (
     update,
 )
 
-from fedsender.facts import (
+from fedsender.embedded import appends, feeding
+from fedsender.embedded.appends import Appended, NewRecord
+from fedsender.embedded.facts import (
     DeviceListRow,
     EduRow,
     RelayRow,
@@ -58,10 +60,10 @@ from fedsender.facts import (
     lines_of,
     rows_of,
 )
+from fedsender.embedded.stays import open_stays, room_of, store_told
 from fedsender.matrix import is_sent_by
 from fedsender.runtime import Runtime
-from fedsender.store import appends, embedded, positions, room_servers, tables
-from fedsender.store.appends import Appended, NewRecord
+from fedsender.store import positions, tables
 from fedsender.store.engine import (
     Database,
     DatabaseOptions,
@@ -265,7 +267,7 @@ class RelayRows:
             elif isinstance(row, HostsRow | ServersRow):
                 hosts.append(row)
             elif isinstance(row, RedactionRow):
-                values = embedded.redaction_values(row.target, row.event_id, self._now_ms)
+                values = feeding.redaction_values(row.target, row.event_id, self._now_ms)
                 self._redactions.append(values)
             else:
                 self._edus.append(_edu(token, number, row, texts[number].decode()))
@@ -416,7 +418,7 @@ class _Rooms:
         for room_id, token, event_id in heads:
             self._heads[room_id] = (token, event_id)
         wanted = {place for place in places if place[0] not in whole}
-        for room_id, here in embedded.open_stays(self._connection, whole, wanted).items():
+        for room_id, here in open_stays(self._connection, whole, wanted).items():
             for server, joined in here.items():
                 self._here[room_id][server] = self._before[room_id, server] = joined[0]
 
@@ -490,7 +492,7 @@ class _Rooms:
         departures = [self._departures[place] for place in sorted(self._departures)]
         ended_by = ("joined", "left_token", "left_ms", "event_token", "event_id")
         insert_rows(self._connection, _departures, departures, replacing=ended_by)
-        embedded.store_told(self._connection, told)
+        store_told(self._connection, told)
 
 
 # --- the log --------------------------------------------------------------------------------------
@@ -933,7 +935,7 @@ class RelayStore:
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
         """The room's servers; None: no row was about them."""
-        return await self._database.read(partial(room_servers.embedded_room, room_id=room_id))
+        return await self._database.read(partial(room_of, room_id=room_id))
 
     # --- the log ----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from typing import Final, Protocol, TypeVar
 import structlog
 import trio
 
-from fedsender.facts import STREAM
+from fedsender.embedded.facts import STREAM
 from fedsender.files import free_bytes
 from fedsender.replication.feed_api import Sink
 from fedsender.replication.line_stream import Disconnected, Wire

@@ -21,7 +21,7 @@ import structlog
 import trio
 
 from fedsender.config import Config, ConfigError, read_secret
-from fedsender.facts import SERVER_UP, STREAM, Ephemeral, without_edus
+from fedsender.embedded.facts import SERVER_UP, STREAM, Ephemeral, without_edus
 from fedsender.replication.line_stream import SEND_PIECE, Wire
 from fedsender.replication.protocol import (
     RELAY_VERSION,

@@ -24,9 +24,18 @@ from typing import Final, Protocol
 import structlog
 import trio
 
-from fedsender.facts import STREAM, BadRow, EduRow, RelayRow, ToDeviceRow, parse_relay_row
+from fedsender.embedded.facts import (
+    STREAM,
+    BadRow,
+    EduRow,
+    RelayRow,
+    ToDeviceRow,
+    parse_relay_row,
+    redacted_in,
+    tell_ephemeral,
+)
 from fedsender.matrix import is_server_name
-from fedsender.replication.feed_api import Feed, Sink, redacted_in, tell_ephemeral
+from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.line_stream import (
     Disconnected,
     Endpoint,
@@ -52,7 +61,7 @@ from fedsender.replication.protocol import (
     Shard,
 )
 from fedsender.runtime import Runtime
-from fedsender.store.embedded import FeedError
+from fedsender.store.engine import FeedError
 from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus, Json
 from fedsender.waiting import BeginAnew, Pauses

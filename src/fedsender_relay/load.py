@@ -45,10 +45,19 @@ from sqlalchemy import (
     tuple_,
 )
 
-from fedsender.facts import BadRow, DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
-from fedsender.store import embedded, positions, tables
-from fedsender.store.embedded import Steps
-from fedsender.store.embedded_store import EmbeddedStore
+from fedsender.embedded import feeding
+from fedsender.embedded.facts import (
+    BadRow,
+    DeviceListRow,
+    SigningKeyRow,
+    ToDeviceRow,
+    parse_relay_row,
+)
+from fedsender.embedded.feeding import Steps
+from fedsender.embedded.stays import open_stays, store_told
+from fedsender.embedded.store import EmbeddedStore
+from fedsender.store import positions, tables
+from fedsender.store.engine import FeedError
 from fedsender.store.records import STANDS_ABOVE, History
 from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
@@ -148,11 +157,11 @@ async def load_snapshot(
 
 def load(snapshot: LoadedSnapshot, handles: Handles, now_ms: int) -> Steps[Loaded]:
     """Load a snapshot. Raises FeedError for rows that cannot be stored; errors of `read`."""
-    yield from embedded.drop_unfinished_load()
+    yield from feeding.drop_unfinished_load()
     position = max(0, (yield positions.feed_position))
     reached = snapshot.token + snapshot.history.base
     if reached < position:
-        raise embedded.FeedError(f"the snapshot ends at {reached}, and {position} is stored")
+        raise FeedError(f"the snapshot ends at {reached}, and {position} is stored")
     yield partial(positions.begin_load, position=position)
     return (yield from _Loading(snapshot, handles, now_ms, position, reached).run())
 
@@ -238,15 +247,15 @@ class _Loading:
             for token, row in sorted(rows, key=itemgetter(0))
             if row.event_id not in here
         ]
-        embedded.store_rooms(connection, {row.room_id: row.room_version for _, row in new})
-        values = [embedded.event_values(row, token, self._now_ms) for token, row in new]
+        feeding.store_rooms(connection, {row.room_id: row.room_version for _, row in new})
+        values = [feeding.event_values(row, token, self._now_ms) for token, row in new]
         insert_rows(connection, events, values)
-        insert_rows(connection, tables.event_json, [embedded.json_values(row) for _, row in new])
-        exceptions = [each for _, row in new for each in embedded.exceptions_values(row)]
-        embedded.store_exceptions(connection, exceptions)
+        insert_rows(connection, tables.event_json, [feeding.json_values(row) for _, row in new])
+        exceptions = [each for _, row in new for each in feeding.exceptions_values(row)]
+        feeding.store_exceptions(connection, exceptions)
         now_ms = self._now_ms
-        sticky = [each for at, row in new for each in embedded.sticky_values(row, at, now_ms)]
-        embedded.store_sticky(connection, sticky, now_ms)
+        sticky = [each for at, row in new for each in feeding.sticky_values(row, at, now_ms)]
+        feeding.store_sticky(connection, sticky, now_ms)
         return new
 
     # --- who is in which room ---------------------------------------------------------------------
@@ -293,7 +302,7 @@ class _Loading:
         """Change the stays above our position to those of the snapshot."""
         if not rooms:
             return
-        stays = yield partial(embedded.open_stays, rooms=rooms, places=())
+        stays = yield partial(open_stays, rooms=rooms, places=())
         changes = [
             change
             for room_id, hosts in rooms.items()
@@ -301,9 +310,9 @@ class _Loading:
         ]
 
         def tell(connection: Connection) -> None:
-            embedded.store_rooms(connection, dict.fromkeys(rooms))
+            feeding.store_rooms(connection, dict.fromkeys(rooms))
             # It says nothing of when servers came and went that are there no more, or again.
-            embedded.store_told(connection, dict.fromkeys(rooms, self._reached))
+            store_told(connection, dict.fromkeys(rooms, self._reached))
 
         yield tell
         for chunk in in_chunks(changes, ROWS):
@@ -354,7 +363,7 @@ class _Loading:
     def _load_redactions(self, part: int) -> Steps[None]:
         """Store the redactions: their targets are sent pruned, if they are not sent yet."""
         for some in in_chunks(self._snapshot.read("redactions", part), ROWS):
-            rows = [embedded.redaction_values(*row) for row in some]
+            rows = [feeding.redaction_values(*row) for row in some]
             self._redacted.update(target for target, _, _ in some)
             yield partial(insert_rows, table=tables.redactions, rows=rows)
 
@@ -390,8 +399,8 @@ class _Loading:
             if isinstance(row, ToDeviceRow):
                 messages.append((row.destination, token, row.message_id, row.content))
             else:
-                embedded.store_device_list(connection, token, row)
-        embedded.store_to_device(connection, messages, self._now_ms)
+                feeding.store_device_list(connection, token, row)
+        feeding.store_to_device(connection, messages, self._now_ms)
 
 
 # --- what a load that was broken off has left -----------------------------------------------------

@@ -14,10 +14,10 @@ from typing import Final
 
 import trio
 
-from fedsender.facts import lines_of
-from fedsender.intake.writer import Full, Writer
+from fedsender.embedded.appends import NewRecord
+from fedsender.embedded.facts import lines_of
+from fedsender.embedded.writer import Full, Writer
 from fedsender.runtime import Runtime
-from fedsender.store.appends import NewRecord
 from fedsender.streams import Watermark
 from fedsender_relay.database import DamagedLog, LogBounds, LogRecord, RelayStore
 

@@ -16,9 +16,9 @@ import trio
 
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
-from fedsender.facts import Elsewhere
+from fedsender.embedded.endpoint import serve_intake
+from fedsender.embedded.facts import Elsewhere
 from fedsender.http.serving import Admin, read_files
-from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.signals import Signals

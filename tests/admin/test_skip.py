@@ -14,9 +14,9 @@ from tests.sender.harness import World
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
+from fedsender.embedded.store import own_store
 from fedsender.matrix import Pdu
 from fedsender.sender import routing
-from fedsender.store.embedded_store import own_store
 from fedsender.store.records import EventRow
 from fedsender.streams import PduRow
 from fedsender_lab.testing.clock import until

@@ -15,7 +15,7 @@ import trio
 
 from fedsender.config import Config, from_values
 from fedsender.config.values import parse_address
-from fedsender.facts import prepare
+from fedsender.embedded.facts import prepare
 from fedsender.replication.line_stream import SEND_PIECE
 from fedsender.runtime import real_runtime
 from fedsender_lab.bench.append import row

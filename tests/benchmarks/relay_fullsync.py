@@ -17,12 +17,12 @@ from typing import Any, Final
 import trio
 
 from fedsender.config import UnixAddress, from_values
-from fedsender.facts import prepare
-from fedsender.intake.intake import KEY_BYTES
+from fedsender.embedded.facts import prepare
+from fedsender.embedded.intake import KEY_BYTES
+from fedsender.embedded.store import EmbeddedStore, own_store
 from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
-from fedsender.store.embedded_store import EmbeddedStore, own_store
 from fedsender.streams import Json
 from fedsender_lab.bench.meter import Options, percentile
 from fedsender_lab.simulation.relay_consumer import DeafSink

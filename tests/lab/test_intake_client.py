@@ -22,9 +22,9 @@ import trustme
 from tests.relay.log_support import lines_after, log_of, numbers, open_log, pdu
 
 from fedsender.config import Address, TcpAddress, UnixAddress
-from fedsender.facts import Ephemeral, prepare_ephemeral, rows_of
-from fedsender.intake.endpoint import BOUNDS, PREFIX, description, serve_intake
-from fedsender.intake.intake import Intake
+from fedsender.embedded.endpoint import BOUNDS, PREFIX, description, serve_intake
+from fedsender.embedded.facts import Ephemeral, prepare_ephemeral, rows_of
+from fedsender.embedded.intake import Intake
 from fedsender.runtime import real_runtime
 from fedsender_lab.intake_client import (
     IntakeClient,

@@ -17,7 +17,8 @@ from tests.pipeline.worlds import SERVERS, US
 from tests.relay.log_support import Clock, append, open_log, runtime
 
 from fedsender.config import Config, ConfigError, from_values
-from fedsender.store import embedded, positions, tables
+from fedsender.embedded import feeding
+from fedsender.store import positions, tables
 from fedsender.store.event_rows import membership_in
 from fedsender.store.migrations import upgrade
 from fedsender.store.records import History
@@ -114,7 +115,7 @@ def sender_store(directory: Path, records: Records) -> str:
         positions.set_feed_history(connection, History("0" * 16, 0))
         for token, rows in enumerate(records, 1):
             facts = [(token, parse_record(token, rows, lambda _: True))]
-            embedded.apply_tokens(connection, facts, MS + 1_000 * token)
+            feeding.apply_tokens(connection, facts, MS + 1_000 * token)
     engine.dispose()
     return url
 
@@ -333,9 +334,9 @@ def take_snapshot(url: str, info: SnapshotInfo, history: History) -> None:
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         steps = load(_Taken(info.token, history, info), lambda _: True, MS)
-        step, _ = embedded.run_step(steps, None)
+        step, _ = feeding.run_step(steps, None)
         while step is not None:
-            step, _ = embedded.run_step(steps, step(connection))
+            step, _ = feeding.run_step(steps, step(connection))
     engine.dispose()
 
 
@@ -345,7 +346,7 @@ def follow(url: str, records: Records, after: int, base: int) -> None:
     with engine.begin() as connection:
         for token, rows in list(enumerate(records, 1))[after:]:
             facts = [(token + base, parse_record(token, rows, lambda _: True))]
-            embedded.apply_tokens(connection, facts, MS)
+            feeding.apply_tokens(connection, facts, MS)
     engine.dispose()
 
 

@@ -30,7 +30,7 @@ from tests.relay.fuzz_peers import (
 )
 from tests.relay.log_support import hosts, pdu, to_device
 
-from fedsender.facts import (
+from fedsender.embedded.facts import (
     BadRow,
     lines_of,
     parse_relay_row,

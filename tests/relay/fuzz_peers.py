@@ -15,9 +15,9 @@ import trio
 from fastapi import FastAPI
 from tests.relay.log_support import hosts, pdu, runtime, to_device
 
-from fedsender.facts import Ephemeral, Prepared
-from fedsender.intake.endpoint import PREFIX, build_app
-from fedsender.intake.intake import Intake
+from fedsender.embedded.endpoint import PREFIX, build_app
+from fedsender.embedded.facts import Ephemeral, Prepared
+from fedsender.embedded.intake import Intake
 from fedsender.replication.line_stream import Wire
 from fedsender.replication.protocol import File, Snapshot, format_command
 from fedsender_relay.feed import Fetcher, FetchFailed

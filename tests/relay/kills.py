@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import trio
-from tests.intake.kills import PATIENCE_S, SmallProcess
+from tests.embedded.kills import PATIENCE_S, SmallProcess
 from tests.relay import small_consumer
 from tests.servers import Postgres, open_postgres
 

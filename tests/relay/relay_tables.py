@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 from tests.relay.relay_world import new_directory
 
-from fedsender.facts import prepare
+from fedsender.embedded.facts import prepare
 from fedsender.store import positions, tables
 from fedsender.store.migrations import upgrade
 from fedsender.streams import Json

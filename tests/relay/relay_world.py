@@ -18,7 +18,7 @@ from tests.relay.log_support import pdu, runtime
 from tests.replication.support import Netcat
 
 from fedsender.config import Config, from_values
-from fedsender.facts import prepare
+from fedsender.embedded.facts import prepare
 from fedsender.runtime import Limiter, Runtime
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import now_ms

@@ -18,11 +18,11 @@ from tests.relay.relay_world import new_directory
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
-from fedsender.facts import RelayRow
+from fedsender.embedded.facts import RelayRow
+from fedsender.embedded.store import EmbeddedStore
 from fedsender.replication.feed_api import Sink
 from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import Runtime
-from fedsender.store.embedded_store import EmbeddedStore
 from fedsender.store.records import History, Receipt
 from fedsender.streams import Json, PduRow
 from fedsender_lab.testing import clock

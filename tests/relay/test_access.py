@@ -22,7 +22,7 @@ from tests.relay.relay_world import Hands, World, config_of
 from tests.replication.support import Netcat
 
 from fedsender.config import TcpAddress, UnixAddress, from_values
-from fedsender.intake.intake import Append
+from fedsender.embedded.intake import Append
 from fedsender.replication import line_stream
 from fedsender.replication.line_stream import Endpoint, connect
 from fedsender.runtime import CannotListen, real_runtime

@@ -18,18 +18,11 @@ import trio
 from sqlalchemy import Connection, Select, func, select, update
 from tests.servers import NewUrl
 
-from fedsender.facts import Elsewhere, KeyReused, Outdated, check_of, prepare
+from fedsender.embedded import appends
+from fedsender.embedded.appends import NewRecord
+from fedsender.embedded.facts import Elsewhere, KeyReused, Outdated, check_of, prepare
 from fedsender.runtime import real_runtime
-from fedsender.store import (
-    HomeserverSettings,
-    Store,
-    StoreConfig,
-    appends,
-    connections,
-    open_store,
-    tables,
-)
-from fedsender.store.appends import NewRecord
+from fedsender.store import HomeserverSettings, Store, StoreConfig, connections, open_store, tables
 from fedsender.store.connections import WrongDatabase
 from fedsender.store.engine import open_database
 from fedsender.store.lock import LockHeld

@@ -12,8 +12,7 @@ import trio
 import trio.testing
 from tests.replication.support import SERVER, Log, Netcat
 
-from fedsender.facts import MAX_LINE_BYTES
-from fedsender.replication.protocol import RemoteServerUp
+from fedsender.replication.protocol import MAX_LINE_BYTES, RemoteServerUp
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender_relay.line_server import (
     MAX_WAITING,

@@ -13,8 +13,8 @@ from sqlalchemy.exc import OperationalError
 from tests.relay.log_support import append, lines_after, numbers, pdu
 from tests.relay.relay_world import World
 
-from fedsender.facts import rows_of
-from fedsender.intake.writer import Full
+from fedsender.embedded.facts import rows_of
+from fedsender.embedded.writer import Full
 from fedsender_relay.log import TAIL_BYTES, Collected
 
 Clock = trio.testing.MockClock

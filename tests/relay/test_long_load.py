@@ -17,10 +17,10 @@ import trio
 from tests.relay.relay_tables import Relay, hosts, pdu
 from tests.relay.test_relay_load import as_loaded, load, load_into
 
+from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.embedded_store import own_store
 from fedsender.store.records import History
 from fedsender_relay import load as relay_load
 from fedsender_relay.load import LoadedSnapshot

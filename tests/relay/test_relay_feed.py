@@ -17,7 +17,7 @@ from tests.relay.relay_world import World, new_directory
 from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
 from tests.replication.support import RecordingSink
 
-from fedsender.facts import RelayRow
+from fedsender.embedded.facts import RelayRow
 from fedsender.store.records import History
 from fedsender.streams import PduRow
 from fedsender.telemetry import Metrics

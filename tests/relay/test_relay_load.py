@@ -21,12 +21,12 @@ from tests.relay.relay_world import new_directory
 from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, row_of, until
 from tests.sender.harness import HS, World
 
-from fedsender.facts import RoomServers
-from fedsender.intake.intake import Append
-from fedsender.replication.push import PushFeed
+from fedsender.embedded.facts import RoomServers
+from fedsender.embedded.intake import Append
+from fedsender.embedded.push import PushFeed
+from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.embedded_store import own_store
 from fedsender.store.records import History, stands_above
 from fedsender.streams import Json
 from fedsender_relay.feed import State, read_rows

@@ -15,7 +15,7 @@ from tests.relay.log_support import own, pdu
 from tests.relay.relay_world import World
 from tests.relay.shard import Line, MemoryStore, Shard, until
 
-from fedsender.intake.endpoint import ANSWER_S, PREFIX, build_app
+from fedsender.embedded.endpoint import ANSWER_S, PREFIX, build_app
 from fedsender.store.records import History
 from fedsender_lab.simulation.daemon_life import disk_full
 from fedsender_relay.status import problems

@@ -14,7 +14,7 @@ import trio.testing
 from tests.relay.log_support import pdu, runtime, to_device
 from tests.relay.relay_world import Hands, World
 
-from fedsender.facts import prepare_ephemeral
+from fedsender.embedded.facts import prepare_ephemeral
 from fedsender.replication import line_stream
 from fedsender.replication.line_stream import Disconnected, Wire
 from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches

@@ -25,10 +25,10 @@ from tests.replication.test_synapse import Tables
 from tests.servers import Valkey
 
 from fedsender.config import Config, from_values
+from fedsender.embedded.store import EmbeddedStore, own_store
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.runtime import listen_unix, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
-from fedsender.store.embedded_store import EmbeddedStore, own_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Fact
 from fedsender_lab.testing.clock import until

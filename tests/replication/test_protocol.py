@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.facts import MAX_LINE_BYTES
 from fedsender.replication.protocol import (
+    MAX_LINE_BYTES,
     Auth,
     BadLine,
     Command,

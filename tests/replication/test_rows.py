@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedsender.facts import BadRow, parse_row
+from fedsender.embedded.facts import BadRow, parse_row
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 

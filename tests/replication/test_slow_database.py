@@ -22,8 +22,7 @@ from tests.replication.support import (
 )
 from tests.replication.test_synapse import BACKOFF, Tables, fed
 
-from fedsender.store.embedded import FeedError
-from fedsender.store.engine import StoreError
+from fedsender.store.engine import FeedError, StoreError
 from fedsender.streams import FeedStatus
 from fedsender_relay.line_feed import EmbeddedFeed, LineSettings
 

@@ -114,7 +114,7 @@ BY_NATURE = {
 """What is never zero."""
 
 BY_PUSH = {"fedsender_takes_appends"}
-"""What tests/intake/test_processes.py sees move."""
+"""What tests/embedded/test_processes.py sees move."""
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -22,7 +22,8 @@ from tests.store.ready_made import lay
 
 from fedsender.config import Config, Policies, Policy, from_values
 from fedsender.config.sections import Ledger as Settings
-from fedsender.facts import RelayRow
+from fedsender.embedded.facts import RelayRow
+from fedsender.embedded.store import own_store
 from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
@@ -31,7 +32,6 @@ from fedsender.segments import read_lines, segments
 from fedsender.sender.admission import Admission, Permit
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.embedded_store import own_store
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.telemetry import Metrics
 from fedsender_lab.testing.clock import virtual_runtime

@@ -9,7 +9,7 @@ import trio
 from tests.sender.harness import HS, Request, World, answer, ok
 from trio.testing import MockClock
 
-from fedsender.facts import ServersRow
+from fedsender.embedded.facts import ServersRow
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
 from fedsender.matrix import Pdu

@@ -9,9 +9,9 @@ import trio
 import trio.testing
 from trio._core import _run
 
+from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
-from fedsender.store.embedded_store import own_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.streams import HostsRow
 from fedsender_lab.testing.clock import inline

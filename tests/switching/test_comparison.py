@@ -1,7 +1,8 @@
 """What a shadow calls a difference, and what it does not."""
 
+from fedsender.store.shadowed import Stand
 from fedsender.switching import comparison as comparison_module
-from fedsender.switching.comparison import LATE_S, Comparison, Difference, Expected, Stand
+from fedsender.switching.comparison import LATE_S, Comparison, Difference, Expected
 
 ROOM = "!r:us.example"
 ONE, TWO = "one.example", "two.example"

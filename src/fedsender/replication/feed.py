@@ -1,4 +1,4 @@
-"""The configured feed. Ours are Redis and push; another package may bring more (`FeedParts`).
+"""The configured feed. This package has Redis; others bring more (`FeedParts`).
 
 Over TCP the homeserver (or a relay) sends the facts themselves, and they are stored before the
 events position moves. Over Redis, Synapse only announces the position of each of its writers: the
@@ -30,15 +30,12 @@ from fedsender.config import (
     read_secret,
 )
 from fedsender.federation.signing import KeyRing
-from fedsender.intake.signing import EventSigner
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.push import PushFeed
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed
 from fedsender.runtime import Runtime
-from fedsender.store.embedded_store import own_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.synapse import SynapseStore
 from fedsender.streams import FeedStatus, Watermark
@@ -126,14 +123,6 @@ def _why(error: OSError | ValueError) -> str:
     if isinstance(error, ssl.SSLError) or not isinstance(error, OSError):
         return "holds no certificates that can be used"
     return f"cannot be read: {error.strerror}"
-
-
-def push_feed(parts: FeedParts) -> Feed:
-    """The feed to which a homeserver appends."""
-    signer = None
-    if parts.config.feed.push.sign_events and parts.keys is not None:
-        signer = EventSigner(parts.config.server_name, parts.keys, parts.store.events_by_id)
-    return PushFeed(parts.runtime, own_store(parts.store), parts.sink, signer)
 
 
 def redis_feed(parts: FeedParts) -> Feed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -12,12 +12,10 @@ import structlog
 import tenacity
 import trio
 
-from fedsender.facts import RelayRow
 from fedsender.runtime import Runtime
-from fedsender.store.embedded import FeedError
-from fedsender.store.engine import StoreError
-from fedsender.store.records import PresenceState, Receipt
-from fedsender.streams import FeedStatus, HeardPositions, Json, RedactionRow, Watermark
+from fedsender.store.engine import FeedError, StoreError
+from fedsender.store.records import PresenceState
+from fedsender.streams import FeedStatus, HeardPositions, Watermark
 from fedsender.waiting import BeginAnew, Pauses
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds between two tries of a request that the database has refused."""
-
-
 MAX_TYPISTS = 1000
 """Users that type in one room at once; more are left out."""
 
@@ -231,34 +227,3 @@ class Feed(ABC):
         if self.stopped is None:
             self.stopped = reason
             log.error("feed_stopped", reason=reason)
-
-
-def redacted_in(rows: Iterable[RelayRow]) -> set[str]:
-    """The events that these rows redact."""
-    return {row.target for row in rows if isinstance(row, RedactionRow)}
-
-
-def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt | None:
-    """Tell the sink of a row of typing or presence; returns a receipt, which the caller stores.
-
-    An unreadable row is passed over: it would be of no use a moment later.
-    """
-    match (stream, row):
-        case ("typing", [str(room_id), list(users)]):
-            typists = [user for user in users if isinstance(user, str)]
-            edus.typing(room_id, typists[:MAX_TYPISTS], token)
-        case ("receipts", [str(room), str(kind), str(user), str(event), thread, dict(data)]) if (
-            thread is None or isinstance(thread, str)
-        ):
-            ts = data.get("ts")
-            known = isinstance(ts, int) and not isinstance(ts, bool)
-            return Receipt(0, room, kind, user, event, thread, ts if known else None)
-        case (
-            "presence",
-            [str(user), str(state), int(active), status, bool(now), list(servers)],
-        ) if status is None or isinstance(status, str):
-            edus.presence(PresenceState(user, state, active, status, now))
-            for server in servers:
-                if isinstance(server, str):
-                    edus.presence_wanted(server, user)
-    return None

@@ -32,8 +32,11 @@ from dataclasses import dataclass, field
 from operator import call
 from typing import Any, Final, NamedTuple
 
-from fedsender.facts import MAX_LINE_BYTES
 from fedsender.streams import Json
+
+MAX_LINE_BYTES: Final = 262_144
+"""Bytes of a line. A row holds a whole PDU: 65,536 bytes by the specification, up to three times
+that when every character is escaped."""
 
 
 class Dialect(enum.Enum):

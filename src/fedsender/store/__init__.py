@@ -7,6 +7,7 @@ migrates a Synapse's tables.
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import trio
@@ -15,7 +16,6 @@ from sqlalchemy import Connection, text
 from fedsender.config import Config, database_url
 from fedsender.runtime import Runtime
 from fedsender.store.edus import EduStore
-from fedsender.store.embedded_store import open_embedded
 from fedsender.store.engine import (
     Database,
     DatabaseOptions,
@@ -35,7 +35,6 @@ from fedsender.store.migrations import (
 )
 from fedsender.store.opening import Homeserver, OpenHomeserver, StoreConfig
 from fedsender.store.sender import ReceiptRecords, SenderStore
-from fedsender.store.synapse import open_synapse
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
@@ -55,6 +54,13 @@ __all__ = [
     "store_config",
     "upgrade_databases",
 ]
+
+
+_OPENED_BY = {
+    "embedded": "fedsender.embedded.store:open_embedded",
+    "synapse": "fedsender.store.synapse:open_synapse",
+}
+"""By name: `fedsender.embedded` is above us, and who runs Synapse loads nothing of it."""
 
 
 def store_config(config: Config) -> StoreConfig:
@@ -132,7 +138,7 @@ async def open_store(
             await database.check_sessions()
             yield database
 
-    open_homeserver = _opener(config.homeserver.kind)
+    open_homeserver: OpenHomeserver = resolve_name(_OPENED_BY[config.homeserver.kind])
     async with open_one(config.sender_url, "sender", ours=True) as own:
         await own.read(refuse_a_synapses)
         await bring_up_to_date(own, "sender", lock_of(own.url, runtime))
@@ -148,10 +154,6 @@ async def open_store(
             finally:
                 with trio.CancelScope(shield=True):
                     await lock.release()
-
-
-def _opener(kind: str) -> OpenHomeserver:
-    return open_embedded if kind == "embedded" else open_synapse
 
 
 async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:

@@ -41,6 +41,10 @@ class WrongValues(StoreError):
     """The values to be written are at fault, not the database: it will never take them."""
 
 
+class FeedError(StoreError):
+    """A row of a feed can never be stored; the text names the token and the field."""
+
+
 class WrongDatabase(StoreError):
     """There is no such database, or it does not let us in: the configuration names another one."""
 

@@ -1,9 +1,9 @@
 """The homeserver's database, as the sender's questions and their answers.
 
 There are two: a Synapse's, used in place (`synapse.SynapseStore`), and one of our own, which a feed
-fills (`EmbeddedStore`). Both have the tables of what servers are owed, so what is asked of these
-stands here once. A question that needs several tables at once, or that several transactions ask, is
-a function of a connection in a module beside this one: `event_rows`, `positions`, `edus`.
+fills (`fedsender.embedded`). Both have the tables of what servers are owed, so what is asked of
+these stands here once. A question that needs several tables at once, or that several transactions
+ask, is a function of a connection in a module beside this one: `event_rows`, `positions`, `edus`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a homeserver's database is opened with, and what comes of it.
 
-A kind of homeserver (`homeserver.kind`) opens its own: see the entry points `fedsender.stores`.
+Each kind of homeserver (`homeserver.kind`) opens its own.
 """
 
 from collections.abc import Callable

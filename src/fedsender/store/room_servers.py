@@ -8,13 +8,12 @@ is resolved.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, exists, func, or_, select
 
 from fedsender.caches import remember
-from fedsender.facts import RoomServers
 from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.event_rows import membership_in, replaced_by
@@ -43,92 +42,7 @@ def _servers(users: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-# --- embedded -------------------------------------------------------------------------------------
-
-
-def embedded_servers_before(connection: Connection, events: Sequence[EventRow]) -> dict[str, Hosts]:
-    """The room's servers at each event, with `plus` and without `minus` of the event itself."""
-    rooms: dict[str, list[EventRow]] = {}
-    for event in events:
-        rooms.setdefault(event.room_id, []).append(event)
-    known: dict[str, Hosts] = {}
-    for room_id in sorted(rooms):
-        known.update(_room_servers_before(connection, room_id, rooms[room_id]))
-    for event_id, plus, minus in exceptions(connection, known):
-        hosts = known[event_id]
-        if not isinstance(hosts, HostsUnknown):
-            known[event_id] = (hosts | frozenset(plus)) - frozenset(minus)
-    return known
-
-
-def _room_servers_before(
-    connection: Connection, room_id: str, events: Sequence[EventRow]
-) -> dict[str, Hosts]:
-    """The room's servers at each event. Events between two changes of the servers share one set."""
-    ordered = sorted(events, key=lambda event: event.stream_ordering)
-    first, last = ordered[0].stream_ordering, ordered[-1].stream_ordering
-    servers = tables.room_servers.c
-    query = (
-        select(servers.server, servers.joined, servers.left)
-        .where(servers.room_id == room_id, servers.joined < last)
-        .where(or_(servers.left.is_(None), servers.left >= first))
-    )
-    intervals = [(server, joined, left) for server, joined, left in connection.execute(query)]
-    changes = sorted({edge for _, *edges in intervals for edge in edges if edge is not None})
-    known: dict[str, Hosts] = {}
-    current, valid_from, valid_to = NOBODY, 0, -1
-    for event in ordered:
-        at = event.stream_ordering
-        if not valid_from < at <= valid_to:
-            current = frozenset(
-                server
-                for server, joined, left in intervals
-                if joined < at and (left is None or at <= left)
-            )
-            valid_from = max((edge for edge in changes if edge < at), default=-1)
-            valid_to = min((edge for edge in changes if edge >= at), default=last)
-        known[event.event_id] = current
-    return known
-
-
-def exceptions(
-    connection: Connection, event_ids: Iterable[str]
-) -> Iterator[tuple[str, list[str], list[str]]]:
-    """(event, `plus`, `minus`) of those of these events that have any: see `event_servers`."""
-    table = tables.event_servers
-    for row in select_rows(connection, select(table), table.c.event_id, event_ids):
-        yield row.event_id, row.plus, row.minus
-
-
-def embedded_servers_now(
-    connection: Connection, room_ids: Iterable[str]
-) -> dict[str, frozenset[str]]:
-    """The servers in each room after all rows of the feed."""
-    found: dict[str, set[str]] = {room_id: set() for room_id in room_ids}
-    table = tables.room_servers.c
-    query = select(table.room_id, table.server).where(table.left.is_(None))
-    for room_id, server in select_rows(connection, query, table.room_id, found):
-        found[room_id].add(server)
-    return {room_id: frozenset(servers) for room_id, servers in found.items()}
-
-
-def embedded_room(connection: Connection, room_id: str) -> RoomServers | None:
-    """The servers in the room after all rows of the feed; None: no row was about them."""
-    token = last_told(connection, [room_id]).get(room_id)
-    if token is None:
-        return None
-    servers = embedded_servers_now(connection, [room_id])[room_id]
-    return RoomServers(room_id, token, sorted(servers))
-
-
-def last_told(connection: Connection, room_ids: Iterable[str]) -> dict[str, int]:
-    """By room the token of the last row about its servers; rooms without one are left out."""
-    table = tables.room_servers_told.c
-    query = select(table.room_id, table.token)
-    return {row[0]: row[1] for row in select_rows(connection, query, table.room_id, room_ids)}
-
-
-# --- Synapse: the main database -------------------------------------------------------------------
+# --- the main database -------------------------------------------------------------------
 
 
 class EventStates:
@@ -240,7 +154,7 @@ def servers_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, fr
     return now
 
 
-# --- Synapse: the state database ------------------------------------------------------------------
+# --- the state database ------------------------------------------------------------------
 
 
 class StateGroups:

@@ -26,6 +26,8 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from fedsender.store.shadowed import Stand
+
 # Events that wait for the worker. It is stopped, or hours behind: later ones are not compared.
 MAX_UNCOMPARED = 100_000
 # Events per server that wait for LSSO; between the first and the newest the rest is not timed.
@@ -35,19 +37,6 @@ LATE_S = 60.0
 """A server that does not fail, and has not answered within these seconds, is called late."""
 
 Kind = Literal["not owed", "owed too", "late", "late to-device", "behind"]
-
-
-@dataclass(frozen=True, slots=True)
-class Stand:
-    """The state of a server, by Synapse's worker.
-
-    Attributes:
-        lsso: its last successful stream ordering; None: unknown.
-        waiting: whether it failed, and Synapse waits before it tries again.
-    """
-
-    lsso: int | None
-    waiting: bool
 
 
 @dataclass(frozen=True, slots=True)

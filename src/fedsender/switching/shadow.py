@@ -14,7 +14,7 @@ import structlog
 import tenacity
 import trio
 from rich.console import Console
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection
 
 from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.matrix import server_of
@@ -22,13 +22,13 @@ from fedsender.replication.feed import Feed, open_feed
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.routing import Bad, Router
 from fedsender.signals import Signals
-from fedsender.store import store_config, tables
+from fedsender.store import shadowed, store_config
 from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState
 from fedsender.store.synapse import SynapseStore
 from fedsender.streams import HeardPositions, Watermark
-from fedsender.switching.comparison import Comparison, Expected, Report, Stand
+from fedsender.switching.comparison import Comparison, Expected, Report
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
 
@@ -152,16 +152,16 @@ class Shadow:
         while due := self.comparison.due(position, COMPARE_AT_ONCE):
             rooms = sorted({event.room_id for event, _ in due})
             above = max(self._start, due[0][0].stream_ordering - 1)
-            owed = await self._ask(partial(read_owed, room_ids=rooms, above=above))
-            in_part = await self._ask(partial(read_partial_rooms, room_ids=rooms))
+            owed = await self._ask(partial(shadowed.read_owed, room_ids=rooms, above=above))
+            in_part = await self._ask(partial(shadowed.read_partial_rooms, room_ids=rooms))
             self.report.differ(self.comparison.compare(due, owed, in_part), self._runtime.now_ms())
         self.report.differ(self.comparison.behind(trio.current_time()), self._runtime.now_ms())
         await self._see_who_answered()
 
     async def _see_who_answered(self) -> None:
-        oldest = await self._ask(read_oldest_to_device)
+        oldest = await self._ask(shadowed.read_oldest_to_device)
         servers = sorted({*self.comparison.awaited(), *oldest})
-        stands = await self._ask(partial(read_stands, servers=servers))
+        stands = await self._ask(partial(shadowed.read_stands, servers=servers))
         now_ms = self._runtime.now_ms()
         late = self.comparison.answered(stands, trio.current_time())
         self.report.differ([*late, *self.comparison.to_device(oldest, stands, now_ms)], now_ms)
@@ -284,56 +284,3 @@ async def _announce(feed: Feed, config: Config, notifier: Notifier) -> None:
     await feed.connected.wait()
     log.info("shadow_follows", worker=config.instance_name, name=shadow_name(config))
     notifier.ready(f"following {config.instance_name} of {config.server_name}")
-
-
-# Servers of one question, and rooms of one; more go into the next.
-PAGE = 500
-
-
-def read_owed(
-    connection: Connection, room_ids: Sequence[str], above: int
-) -> dict[str, dict[str, int]]:
-    """By room and server the newest event owed or sent, if its stream ordering is above `above`.
-
-    A room that exists is in the answer, perhaps with no server; a purged one is not.
-    """
-    rooms, rows = tables.rooms, tables.destination_rooms
-    found: dict[str, dict[str, int]] = {}
-    for start in range(0, len(room_ids), PAGE):
-        page = room_ids[start : start + PAGE]
-        for room_id in connection.scalars(select(rooms.c.room_id).where(rooms.c.room_id.in_(page))):
-            found[room_id] = {}
-        query = select(rows.c.room_id, rows.c.destination, rows.c.stream_ordering).where(
-            rows.c.room_id.in_(page), rows.c.stream_ordering > above
-        )
-        for room_id, server, stream_ordering in connection.execute(query):
-            found.setdefault(room_id, {})[server] = stream_ordering
-    return found
-
-
-def read_partial_rooms(connection: Connection, room_ids: Collection[str]) -> set[str]:
-    """Of these rooms, those of which Synapse has only partial state."""
-    table = tables.partial_state_rooms
-    wanted = sorted(room_ids)
-    return set(connection.scalars(select(table.c.room_id).where(table.c.room_id.in_(wanted))).all())
-
-
-def read_stands(connection: Connection, servers: Sequence[str]) -> dict[str, Stand]:
-    """The states of those of these servers that Synapse knows."""
-    table = tables.destinations
-    found: dict[str, Stand] = {}
-    for start in range(0, len(servers), PAGE):
-        page = servers[start : start + PAGE]
-        query = select(
-            table.c.destination, table.c.last_successful_stream_ordering, table.c.retry_interval
-        ).where(table.c.destination.in_(page))
-        for server, lsso, interval in connection.execute(query):
-            found[server] = Stand(lsso, bool(interval))
-    return found
-
-
-def read_oldest_to_device(connection: Connection) -> Mapping[str, int]:
-    """By server the time (ms) when the oldest direct-to-device message owed to it was queued."""
-    table = tables.device_federation_outbox
-    query = select(table.c.destination, func.min(table.c.queued_ts)).group_by(table.c.destination)
-    return {server: queued for server, queued in connection.execute(query)}  # noqa: C416

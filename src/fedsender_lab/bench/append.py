@@ -20,11 +20,11 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
 from fedsender.config import Config, from_values
 from fedsender.daemon import open_core
-from fedsender.facts import prepare
-from fedsender.intake.intake import KEY_BYTES, MAX_APPENDS
-from fedsender.intake.writer import GROUP_RECORDS
+from fedsender.embedded import appends
+from fedsender.embedded.facts import prepare
+from fedsender.embedded.intake import KEY_BYTES, MAX_APPENDS
+from fedsender.embedded.writer import GROUP_RECORDS
 from fedsender.runtime import real_runtime
-from fedsender.store import appends
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
 from fedsender.streams import Json
 from fedsender_lab.bench.homeserver import ROOM_VERSION, Room, signer

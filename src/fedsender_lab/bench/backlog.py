@@ -11,8 +11,8 @@ import trio
 
 from fedsender.admin.client import AdminClient
 from fedsender.daemon import Daemon
+from fedsender.embedded.store import own_store
 from fedsender.store import open_store, store_config
-from fedsender.store.embedded_store import own_store
 from fedsender.streams import FeedRow, HostsRow, PduRow
 from fedsender_lab.bench.floor import open_floor
 from fedsender_lab.bench.homeserver import ROOM_VERSION, Room, signer

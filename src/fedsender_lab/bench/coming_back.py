@@ -9,9 +9,9 @@ import orjson
 import trio
 
 from fedsender.admin.client import AdminClient
+from fedsender.embedded.store import own_store
 from fedsender.sender.failure import ServerState
 from fedsender.store import open_store, store_config
-from fedsender.store.embedded_store import own_store
 from fedsender.store.records import Receipt
 from fedsender.store.sender import OwedReceipts
 from fedsender.streams import FeedRow, HostsRow, PduRow

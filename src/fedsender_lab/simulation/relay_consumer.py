@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from fedsender.config import UnixAddress
-from fedsender.facts import RelayRow, ToDeviceRow
+from fedsender.embedded.facts import RelayRow, ToDeviceRow
 from fedsender.replication.line_stream import Endpoint
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.streams import HeardPositions, PduRow, Watermark

@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 import trio
 
 from fedsender.config import Config
-from fedsender.facts import rows_of
+from fedsender.embedded.facts import rows_of
 from fedsender.runtime import Limiter, real_runtime
 from fedsender_lab.simulation.daemon_life import Crash, copy_files, disk_full
 from fedsender_lab.simulation.relay_checks import Files, RelayChecks, RelayViews, name_of

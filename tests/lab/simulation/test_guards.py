@@ -11,6 +11,7 @@ import pytest
 import structlog
 import trio
 
+from fedsender.embedded.store import EmbeddedStore
 from fedsender.ledger import Ledger, Line
 from fedsender.sender import failure, isolation
 from fedsender.sender.admission import Admission, Lane
@@ -22,7 +23,6 @@ from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Transaction
 from fedsender.store import homeserver, positions
-from fedsender.store.embedded_store import EmbeddedStore
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked, Settlement
 from fedsender_lab.simulation import others, simulate
 

@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 import trio
 
-from fedsender.store import appends
-from fedsender.store.appends import Appended, NewRecord
+from fedsender.embedded import appends
+from fedsender.embedded.appends import Appended, NewRecord
 from fedsender_lab.simulation import relay as relay_world
 from fedsender_lab.simulation.relay import simulate_relay
 from fedsender_relay import database as store

@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from fedsender.config import Address
-from fedsender.facts import (
+from fedsender.embedded.facts import (
     EPHEMERAL_STREAMS,
     MAX_ROWS,
     BadRow,
@@ -21,6 +21,17 @@ from fedsender.facts import (
     Outdated,
     id_of,
 )
+from fedsender.embedded.feedback import BadCursor, Cursor, Feedback, Gap
+from fedsender.embedded.intake import (
+    MAX_APPENDS,
+    MAX_ID_BYTES,
+    Append,
+    Busy,
+    Intake,
+    ReservationGone,
+    Waiting,
+)
+from fedsender.embedded.writer import Full
 from fedsender.http.application import (
     Body,
     Error,
@@ -32,17 +43,6 @@ from fedsender.http.application import (
 )
 from fedsender.http.http1 import Bounds
 from fedsender.http.serving import Admin, MakeTls, serve_app
-from fedsender.intake.feedback import BadCursor, Cursor, Feedback, Gap
-from fedsender.intake.intake import (
-    MAX_APPENDS,
-    MAX_ID_BYTES,
-    Append,
-    Busy,
-    Intake,
-    ReservationGone,
-    Waiting,
-)
-from fedsender.intake.writer import Full
 from fedsender.runtime import Runtime
 
 PREFIX: Final = "/_fedsender/intake/v1"

@@ -13,16 +13,18 @@ import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.intake.support import whole_daemon
+from tests.embedded.support import whole_daemon
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
-from fedsender.facts import BadRow, Elsewhere, KeyReused, Outdated, prepare
-from fedsender.intake.endpoint import PREFIX, serve_intake
-from fedsender.intake.intake import Append, Intake, key_of
-from fedsender.intake.writer import Full
-from fedsender.replication.push import PushFeed
+from fedsender.embedded.appends import KEPT_MS, Appended, NewRecord, forget_appends
+from fedsender.embedded.endpoint import PREFIX, serve_intake
+from fedsender.embedded.facts import BadRow, Elsewhere, KeyReused, Outdated, prepare
+from fedsender.embedded.intake import Append, Intake, key_of
+from fedsender.embedded.push import PushFeed
+from fedsender.embedded.store import EmbeddedStore, own_store
+from fedsender.embedded.writer import Full
 from fedsender.runtime import real_runtime
 from fedsender.sender.edus.device_lists import SIGNING_KEYS, compose
 from fedsender.store import (
@@ -32,8 +34,6 @@ from fedsender.store import (
     open_store,
     tables,
 )
-from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
-from fedsender.store.embedded_store import EmbeddedStore, own_store
 from fedsender_lab.testing.clock import until
 
 ALICE = "@alice:hs.example"

@@ -18,20 +18,24 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import structlog
 import trio
 
-from fedsender.facts import (
+from fedsender.embedded.appends import REDACTED, NewRecord, News, Notice, Place, stored_rows
+from fedsender.embedded.facts import (
     SERVER_UP,
     DeviceListRow,
     Elsewhere,
     Ephemeral,
     SigningKeyRow,
     ToDeviceRow,
+    redacted_in,
+    tell_ephemeral,
 )
-from fedsender.intake.intake import Intake
-from fedsender.intake.signing import EventSigner
-from fedsender.intake.writer import AppendStore, Full, Writer
-from fedsender.replication.feed_api import Feed, Sink, redacted_in, tell_ephemeral
+from fedsender.embedded.intake import Intake
+from fedsender.embedded.signing import EventSigner
+from fedsender.embedded.store import own_store
+from fedsender.embedded.writer import AppendStore, Full, Writer
+from fedsender.replication.feed import FeedParts
+from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
-from fedsender.store.appends import REDACTED, NewRecord, News, Notice, Place, stored_rows
 from fedsender.store.engine import StoreError
 from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus, Json
@@ -210,8 +214,8 @@ class PushFeed(Feed):
     ) -> AsyncIterator[Sequence[Admin]]:
         """The endpoint that the homeserver appends to."""
         # With all that serves HTTP.
-        from fedsender.intake.endpoint import serve_intake
-        from fedsender.intake.feedback import Feedback
+        from fedsender.embedded.endpoint import serve_intake
+        from fedsender.embedded.feedback import Feedback
 
         push, make_tls = config.feed.push, partial(config.server_tls, "feed", "push")
         feedback = Feedback(progress, ledger, self._runtime)
@@ -278,3 +282,11 @@ class PushFeed(Feed):
             await self._store.forget_appends()
         except StoreError as error:
             log.error("old_ids_not_deleted", reason=str(error))
+
+
+def push_feed(parts: FeedParts) -> Feed:
+    """The feed to which a homeserver appends: an entry point of `fedsender.feeds`."""
+    store, signer = own_store(parts.store), None
+    if parts.config.feed.push.sign_events and parts.keys is not None:
+        signer = EventSigner(parts.config.server_name, parts.keys, store.events_by_id)
+    return PushFeed(parts.runtime, store, parts.sink, signer)

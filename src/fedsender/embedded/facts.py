@@ -26,11 +26,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from fedsender.matrix import canonical_json, is_server_name
+from fedsender.replication.feed_api import MAX_TYPISTS, EduSink
+from fedsender.replication.protocol import MAX_LINE_BYTES
+from fedsender.store.records import PresenceState, Receipt
 from fedsender.streams import FeedRow, HostsRow, Json, PduRow, RedactionRow
 
 STREAM: Final = "events"
@@ -41,12 +44,6 @@ MAX_ROWS: Final = 10_000
 """Rows of one record. A reader takes more (`protocol.RdataBatches`)."""
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
-MAX_PARTS: Final = 2**17
-"""The characters `[` `{` and `,` of one request's JSON: to read that many takes up to 90 ms of the
-loop, and 20 MiB. A record with any one event has fewer."""
-MAX_LINE_BYTES: Final = 262_144
-"""Bytes of a line of the line protocol. A row holds a whole PDU: 65,536 bytes by the specification,
-up to three times that when every character is escaped."""
 MAX_ROW_BYTES: Final = MAX_LINE_BYTES - 64
 """Bytes of one row as JSON; the rest of the line is `RDATA events` and the token."""
 
@@ -393,6 +390,37 @@ def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:
         case _:
             raise BadRow(f"none of {', '.join(EPHEMERAL_STREAMS)}")
     return Ephemeral(stream, _encode(row), row)
+
+
+def redacted_in(rows: Iterable[RelayRow]) -> set[str]:
+    """The events that these rows redact."""
+    return {row.target for row in rows if isinstance(row, RedactionRow)}
+
+
+def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt | None:
+    """Tell the sink of a row of typing or presence; returns a receipt, which the caller stores.
+
+    An unreadable row is passed over: it would be of no use a moment later.
+    """
+    match (stream, row):
+        case ("typing", [str(room_id), list(users)]):
+            typists = [user for user in users if isinstance(user, str)]
+            edus.typing(room_id, typists[:MAX_TYPISTS], token)
+        case ("receipts", [str(room), str(kind), str(user), str(event), thread, dict(data)]) if (
+            thread is None or isinstance(thread, str)
+        ):
+            ts = data.get("ts")
+            known = isinstance(ts, int) and not isinstance(ts, bool)
+            return Receipt(0, room, kind, user, event, thread, ts if known else None)
+        case (
+            "presence",
+            [str(user), str(state), int(active), status, bool(now), list(servers)],
+        ) if status is None or isinstance(status, str):
+            edus.presence(PresenceState(user, state, active, status, now))
+            for server in servers:
+                if isinstance(server, str):
+                    edus.presence_wanted(server, user)
+    return None
 
 
 def parse_row(row: Json) -> FeedRow:

@@ -16,8 +16,16 @@ from typing import Final, NamedTuple, Protocol
 
 from sqlalchemy import Connection, and_, bindparam, delete, func, or_, select
 
-from fedsender.facts import Elsewhere, KeyReused, Outdated, RelayRow, RoomServers, ServersRow
-from fedsender.store import edus, positions, room_servers, tables
+from fedsender.embedded import stays
+from fedsender.embedded.facts import (
+    Elsewhere,
+    KeyReused,
+    Outdated,
+    RelayRow,
+    RoomServers,
+    ServersRow,
+)
+from fedsender.store import edus, positions, tables
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows
 
 KEPT_MS: Final = 24 * 3600 * 1000
@@ -122,7 +130,7 @@ def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Ou
     for row in rows:
         if isinstance(row, ServersRow) and row.as_of is not None:
             read_at[row.room_id] = min(row.as_of, read_at.get(row.room_id, row.as_of))
-    last = room_servers.last_told(connection, read_at)
+    last = stays.last_told(connection, read_at)
     outdated = [
         room_id
         for room_id, as_of in read_at.items()
@@ -133,7 +141,7 @@ def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Ou
     named = 0
     rooms: list[RoomServers] = []
     for room_id in outdated[:MAX_OUTDATED]:
-        found = room_servers.embedded_room(connection, room_id) or RoomServers(room_id, 0, ())
+        found = stays.room_of(connection, room_id) or RoomServers(room_id, 0, ())
         rooms.append(found)
         named += len(found.servers)
         if named >= MAX_OUTDATED_SERVERS:

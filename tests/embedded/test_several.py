@@ -10,18 +10,19 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from tests.intake.test_push import pushed_to, record, stored
+from tests.embedded.test_push import pushed_to, record, stored
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
 from tests.servers import Databases
 
 from fedsender.config import Config, ConfigError, UnixAddress, from_values
 from fedsender.daemon import Daemon, open_core
-from fedsender.facts import Elsewhere, KeyReused
-from fedsender.intake.endpoint import PREFIX, serve_intake
-from fedsender.intake.intake import Append, ReservationGone
+from fedsender.embedded.endpoint import PREFIX, serve_intake
+from fedsender.embedded.facts import Elsewhere, KeyReused
+from fedsender.embedded.intake import Append, ReservationGone
+from fedsender.embedded.push import PushFeed
+from fedsender.embedded.store import own_store
 from fedsender.matrix import ROOM_VERSIONS
-from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import (
     HomeserverSettings,
@@ -31,7 +32,6 @@ from fedsender.store import (
     open_store,
     store_config,
 )
-from fedsender.store.embedded_store import own_store
 from fedsender.store.records import PresenceState
 from fedsender.switching.handback import hand_back
 from fedsender_lab.demo.process import write_signing_key

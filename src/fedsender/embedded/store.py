@@ -18,12 +18,13 @@ from cachetools import LRUCache
 from sqlalchemy import Connection, select
 
 from fedsender.caches import remember
-from fedsender.facts import RelayRow, RoomServers, ServersRow
+from fedsender.embedded import appends, feeding, stays
+from fedsender.embedded.appends import Appended, NewRecord, News, Notice, Place
+from fedsender.embedded.facts import RelayRow, RoomServers, ServersRow
+from fedsender.embedded.feeding import Steps
 from fedsender.runtime import Runtime
-from fedsender.store import appends, embedded, event_rows, positions, room_servers, tables
-from fedsender.store.appends import Appended, NewRecord, News, Notice, Place
+from fedsender.store import event_rows, positions, tables
 from fedsender.store.edus import EduStore
-from fedsender.store.embedded import Steps
 from fedsender.store.engine import Database, reading, writing
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.lock import AdvisoryLock, Lock, LockHeld, lock_of
@@ -126,7 +127,7 @@ class EmbeddedStore(HomeserverStore):
         self, connection: Connection, events: Sequence[EventRow]
     ) -> dict[str, Hosts]:
         """By event id the servers in the room at it."""
-        return room_servers.embedded_servers_before(connection, events)
+        return stays.servers_before(connection, events)
 
     @reading
     def read_to_route(
@@ -140,7 +141,7 @@ class EmbeddedStore(HomeserverStore):
         """`read_events`, and `servers_before` for the wanted ones, in one transaction."""
         rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
         found = [row for row in rows if wanted(row)]
-        return rows, room_servers.embedded_servers_before(connection, found)
+        return rows, stays.servers_before(connection, found)
 
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
         """By room the servers in it now."""
@@ -151,9 +152,7 @@ class EmbeddedStore(HomeserverStore):
         if not unknown:
             await trio.lowlevel.checkpoint()
             return known
-        found = await self._database.read(
-            partial(room_servers.embedded_servers_now, room_ids=unknown)
-        )
+        found = await self._database.read(partial(stays.servers_now, room_ids=unknown))
         if moves == self._moves:
             for name, servers in found.items():
                 remember(self._here, name, servers)
@@ -167,8 +166,8 @@ class EmbeddedStore(HomeserverStore):
     @reading
     def rooms_shared_with(self, connection: Connection, destination: str) -> list[str]:
         """The rooms that the server is in now."""
-        stays = tables.room_servers.c
-        here = select(stays.room_id).where(stays.server == destination, stays.left.is_(None))
+        stay = tables.room_servers.c
+        here = select(stay.room_id).where(stay.server == destination, stay.left.is_(None))
         return sorted(connection.execute(here.distinct()).scalars())
 
     @contextmanager
@@ -195,7 +194,7 @@ class EmbeddedStore(HomeserverStore):
 
         def apply(connection: Connection) -> None:
             self._check_stored(connection, self._fed)
-            embedded.apply_tokens(connection, batch, now_ms)
+            feeding.apply_tokens(connection, batch, now_ms)
 
         moving = _move_hosts(row for _, rows in batch for row in rows)
         with self._noticing(), self._hosts_moving() if moving else nullcontext():
@@ -249,7 +248,7 @@ class EmbeddedStore(HomeserverStore):
         def append(connection: Connection) -> list[Appended]:
             self._check_stored(connection, self._fed)
             appends.check_epoch(connection, epoch)
-            make_rows = partial(embedded.Rows, now_ms)
+            make_rows = partial(feeding.Rows, now_ms)
             answers = appends.append_records(connection, records, now_ms, make_rows)
             if not self.alone:
                 told = [
@@ -270,7 +269,7 @@ class EmbeddedStore(HomeserverStore):
     @reading
     def room_servers(self, connection: Connection, room_id: str) -> RoomServers | None:
         """The room's servers by the feed's rows; None: no row was about them."""
-        return room_servers.embedded_room(connection, room_id)
+        return stays.room_of(connection, room_id)
 
     @reading
     def find_appends(
@@ -302,7 +301,7 @@ class EmbeddedStore(HomeserverStore):
             appends.check_epoch(connection, epoch)
             if not self.alone:
                 appends.store_notices(connection, instance, notices, now_ms)
-            return embedded.store_receipts(connection, receipts) if receipts else None
+            return feeding.store_receipts(connection, receipts) if receipts else None
 
         return await self._database.write(store)
 
@@ -324,11 +323,11 @@ class EmbeddedStore(HomeserverStore):
     @writing
     def store_receipts(self, connection: Connection, receipts: Sequence[Receipt]) -> int:
         """Store receipts for servers that do not answer now; returns their newest stream id."""
-        return embedded.store_receipts(connection, receipts)
+        return feeding.store_receipts(connection, receipts)
 
     async def drop_unfinished_load(self) -> None:
         """Remove the rows of an interrupted load; before the feed stores anything."""
-        await self.write_in_steps(embedded.drop_unfinished_load())
+        await self.write_in_steps(feeding.drop_unfinished_load())
 
     async def write_in_steps(self, steps: Steps[T]) -> T:
         """Run each step in its own transaction, which others may share; returns the end's value.
@@ -339,7 +338,7 @@ class EmbeddedStore(HomeserverStore):
         result: Any = None
         with self._hosts_moving(), closing(steps):
             while True:
-                go_on = partial(embedded.run_step, steps, result)
+                go_on = partial(feeding.run_step, steps, result)
                 step, value = await self._runtime.run_sync(go_on, limiter=limiter)
                 if step is None:
                     return cast(T, value)

@@ -14,19 +14,20 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.intake.test_push import pushed_to
+from tests.embedded.test_push import pushed_to
 from tests.relay.log_support import key, pdu
 
 from fedsender.config import UnixAddress
-from fedsender.facts import Outdated, RoomServers, prepare
-from fedsender.intake.endpoint import serve_intake
-from fedsender.intake.intake import Append, Intake
-from fedsender.intake.writer import Full
-from fedsender.replication.push import PushFeed
+from fedsender.embedded import appends
+from fedsender.embedded.appends import NewRecord
+from fedsender.embedded.endpoint import serve_intake
+from fedsender.embedded.facts import Outdated, RoomServers, prepare
+from fedsender.embedded.intake import Append, Intake
+from fedsender.embedded.push import PushFeed
+from fedsender.embedded.store import own_store
+from fedsender.embedded.writer import Full
 from fedsender.runtime import real_runtime
-from fedsender.store import Store, StoreConfig, StoreError, appends, open_store
-from fedsender.store.appends import NewRecord
-from fedsender.store.embedded_store import own_store
+from fedsender.store import Store, StoreConfig, StoreError, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender_lab.intake_client import IntakeClient, Refused, ServersOutdated
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from tests.intake.kills import run_campaign
+from tests.embedded.kills import run_campaign
 
 pytestmark = pytest.mark.slow
 
 
 async def test_ten_kills_lose_nothing(tmp_path: Path) -> None:
-    """`python -m tests.intake.kills` has 200."""
+    """`python -m tests.embedded.kills` has 200."""
     figures = await run_campaign(tmp_path, 10, seed=1)
     assert figures.amiss == []
     assert min(figures.kills["homeserver"], figures.kills["sender"]) > 1

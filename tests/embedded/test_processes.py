@@ -14,7 +14,7 @@ import psycopg
 import pytest
 import trio
 import trustme
-from tests.intake.support import TOKEN
+from tests.embedded.support import TOKEN
 from tests.servers import Databases, free_port
 
 from fedsender.config.policy import GAP_EVENTS

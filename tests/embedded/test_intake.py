@@ -18,8 +18,8 @@ from tests.relay.log_support import (
 )
 from tests.relay.relay_world import new_directory
 
-from fedsender.facts import BadRow, Ephemeral, KeyReused
-from fedsender.intake.intake import (
+from fedsender.embedded.facts import BadRow, Ephemeral, KeyReused
+from fedsender.embedded.intake import (
     Append,
     Busy,
     Intake,
@@ -27,7 +27,7 @@ from fedsender.intake.intake import (
     ReservationGone,
     Waiting,
 )
-from fedsender.intake.writer import Full
+from fedsender.embedded.writer import Full
 
 SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=5000)
 

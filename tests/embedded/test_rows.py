@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.relay.log_support import hosts, pdu, to_device
 
-from fedsender.facts import (
+from fedsender.embedded.facts import (
     MAX_RECORD_BYTES,
     MAX_ROW_BYTES,
     MAX_ROWS,

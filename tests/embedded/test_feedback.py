@@ -16,10 +16,18 @@ from tests.service import PATIENCE_S, open_world
 from trio.testing import MockClock
 
 from fedsender.config.sections import Ledger as Settings
-from fedsender.intake import feedback as module
-from fedsender.intake.endpoint import PREFIX, serve_intake
-from fedsender.intake.feedback import MAX_READERS, BadCursor, Cursor, Feedback, Gap, Page, read_page
-from fedsender.intake.intake import Busy, Intake
+from fedsender.embedded import feedback as module
+from fedsender.embedded.endpoint import PREFIX, serve_intake
+from fedsender.embedded.feedback import (
+    MAX_READERS,
+    BadCursor,
+    Cursor,
+    Feedback,
+    Gap,
+    Page,
+    read_page,
+)
+from fedsender.embedded.intake import Busy, Intake
 from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledger
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.segments import segments

@@ -11,25 +11,25 @@ import signedjson.key
 import signedjson.sign
 import trio
 from hypothesis import HealthCheck, given, settings
-from tests.intake.support import whole_daemon
-from tests.intake.test_push import abouts, events, ids
+from tests.embedded.support import whole_daemon
+from tests.embedded.test_push import abouts, events, ids
 from tests.lab.testing.test_rooms import NAME, a_homeserver
 from tests.replication.support import RecordingSink
 
-from fedsender.facts import BadRow, prepare
+from fedsender.embedded.facts import BadRow, prepare
+from fedsender.embedded.intake import Append, Intake
+from fedsender.embedded.push import PushFeed
+from fedsender.embedded.signing import EventSigner
+from fedsender.embedded.store import own_store
 from fedsender.federation.signing import (
     KeyRing,
     SigningKey,
     parse_signing_keys,
     signing_key_from_seed,
 )
-from fedsender.intake.intake import Append, Intake
-from fedsender.intake.signing import EventSigner
 from fedsender.matrix import ROOM_VERSIONS, redact
-from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
-from fedsender.store.embedded_store import own_store
 from fedsender_lab.demo import process
 from fedsender_lab.intake_client import NewRecord
 from fedsender_lab.testing.clock import until

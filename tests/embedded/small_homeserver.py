@@ -1,6 +1,6 @@
 """A small homeserver in another style than ours: threads, sqlite3 and http.client.
 
-    python -m tests.intake.small_homeserver DIRECTORY SERVER... [--rate 50] [--seed 1]
+    python -m tests.embedded.small_homeserver DIRECTORY SERVER... [--rate 50] [--seed 1]
 
 Things happen in its rooms: messages, servers that come, servers that are thrown out. What happens
 goes into its database in one transaction with what is to be appended (`outbox`). One thread reads

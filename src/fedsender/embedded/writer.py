@@ -15,8 +15,8 @@ from typing import Final, Protocol
 import structlog
 import trio
 
-from fedsender.facts import BadRow, Elsewhere, KeyReused, Prepared, RoomServers
-from fedsender.store.appends import Appended, NewRecord
+from fedsender.embedded.appends import Appended, NewRecord
+from fedsender.embedded.facts import BadRow, Elsewhere, KeyReused, Prepared, RoomServers
 from fedsender.store.engine import StoreError, WrongValues
 from fedsender.waiting import Signal
 

@@ -5,8 +5,7 @@ the feed goes on from there, with nothing missing and nothing twice.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -25,12 +24,20 @@ from sqlalchemy import (
     update,
 )
 
-from fedsender.facts import BadRow, DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
+from fedsender.embedded.facts import (
+    BadRow,
+    DeviceListRow,
+    RelayRow,
+    ServersRow,
+    SigningKeyRow,
+    ToDeviceRow,
+)
+from fedsender.embedded.stays import store_hosts
 from fedsender.ledger import DevicePoke
 from fedsender.store import positions, tables
-from fedsender.store.engine import StoreError
+from fedsender.store.engine import FeedError
 from fedsender.store.records import Receipt
-from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows, upsert
+from fedsender.store.statements import insert_rows, upsert
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 # Room versions 1 to 12; the number only matters to a Synapse, and only as "not NULL".
@@ -46,10 +53,6 @@ MAX_RECEIPTS = 100_000
 T = TypeVar("T")
 _AT_ONCE: Final = 250
 """The most rows of an interrupted load that one transaction removes."""
-
-
-class FeedError(StoreError):
-    """A row of the feed cannot be stored; the text names the token and the field."""
 
 
 def apply_tokens(
@@ -256,66 +259,6 @@ def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> N
     ]
     if known:
         connection.execute(_NOTE_VERSION, known)
-
-
-def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]) -> None:
-    """End the stays of servers that left; begin one for each that joined and is not there.
-
-    `told`: (token, row) in their order. A stay holds for events above the token at which the server
-    joined, up to and with the token at which it left.
-    """
-    whole = {row.room_id for _, row in told if isinstance(row, ServersRow)}
-    places = {
-        (row.room_id, server)
-        for _, row in told
-        if isinstance(row, HostsRow) and row.room_id not in whole
-        for server in (*row.joined, *row.left)
-    }
-    stays = open_stays(connection, whole, places)
-    changed: dict[tuple[str, str, int], int | None] = {}
-    for token, row in told:
-        here = stays[row.room_id]
-        if isinstance(row, ServersRow):
-            joined, left = row.servers, tuple(sorted(here.keys() - set(row.servers)))
-        else:
-            joined, left = row.joined, row.left
-        for server in left:
-            stay = (row.room_id, server)
-            changed.update({(*stay, since): token for since in here.pop(server, ())})
-        for server in joined:
-            if server not in here:
-                here[server] = [token]
-                changed[row.room_id, server, token] = None
-    rows = [
-        {"room_id": room_id, "server": server, "joined": joined, "left": left}
-        for (room_id, server, joined), left in changed.items()
-    ]
-    insert_rows(connection, tables.room_servers, rows, replacing=("left",))
-    store_told(connection, {row.room_id: token for token, row in told})
-
-
-def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:
-    """Note by room the token of the last row about its servers, even if it changes nothing."""
-    rows = [{"room_id": room_id, "token": tokens[room_id]} for room_id in sorted(tokens)]
-    insert_rows(connection, tables.room_servers_told, rows, replacing=("token",))
-
-
-def open_stays(
-    connection: Connection, rooms: Collection[str], places: Collection[tuple[str, str]]
-) -> defaultdict[str, dict[str, list[int]]]:
-    """room -> server -> tokens of its open stays: for whole rooms, and for (room, server) pairs."""
-    stay = tables.room_servers.c
-    which = [stay.room_id.in_(chunk) for chunk in in_chunks(sorted(rooms))]
-    which += [
-        tuple_(stay.room_id, stay.server).in_(chunk)
-        for chunk in in_chunks(sorted(places), MAX_PARAMETERS // 2)
-    ]
-    found: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
-    for condition in which:
-        query = select(stay.room_id, stay.server, stay.joined).where(condition, stay.left.is_(None))
-        for room_id, server, joined in connection.execute(query):
-            found[room_id].setdefault(server, []).append(joined)
-    return found
 
 
 # --- EDUs -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import trio
 
-from fedsender.facts import (
+from fedsender.embedded.facts import (
     BadRow,
     Elsewhere,
     Ephemeral,
@@ -30,13 +30,13 @@ from fedsender.facts import (
     Prepared,
     prepare_ephemeral,
 )
-from fedsender.intake.writer import Call, Full, Writer
+from fedsender.embedded.writer import Call, Full, Writer
 from fedsender.matrix import JsonObject
 from fedsender.runtime import Runtime
 from fedsender.streams import Json
 
 if TYPE_CHECKING:
-    from fedsender.intake.signing import EventSigner
+    from fedsender.embedded.signing import EventSigner
 
 log = structlog.get_logger()
 

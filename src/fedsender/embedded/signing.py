@@ -11,9 +11,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from fedsender.facts import BadRow
+from fedsender.embedded.facts import BadRow
+from fedsender.embedded.writer import Full
 from fedsender.federation.signing import KeyRing
-from fedsender.intake.writer import Full
 from fedsender.matrix import BadEvent, JsonObject, event_id_of, hashed, make_pdu, room_version_of
 from fedsender.store.engine import StoreError
 from fedsender.streams import Json

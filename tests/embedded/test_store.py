@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, event
 from tests.servers import NewUrl
 
+from fedsender.embedded.feeding import apply_tokens
+from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, migrations, open_store
-from fedsender.store.embedded import FeedError, apply_tokens
-from fedsender.store.embedded_store import own_store
-from fedsender.store.engine import open_database
+from fedsender.store.engine import FeedError, open_database
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.positions import SetBack
 from fedsender.store.records import History

@@ -1,6 +1,6 @@
 """The kill campaign of push: a homeserver and the sender are killed at random, under load.
 
-    python -m tests.intake.kills [--kills 200] [--seed N]
+    python -m tests.embedded.kills [--kills 200] [--seed N]
 
 `small_homeserver` appends to a real `fedsender run`, which sends to real receiving servers.
 `kill -9` takes the one or the other, or both, at moments that the seed and the machine choose. In
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from tests.intake import small_homeserver
+from tests.embedded import small_homeserver
 
 from fedsender.config.policy import GAP_EVENTS
 from fedsender.runtime import real_runtime

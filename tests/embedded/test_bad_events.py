@@ -16,12 +16,12 @@ from tests.sender.harness import EPOCH_MS, HS, RemoteServer, World
 from tests.sender.test_database_errors import crashes
 from trio.testing import MockClock
 
-from fedsender.facts import BadRow, prepare
-from fedsender.intake.intake import Append
+from fedsender.embedded.facts import BadRow, prepare
+from fedsender.embedded.intake import Append
+from fedsender.embedded.push import PushFeed
+from fedsender.embedded.store import own_store
 from fedsender.matrix import MAX_NESTING, ROOM_VERSIONS, BadEvent, event_id_of, is_server_name
-from fedsender.replication.push import PushFeed
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.embedded_store import own_store
 
 A, B = "a.example", "b.example"
 GOOD = "!good:hs.example"

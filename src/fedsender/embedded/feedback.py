@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import orjson
 import trio
 
-from fedsender.intake.intake import Busy
+from fedsender.embedded.intake import Busy
 from fedsender.ledger import LINE_VERSION, Ledger
 from fedsender.runtime import Runtime
 from fedsender.segments import Segment, open_segment, segments_of
