@@ -48,10 +48,11 @@ from sqlalchemy import (
 )
 
 from fedsender.embedded import appends, feeding
-from fedsender.embedded.appends import Appended, NewRecord
 from fedsender.embedded.facts import (
+    Answer,
     DeviceListRow,
     EduRow,
+    Record,
     RelayRow,
     RoomServers,
     ServersRow,
@@ -894,7 +895,7 @@ class RelayStore:
 
     # --- appending --------------------------------------------------------------------------------
 
-    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+    async def append_records(self, records: Sequence[Record]) -> list[Answer]:
         """Store records in this order, in one transaction; see `appends`. Raises Elsewhere.
 
         Records that are appended while a snapshot is read stay in SQLite's write-ahead log. If that
@@ -905,7 +906,7 @@ class RelayStore:
         epoch, now_ms = self._epoch, self._runtime.now_ms()
         make_rows = partial(RelayRows, self.server_name, now_ms)
 
-        def append(connection: Connection) -> list[Appended]:
+        def append(connection: Connection) -> list[Answer]:
             appends.check_epoch(connection, epoch)
             return appends.append_records(connection, records, now_ms, make_rows)
 

@@ -14,8 +14,7 @@ from typing import Final
 
 import trio
 
-from fedsender.embedded.appends import NewRecord
-from fedsender.embedded.facts import lines_of
+from fedsender.embedded.facts import Answer, Record, lines_of
 from fedsender.embedded.writer import Full, Writer
 from fedsender.runtime import Runtime
 from fedsender.streams import Watermark
@@ -102,7 +101,7 @@ class RelayLog:
         finally:
             self.writer.close(Full("the relay is stopping"))
 
-    def _take(self, records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> None:
+    def _take(self, records: Sequence[Record], answers: Sequence[Answer]) -> None:
         """Take records that were just stored into memory, and advance the head to them."""
         now_ms = self._runtime.now_ms()
         head = self.head

@@ -66,7 +66,7 @@ async def _fill(relay: RelayDaemon, records: int) -> None:
     for first in range(1, records + 1, 1000):
         numbers = range(first, min(first + 1000, records + 1))
         await relay.log.writer.append_all(
-            [(b"%016d" % number, prepare([row(number)])) for number in numbers]
+            [prepare([row(number)], key=b"%016d" % number) for number in numbers]
         )
 
 

@@ -102,7 +102,7 @@ async def _append(relay: RelayDaemon, records: Sequence[Sequence[Json]]) -> None
     for start in range(0, len(records), AT_ONCE):
         await relay.log.writer.append_all(
             [
-                (os.urandom(KEY_BYTES), prepare(record))
+                prepare(record, key=os.urandom(KEY_BYTES))
                 for record in records[start : start + AT_ONCE]
             ]
         )

@@ -17,11 +17,11 @@ from tests.sender.test_database_errors import crashes
 from trio.testing import MockClock
 
 from fedsender.embedded.facts import BadRow, prepare
-from fedsender.embedded.intake import Append
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
 from fedsender.matrix import MAX_NESTING, ROOM_VERSIONS, BadEvent, event_id_of, is_server_name
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender_lab.testing.appends import append_of
 
 A, B = "a.example", "b.example"
 GOOD = "!good:hs.example"
@@ -69,7 +69,7 @@ class PushedWorld(World):
     async def append(self, *rows: Json) -> int:
         """One record; its token."""
         self.said += 1
-        (token,) = await self.push.intake.append([Append(f"id{self.said}", rows)])
+        (token,) = await self.push.intake.append([append_of(f"id{self.said}", rows)])
         assert token is not None
         return token
 
@@ -259,7 +259,7 @@ def test_what_the_intake_takes_the_fan_out_passes(
                 await world.append(pdu(invite, event_id=event_id))
             for start in range(0, len(records), 500):
                 some = enumerate(records[start : start + 500], start)
-                await world.push.intake.append([Append(f"drawn{n}", rows) for n, rows in some])
+                await world.push.intake.append([append_of(f"drawn{n}", rows) for n, rows in some])
             await world.say(GOOD, "one")
             await trio.sleep(200)
             assert world.sender.fan_out.standstill is None

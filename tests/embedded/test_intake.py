@@ -19,15 +19,9 @@ from tests.relay.log_support import (
 from tests.relay.relay_world import new_directory
 
 from fedsender.embedded.facts import BadRow, Ephemeral, KeyReused
-from fedsender.embedded.intake import (
-    Append,
-    Busy,
-    Intake,
-    IntakeSettings,
-    ReservationGone,
-    Waiting,
-)
+from fedsender.embedded.intake import Append, Busy, Intake, IntakeSettings, ReservationGone, Waiting
 from fedsender.embedded.writer import Full
+from fedsender_lab.testing.appends import append_of
 
 SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=5000)
 
@@ -42,7 +36,7 @@ async def opened(
 
 
 def event(number: int, reservation: str | None = None, size: int = 0) -> Append:
-    return Append(f"id{number}", [pdu(number, size)], reservation)
+    return append_of(f"id{number}", [pdu(number, size)], reservation)
 
 
 async def told(intake: Intake) -> list[int]:
@@ -84,7 +78,7 @@ async def test_work_that_came_to_nothing_holds_nobody(
     """A failed id simply has no rows (seed streams)."""
     async with opened() as intake:
         first, second = intake.reserve("a", 2)
-        assert await intake.append([Append("x", [], first), event(2, second)]) == [None, 1]
+        assert await intake.append([append_of("x", [], first), event(2, second)]) == [None, 1]
         assert await told(intake) == [2]
 
 
@@ -114,7 +108,7 @@ async def test_an_append_that_waits_keeps_its_place(
         with pytest.raises(Waiting):
             await intake.append([event(3)])
         with pytest.raises(KeyReused):
-            await intake.append([Append("id3", [pdu(33)])])
+            await intake.append([append_of("id3", [pdu(33)])])
         assert await intake.append([event(1, first)]) == [1]
         assert await intake.append([event(2, second), event(3)]) == [2, 3]
         assert await told(intake) == [1, 2, 3]
@@ -158,7 +152,7 @@ async def test_places_behind_one_that_is_held_count_until_their_turn() -> None:
         (first,) = intake.reserve("a", 1)
         for number in range(7):
             (place,) = intake.reserve("b", 1)
-            assert await intake.append([Append(f"x{number}", [], place)]) == [None]
+            assert await intake.append([append_of(f"x{number}", [], place)]) == [None]
         with pytest.raises(Busy):
             intake.reserve("b", 1)
         assert await intake.append([event(1, first)]) == [1]
@@ -171,11 +165,11 @@ async def test_all_or_nothing_of_what_can_be_checked() -> None:
     async with opened() as intake:
         (place,) = intake.reserve("a", 1)
         bad = [
-            [event(1, place), Append("x", [["pdu", []]])],
-            [event(1, place), Append("x", [])],
-            [event(1, place), Append("", [pdu(2)])],
-            [event(1, place), Append("x" * 256, [pdu(2)])],
-            [event(1, place), Append("\ud800", [pdu(2)])],
+            [event(1, place), append_of("x", [["pdu", []]])],
+            [event(1, place), append_of("x", [])],
+            [event(1, place), append_of("", [pdu(2)])],
+            [event(1, place), append_of("x" * 256, [pdu(2)])],
+            [event(1, place), append_of("\ud800", [pdu(2)])],
             [event(1, place), event(2, place)],
         ]
         for appends in bad:
@@ -199,11 +193,11 @@ async def test_others_have_their_turn_while_a_large_request_is_checked(
             await trio.lowlevel.checkpoint()
             turns += 1
 
-    many = [Append(f"id{n}", [["redaction", ["$a", f"${n}"]]] * rows) for n in range(appends)]
+    many = [append_of(f"id{n}", [["redaction", ["$a", f"${n}"]]] * rows) for n in range(appends)]
     async with opened() as intake, trio.open_nursery() as nursery:
         nursery.start_soon(other)
         with pytest.raises(BadRow):
-            await intake.append([*many[1:], Append("last", [*many[0].rows[1:], ["pdu", []]])])
+            await intake.append([*many[1:], append_of("last", [*many[0].rows[1:], ["pdu", []]])])
         nursery.cancel_scope.cancel()
     assert turns >= 900
 

@@ -4,6 +4,7 @@ whatever is taken can be stored. On SQLite and on PostgreSQL."""
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
-from fedsender.embedded.appends import KEPT_MS, Appended, NewRecord, forget_appends
+from fedsender.embedded.appends import KEPT_MS, forget_appends
 from fedsender.embedded.endpoint import PREFIX, serve_intake
-from fedsender.embedded.facts import BadRow, Elsewhere, KeyReused, Outdated, prepare
+from fedsender.embedded.facts import Answer, BadRow, Elsewhere, KeyReused, Outdated, Record, prepare
 from fedsender.embedded.intake import Append, Intake, key_of
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import EmbeddedStore, own_store
@@ -34,6 +35,7 @@ from fedsender.store import (
     open_store,
     tables,
 )
+from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import until
 
 ALICE = "@alice:hs.example"
@@ -59,7 +61,7 @@ async def pushed_to(
 
 
 def record(number: int, *rows: Any) -> Append:
-    return Append(f"id{number}", rows or [pdu(number)])
+    return append_of(f"id{number}", rows or [pdu(number)])
 
 
 async def stored(store: Store) -> list[tuple[int, str]]:
@@ -158,11 +160,11 @@ async def test_places_are_taken_in_their_order_and_known_when_a_retry_comes(
         intake: Intake = feed.intake
         first, second = intake.reserve("worker", 2)
         async with trio.open_nursery() as nursery:
-            later = Append("b", [pdu(2)], second)
+            later = append_of("b", [pdu(2)], second)
             nursery.start_soon(intake.append, [later])
             await trio.sleep(0.1)
             assert feed.head == 0
-            assert await intake.append([Append("a", [pdu(1)], first)]) == [1]
+            assert await intake.append([append_of("a", [pdu(1)], first)]) == [1]
         assert await stored(store) == [(1, "$e1"), (2, "$e2")]
         intake.reserve("worker", 1)
         assert await intake.append([later]) == [2], "its place is gone, and it is stored"
@@ -241,7 +243,7 @@ class _Stumbling:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+    async def append_records(self, records: Sequence[Record]) -> list[Answer]:
         if any(getattr(row, "event_id", "") == self._event_id for r in records for row in r.rows):
             await self._fail(self._store)
         return await self._store.append_records(records)
@@ -282,7 +284,7 @@ class _Gated(_Stumbling):
         self._gate = gate
         self._groups = groups
 
-    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+    async def append_records(self, records: Sequence[Record]) -> list[Answer]:
         self._groups.append(len(records))
         if len(self._groups) == 1:
             await self._gate.wait()
@@ -331,7 +333,7 @@ async def test_requests_that_share_a_transaction_with_a_bad_one_are_answered_200
             await until(lambda: 2 in answers)
             for number in range(3, 23):
                 nursery.start_soon(post, number, pdu(number))
-            await until(lambda: len(feed._writer._waiting._queue) == 21)
+            await until(lambda: len(feed._writer._waiting._records) == 21)
             gate.set()
         assert groups[1] == 20
         assert "NUL" in answers[2][1]["error"]
@@ -481,11 +483,9 @@ def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
                 continue
         nonlocal taken
         taken += len(good)
-        wanted.append(
-            [NewRecord(each.check().to_bytes(16), each.check(), each.parsed) for each in good]
-        )
+        wanted.append([replace(each, key=each.checksum.to_bytes(16)) for each in good])
 
-    wanted: list[list[NewRecord]] = []
+    wanted: list[list[Record]] = []
     check()
 
     async def store_all() -> None:

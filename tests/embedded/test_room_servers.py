@@ -5,6 +5,7 @@ On SQLite and on PostgreSQL.
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
@@ -19,17 +20,17 @@ from tests.relay.log_support import key, pdu
 
 from fedsender.config import UnixAddress
 from fedsender.embedded import appends
-from fedsender.embedded.appends import NewRecord
 from fedsender.embedded.endpoint import serve_intake
-from fedsender.embedded.facts import Outdated, RoomServers, prepare
-from fedsender.embedded.intake import Append, Intake
+from fedsender.embedded.facts import Outdated, Record, RoomServers, prepare
+from fedsender.embedded.intake import Intake
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
-from fedsender.embedded.writer import Full
+from fedsender.embedded.writer import Call, Full
 from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, StoreError, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender_lab.intake_client import IntakeClient, Refused, ServersOutdated
+from fedsender_lab.testing.appends import append_of
 
 TOKEN = "not for everybody"
 ROOM = "!r:hs.example"
@@ -45,7 +46,7 @@ def servers(names: Sequence[str], as_of: int | None = None, room: str = ROOM) ->
 
 
 async def say(feed: PushFeed, *rows: Any, id: str | None = None) -> int:
-    (token,) = await feed.intake.append([Append(id or token_hex(8), rows)])
+    (token,) = await feed.intake.append([append_of(id or token_hex(8), rows)])
     assert token is not None
     return token
 
@@ -127,15 +128,19 @@ async def test_a_list_that_was_read_at_a_token_of_another_store_is_refused(
         assert await say(feed, servers(["a.example"], 1)) == 2
 
 
+def submitted(feed: PushFeed, *records: Record) -> Call:
+    call = Call(len(records))
+    feed.intake.recorder.submit(records, call)
+    return call
+
+
 async def test_rows_that_share_a_transaction_are_seen_in_their_order(config: StoreConfig) -> None:
     """A list is judged by what stands before it in the same commit, and refused alone."""
     async with pushed_to(config) as (feed, store):
         await say(feed, hosts(["a.example", "b.example"]))
         leaves, old_list, follow = (
-            feed.intake.recorder.submit(
-                [(key(number + place), prepare(rows)) for place, rows in enumerate(each)]
-            )
-            for number, each in (
+            submitted(feed, *(prepare(rows, key=key(n + at)) for at, rows in enumerate(each)))
+            for n, each in (
                 (0, [[hosts([], ["b.example"])]]),
                 (1, [[servers(["a.example", "b.example"], 1), pdu(1)]]),
                 (2, [[pdu(2)], [servers(["c.example"], 1, "!other:hs.example")]]),
@@ -268,7 +273,7 @@ def test_who_gets_an_event_is_the_list_before_it_whatever_is_said(config: StoreC
         base = model.head
         answers = await own_store(store.homeserver).append_records(
             [
-                NewRecord(b"%d-%d-%d" % (number, base, place), each.check(), each.parsed)
+                replace(each, key=b"%d-%d-%d" % (number, base, place))
                 for place, each in enumerate(batch)
             ]
         )
@@ -366,4 +371,4 @@ async def test_a_database_that_does_not_answer_is_asked_again(config: StoreConfi
             await feed.intake.recorder.room_servers(ROOM)
         (place,) = feed.intake.reserve("writer", 1)
         with pytest.raises(Full, match="homeserver database: no"):
-            await feed.intake.append([Append("id", [hosts(["a.example"])], place)])
+            await feed.intake.append([append_of("id", [hosts(["a.example"])], place)])

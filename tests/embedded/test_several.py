@@ -36,6 +36,7 @@ from fedsender.store.records import PresenceState
 from fedsender.switching.handback import hand_back
 from fedsender_lab.demo.process import write_signing_key
 from fedsender_lab.intake_client import IntakeClient
+from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import until
 from fedsender_lab.testing.receiver import open_receivers
 from fedsender_lab.testing.rooms import new_timeline
@@ -260,7 +261,7 @@ async def test_who_was_taken_over_stores_nothing_and_says_so(site: Site) -> None
         await until(lambda: b.takes_appends)
     # Either it has looked by now, or the transaction tells it.
     with pytest.raises((Elsewhere, ReservationGone)):
-        await a.append(Append("late", [pdu(9)], place))
+        await a.append(append_of("late", [pdu(9)], place))
     await until(lambda: not a.takes_appends)
     with pytest.raises(Elsewhere) as refused:
         await a.append(record(2))
@@ -393,7 +394,7 @@ async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Dat
             "m.room.message", user, {"n": number}, signer=signer, now_ms=runtime.now_ms()
         )
         row = ["pdu", [event.room_id, event.event_id, event.content, {"room_version": "10"}]]
-        return Append(event.event_id, [row])
+        return append_of(event.event_id, [row])
 
     async with receiving as receivers, trio.open_nursery() as nursery:
         servers = sorted(receivers.servers)
@@ -421,7 +422,7 @@ async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Dat
         two, _ = await nursery.start(run, "b")
         shares = [{name for name in servers if each.config.handles(name)} for each in (one, two)]
         assert all(shares)
-        joins = Append("joins", [["hosts", [timeline.room_id, servers, []]]])
+        joins = append_of("joins", [["hosts", [timeline.room_id, servers, []]]])
         assert await intake_of(one).append([joins, say(1), say(2)]) == [1, 2, 3]
         await until(all_have(2))
         ended.cancel()

@@ -32,6 +32,7 @@ from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
 from fedsender_lab.demo import process
 from fedsender_lab.intake_client import NewRecord
+from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import until
 from fedsender_lab.testing.rules import ReceivedPdu, pdu_reader
 
@@ -168,9 +169,9 @@ async def test_each_event_is_answered_as_it_is_stored_also_after_a_change_of_key
     config: StoreConfig,
 ) -> None:
     def appends(*numbers: int) -> list[Append]:
-        return [Append(f"id{number}", [row(message(number))]) for number in numbers]
+        return [append_of(f"id{number}", [row(message(number))]) for number in numbers]
 
-    hosts = Append("hosts", [["hosts", ["!r:hs.example", ["b.example"], []]]])
+    hosts = append_of("hosts", [["hosts", ["!r:hs.example", ["b.example"], []]]])
     async with pushed_to(config, ONE) as intake:
         tokens, shown = await intake.append_shown([*appends(1), hosts, *appends(2)])
         assert tokens == [1, 2, 3]

@@ -78,7 +78,7 @@ LINES: Final = [
     b"FILE hosts-07-6b1f6b1f6b1f6b1f.jsonl.gz 65536 5214",
     b"ERROR SLOW too slow",
     b"REMOTE_SERVER_UP b.example",
-    *lines_of(prepare([pdu(1), hosts(1), to_device(1)]).rows, 184212).splitlines(),
+    *lines_of(prepare([pdu(1), hosts(1), to_device(1)]).texts, 184212).splitlines(),
     b'RDATA typing 5 ["!r:hs.example",["@a:hs.example"]]',
 ]
 ROWS: Final = [
@@ -134,7 +134,7 @@ def fuzz_rows(rng: random.Random) -> None:
     except BadRow:
         pass
     else:
-        lines = lines_of(prepared.rows, rng.randint(1, 2**63 - 1))
+        lines = lines_of(prepared.texts, rng.randint(1, 2**63 - 1))
         assert lines.count(b"\n") == len(spoiled)
         assert [json.loads(row) for row in rows_of(lines)] == spoiled
         assert b'["edu"' not in b"".join(

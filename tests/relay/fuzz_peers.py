@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from tests.relay.log_support import hosts, pdu, runtime, to_device
 
 from fedsender.embedded.endpoint import PREFIX, build_app
-from fedsender.embedded.facts import Ephemeral, Prepared
+from fedsender.embedded.facts import Ephemeral, Record
 from fedsender.embedded.intake import Intake
 from fedsender.replication.line_stream import Wire
 from fedsender.replication.protocol import File, Snapshot, format_command
@@ -99,13 +99,13 @@ class _Log:
     epoch = EPOCH
 
     def __init__(self) -> None:
-        self.taken: list[Prepared] = []
+        self.taken: list[Record] = []
 
-    async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
+    async def known(self, records: Sequence[Record]) -> set[bytes]:
         return set()
 
-    async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
-        self.taken += [record for _, record in records]
+    async def append_all(self, records: Sequence[Record]) -> list[int]:
+        self.taken += records
         return list(range(1, len(records) + 1))
 
 
@@ -133,7 +133,7 @@ async def fuzz_bodies(rng: random.Random) -> None:
         return
     said = json.loads(body)
     if path == "append":
-        rows = [[json.loads(row) for row in each.rows] for each in log.taken]
+        rows = [[json.loads(row) for row in each.texts] for each in log.taken]
         assert rows == [each["rows"] for each in said["appends"]]
         assert answer == {"epoch": EPOCH, "tokens": list(range(1, len(rows) + 1))}
     elif path == "reserve":

@@ -110,5 +110,5 @@ def log_of(intake: Intake) -> RelayLog:
 
 async def append(log: RelayLog, *rows: Json) -> int:
     """One record of these rows; its token."""
-    (token,) = await log.writer.append_all([(key(log.head + 1), prepare(rows))])
+    (token,) = await log.writer.append_all([prepare(rows, key=key(log.head + 1))])
     return token

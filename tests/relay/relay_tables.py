@@ -57,7 +57,7 @@ class Relay:
         self.count += 1
         prepared = prepare(rows)
         told = RelayRows(HS, self.now_ms)
-        told.add(self.count, prepared.parsed, prepared.rows)
+        told.add(self.count, prepared.rows, prepared.texts)
         with self._engine.begin() as connection:
             told.store(connection)
             positions.set_feed_position(connection, self.count)

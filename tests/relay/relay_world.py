@@ -189,7 +189,7 @@ class World:
         """One record of these rows; its token."""
         self.records += 1
         name = key or b"record %9d" % self.records
-        (token,) = await self.relay.log.writer.append_all([(name, prepare(rows))])
+        (token,) = await self.relay.log.writer.append_all([prepare(rows, key=name)])
         return token
 
     async def change(self, statement: str) -> None:

@@ -22,10 +22,10 @@ from tests.relay.relay_world import Hands, World, config_of
 from tests.replication.support import Netcat
 
 from fedsender.config import TcpAddress, UnixAddress, from_values
-from fedsender.embedded.intake import Append
 from fedsender.replication import line_stream
 from fedsender.replication.line_stream import Endpoint, connect
 from fedsender.runtime import CannotListen, real_runtime
+from fedsender_lab.testing.appends import append_of
 from fedsender_relay.daemon import RelayDaemon, open_relay
 from fedsender_relay.feeds import relay_settings
 from fedsender_relay.line_server import (
@@ -285,7 +285,7 @@ async def test_tls_and_the_secret_together_and_netcat_by_the_unix_socket(
         netcat = Netcat.on(await trio.open_unix_socket(str(unix.path)))
         await netcat.say("REPLICATE events NOW")
         assert (await netcat.hear_lines(2))[1] == "POSITION events 0"
-        await relay.intake.append([Append("1", [pdu(1)])])
+        await relay.intake.append([append_of("1", [pdu(1)])])
         assert str(await netcat.hear()).startswith("RDATA events 1 ")
         await hands.until("RDATA events 1 ")
         await hands.stream.aclose()
@@ -297,7 +297,7 @@ async def test_25_connections_that_end_leave_no_descriptor_behind(tmp_path: Path
     """25: sixty-four reconnects, half of them broken off in the middle of the log."""
     async with real_relay(tmp_path) as (relay, _, unix):
         for number in range(200):
-            await relay.intake.append([Append(f"{number}", [pdu(number, 2000)])])
+            await relay.intake.append([append_of(f"{number}", [pdu(number, 2000)])])
 
         async def once(number: int) -> None:
             hands = Hands.on(await trio.open_unix_socket(str(unix.path)))
@@ -337,7 +337,7 @@ async def test_38_a_network_that_stalls_costs_the_connection_and_no_snapshot(
         while not relay.hub.counts.slow:
             for _ in range(20):
                 number += 1
-                await relay.intake.append([Append(f"{number}", [pdu(number, 50_000)])])
+                await relay.intake.append([append_of(f"{number}", [pdu(number, 50_000)])])
             await trio.sleep(0.05)
         await hands.stream.aclose()
         proxy.cut()

@@ -19,8 +19,13 @@ from sqlalchemy import Connection, Select, func, select, update
 from tests.servers import NewUrl
 
 from fedsender.embedded import appends
-from fedsender.embedded.appends import NewRecord
-from fedsender.embedded.facts import Elsewhere, KeyReused, Outdated, check_of, prepare
+from fedsender.embedded.facts import (
+    Elsewhere,
+    KeyReused,
+    Outdated,
+    Record,
+    prepare,
+)
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, connections, open_store, tables
 from fedsender.store.connections import WrongDatabase
@@ -70,12 +75,9 @@ def pdu(room_id: str, event_id: str, plus: Sequence[str] = (), minus: Sequence[s
     return ["pdu", [room_id, event_id, event, about]]
 
 
-def record(key: str, *rows: Json) -> NewRecord:
+def record(key: str, *rows: Json) -> Record:
     """A record as the intake hands it on."""
-    prepared = prepare(rows)
-    return NewRecord(
-        key.encode().rjust(16, b"k")[-16:], check_of(prepared.rows), prepared.parsed, prepared.rows
-    )
+    return prepare(rows, key=key.encode().rjust(16, b"k")[-16:])
 
 
 async def rows_of_snapshot(store: RelayStore) -> dict[str, list[tuple[Any, ...]]]:
@@ -688,7 +690,7 @@ async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_
             assert len(list(tables.rows("hosts"))) == 1
             assert over.wait(30)
 
-        def big(number: int) -> NewRecord:
+        def big(number: int) -> Record:
             return record(
                 f"{number}", ["edu", ["to_device", "a.example", f"{number}", {"a": "x" * 200_000}]]
             )

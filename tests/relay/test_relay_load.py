@@ -22,13 +22,13 @@ from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, row_of, until
 from tests.sender.harness import HS, World
 
 from fedsender.embedded.facts import RoomServers
-from fedsender.embedded.intake import Append
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.records import History, stands_above
 from fedsender.streams import Json
+from fedsender_lab.testing.appends import append_of
 from fedsender_relay.feed import State, read_rows
 from fedsender_relay.load import Loaded, LoadedSnapshot, load_snapshot
 from fedsender_relay.snapshot import SnapshotInfo
@@ -432,7 +432,7 @@ async def test_from_the_relay_to_push_on_the_same_store(
         assert begun == stage.relay.relay.log.head
         gone = ["hosts", [ROOM, [], ["b.example"]]]
         said = row_of(stage.world.pdu(ROOM, "by push"))
-        assert await feed.intake.append([Append("1", [gone]), Append("2", [said])]) == [
+        assert await feed.intake.append([append_of("1", [gone]), append_of("2", [said])]) == [
             begun + 1,
             begun + 2,
         ]

@@ -18,9 +18,11 @@ from sqlalchemy import Connection, and_, bindparam, delete, func, or_, select
 
 from fedsender.embedded import stays
 from fedsender.embedded.facts import (
+    Answer,
     Elsewhere,
     KeyReused,
     Outdated,
+    Record,
     RelayRow,
     RoomServers,
     ServersRow,
@@ -35,21 +37,10 @@ MAX_OUTDATED: Final = 100
 MAX_OUTDATED_SERVERS: Final = 10_000
 """`Outdated` names at most so many rooms, and no more rooms after so many servers."""
 
-Appended = int | KeyReused | Outdated
-
 # Statements that every append runs are made once: to make one costs as much as to run it.
 _APPENDED = select(tables.appends.c.key, tables.appends.c.token, tables.appends.c.checksum).where(
     tables.appends.c.key.in_(bindparam("keys", expanding=True))
 )
-
-
-class NewRecord(NamedTuple):
-    """A record to store: its key, the checksum of its rows, the checked rows, and their texts."""
-
-    key: bytes
-    checksum: int
-    rows: Sequence[RelayRow]
-    texts: Sequence[bytes] = ()
 
 
 class Rows(Protocol):
@@ -66,10 +57,10 @@ class Rows(Protocol):
 
 def append_records(
     connection: Connection,
-    records: Sequence[NewRecord],
+    records: Sequence[Record],
     now_ms: int,
     make_rows: Callable[[], Rows],
-) -> list[Appended]:
+) -> list[Answer]:
     """Store records in this order; returns each one's token, which may be from an earlier append.
 
     A record is refused if its key came with other rows before, or if it names the servers in a room
@@ -79,7 +70,7 @@ def append_records(
     head = max(0, positions.feed_position(connection))
     rows = make_rows()
     fresh = []
-    answers: list[Appended] = []
+    answers: list[Answer] = []
     for record in records:
         if record.key not in known:
             if any(isinstance(row, ServersRow) and row.as_of is not None for row in record.rows):
@@ -111,7 +102,7 @@ def append_records(
     return answers
 
 
-def stored_rows(records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> list[RelayRow]:
+def stored_rows(records: Sequence[Record], answers: Sequence[Answer]) -> list[RelayRow]:
     """The rows of the records that are stored: those with a token as their answer."""
     return [
         row

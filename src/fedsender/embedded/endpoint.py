@@ -14,7 +14,6 @@ from starlette.responses import Response
 from fedsender.config import Address
 from fedsender.embedded.facts import (
     EPHEMERAL_STREAMS,
-    MAX_ROWS,
     BadRow,
     Elsewhere,
     KeyReused,
@@ -24,7 +23,6 @@ from fedsender.embedded.facts import (
 from fedsender.embedded.feedback import BadCursor, Cursor, Feedback, Gap
 from fedsender.embedded.intake import (
     MAX_APPENDS,
-    MAX_ID_BYTES,
     Append,
     Busy,
     Intake,
@@ -67,35 +65,10 @@ router = APIRouter(
 )
 
 
-class OneAppend(Body):
-    """One record: rows that belong together, and come to a sender together."""
-
-    id: str = Field(
-        min_length=1,
-        max_length=MAX_ID_BYTES,
-        description="The caller's, for the same rows always the same and for others never. "
-        "An append that comes again with its id is answered with the token it has.",
-    )
-    rows: list[Any] = Field(
-        max_length=MAX_ROWS,
-        description='["pdu", [room_id, event_id, event, {"room_version", "plus", "minus", '
-        '"internal_metadata"}]], ["hosts", [room_id, [joined], [left]]], '
-        '["servers", [room_id, [all servers], {"as_of": token}]] (as_of may be left out), '
-        '["redaction", [event_id, target]], '
-        '["edu", ["to_device", server, message_id, content]], '
-        '["edu", ["device_list", server, user_id, device_id, content or null]] or '
-        '["edu", ["signing_key", server, user_id, {"master_key": {}, "self_signing_key": {}}]]. '
-        "None, with a reservation: the work came to nothing.",
-    )
-    reservation: str | None = Field(
-        default=None, max_length=64, description="Its place; none: behind all that are reserved."
-    )
-
-
 class Appends(Body):
     """Records in the order in which they are to stand."""
 
-    appends: list[OneAppend] = Field(min_length=1, max_length=MAX_APPENDS)
+    appends: list[Append] = Field(min_length=1, max_length=MAX_APPENDS)
 
 
 class Reserve(Body):
@@ -162,14 +135,13 @@ async def append(request: Appends, intake: Reach) -> Response:
     rest. 503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later
     (Retry-After). 503 FEDSENDER_ELSEWHERE: `instance` takes the appends, of several senders.
     """
-    appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
     epoch = intake.recorder.epoch
     if intake.signer is None:
         with _refusals():
-            tokens = await intake.append(appends)
+            tokens = await intake.append(request.appends)
         return json_answer({"epoch": epoch, "tokens": tokens})
     with _refusals():
-        tokens, events = await intake.append_shown(appends)
+        tokens, events = await intake.append_shown(request.appends)
     return json_answer({"epoch": epoch, "tokens": tokens, "events": events})
 
 

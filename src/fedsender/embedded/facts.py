@@ -216,43 +216,48 @@ def _sendable(content: dict[str, Json]) -> dict[str, Json]:
     return content
 
 
-# --- a record, checked and ready to be given a token ----------------------------------------------
+# --- a record, checked ----------------------------------------------------------------------------
+
+Answer = int | Exception
+"""What becomes of a record: its token, which may be from an earlier append, or why it has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """The rows of one record, checked, as JSON text in the form that never changes.
+class Record:
+    """The rows of one record, checked. It keeps this form until its rows are in their tables.
 
     Attributes:
-        rows: one text per row, without line ends.
-        size: bytes of them all.
-        parsed: their meaning.
+        key: of the id that the homeserver chose, 16 bytes; empty for a record without one.
+        texts: the rows as JSON texts in the form that never changes, without line ends.
+        rows: their meaning.
+        size: bytes of all texts.
+        checksum: of the texts; it differs, almost surely, for other rows.
     """
 
-    rows: tuple[bytes, ...]
-    size: int
-    parsed: tuple[RelayRow, ...] = field(compare=False, repr=False)
+    key: bytes
+    texts: tuple[bytes, ...]
+    rows: tuple[RelayRow, ...] = field(compare=False, repr=False)
+    size: int = field(compare=False)
+    checksum: int = field(compare=False)
 
     @property
     def event_id(self) -> str | None:
         """The id of its event; None: it has none."""
-        return next((row.event_id for row in self.parsed if isinstance(row, PduRow)), None)
-
-    def check(self) -> int:
-        """A checksum of the rows; it differs, almost surely, for other rows."""
-        return check_of(self.rows)
+        return next((row.event_id for row in self.rows if isinstance(row, PduRow)), None)
 
 
-def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row) -> Prepared:
+def prepare(
+    rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row, *, key: bytes = b""
+) -> Record:
     """Check the rows of one record and turn them into text. Raises BadRow."""
-    preparation = Preparation(len(rows), complete)
+    preparation = Preparation(len(rows), complete, key=key)
     for row in rows:
         preparation.add(row)
     return preparation.done()
 
 
 class Preparation:
-    """Makes a `Prepared` row by row, so that other tasks can run in between.
+    """Makes a `Record` row by row, so that other tasks can run in between.
 
     Args:
         count: the number of its rows. Raises BadRow.
@@ -260,9 +265,16 @@ class Preparation:
             so that a repeated record is recognised by it.
     """
 
-    def __init__(self, count: int, complete: Callable[[Json], Json] = lambda row: row) -> None:
+    def __init__(
+        self,
+        count: int,
+        complete: Callable[[Json], Json] = lambda row: row,
+        *,
+        key: bytes = b"",
+    ) -> None:
         if not 1 <= count <= MAX_ROWS:
             raise BadRow(f"a record of {count} rows, and 1 to {MAX_ROWS} are allowed")
+        self._key = key
         self._complete = complete
         self._texts: list[bytes] = []
         self._parsed: list[RelayRow] = []
@@ -282,12 +294,13 @@ class Preparation:
         self._parsed.append(parsed)
         self._texts.append(text)
 
-    def done(self) -> Prepared:
+    def done(self) -> Record:
         """The record with all its rows. Raises BadRow."""
         size = sum(map(len, self._texts))
         if size > MAX_RECORD_BYTES:
             raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
-        return Prepared(tuple(self._texts), size, tuple(self._parsed))
+        checksum = zlib.crc32(b"\n".join(self._texts))
+        return Record(self._key, tuple(self._texts), tuple(self._parsed), size, checksum)
 
 
 def _is_event(row: RelayRow) -> bool:
@@ -321,11 +334,6 @@ def lines_of(rows: Sequence[bytes], token: int) -> bytes:
 def rows_of(lines: bytes) -> list[bytes]:
     """The rows in the RDATA lines of one or more records, as JSON text."""
     return [line.split(b" ", 3)[3] for line in lines.split(b"\n")[:-1]]
-
-
-def check_of(rows: Sequence[bytes]) -> int:
-    """The checksum of `Prepared.check`, of these texts."""
-    return zlib.crc32(b"\n".join(rows))
 
 
 def without_edus(lines: bytes) -> bytes:

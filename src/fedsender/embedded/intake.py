@@ -15,22 +15,25 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 import trio
+from pydantic import Field
 
 from fedsender.embedded.facts import (
+    MAX_ROWS,
     BadRow,
     Elsewhere,
     Ephemeral,
     KeyReused,
     Preparation,
-    Prepared,
+    Record,
     prepare_ephemeral,
 )
 from fedsender.embedded.writer import Call, Full, Writer
+from fedsender.http.application import Body
 from fedsender.matrix import JsonObject
 from fedsender.runtime import Runtime
 from fedsender.streams import Json
@@ -76,19 +79,29 @@ class IntakeSettings:
     max_held_bytes: int = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
-    """One record to be.
+class Append(Body):
+    """One record as it came: rows that belong together, and come to a sender together."""
 
-    Attributes:
-        id: the caller's; the same for the same rows, and for no others.
-        rows: none: the work that a place was reserved for came to nothing.
-        reservation: its place; None: behind all that are reserved.
-    """
-
-    id: str
-    rows: Sequence[Json]
-    reservation: str | None = None
+    id: str = Field(
+        min_length=1,
+        max_length=MAX_ID_BYTES,
+        description="The caller's, for the same rows always the same and for others never. "
+        "An append that comes again with its id is answered with the token it has.",
+    )
+    rows: list[Any] = Field(
+        max_length=MAX_ROWS,
+        description='["pdu", [room_id, event_id, event, {"room_version", "plus", "minus", '
+        '"internal_metadata"}]], ["hosts", [room_id, [joined], [left]]], '
+        '["servers", [room_id, [all servers], {"as_of": token}]] (as_of may be left out), '
+        '["redaction", [event_id, target]], '
+        '["edu", ["to_device", server, message_id, content]], '
+        '["edu", ["device_list", server, user_id, device_id, content or null]] or '
+        '["edu", ["signing_key", server, user_id, {"master_key": {}, "self_signing_key": {}}]]. '
+        "None, with a reservation: the work came to nothing.",
+    )
+    reservation: str | None = Field(
+        default=None, max_length=64, description="Its place; none: behind all that are reserved."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +110,6 @@ class _Place:
 
     writer: str
     since: float
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """An append on its way: its rows, and its result once its turn has come."""
-
-    key: bytes
-    record: Prepared
-    call: Call | None = None
-    error: Exception | None = None
-    submitted: trio.Event = field(default_factory=trio.Event)
 
 
 class Intake:
@@ -133,7 +135,7 @@ class Intake:
         self.settings = settings or IntakeSettings()
         # Not completed, oldest first; and what waits for one of them.
         self._open: dict[str, _Place] = {}
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, tuple[Record, Call]] = {}
         self.begin_anew()
         self.closed: Elsewhere | None = None
         """Why nothing is taken here; None: it is."""
@@ -143,12 +145,11 @@ class Intake:
         # A place of an earlier life must not be taken for one of ours.
         self._life = self._runtime.entropy(6).hex()
         self._number = 0
-        # All places in their order, with what came for each; None: nothing came yet.
+        # All places in their order, with the key of what came for each; None: nothing came yet.
         # No plain dict: it finds its first key behind all that were deleted.
-        self._line = OrderedDict[str, tuple[_Held, ...] | None]()
-        for held in self._held.values():
-            held.error = ReservationGone("the places before it are gone; reserve again")
-            held.submitted.set()
+        self._line = OrderedDict[str, tuple[bytes, ...] | None]()
+        for _, call in self._held.values():
+            call.fail(ReservationGone("the places before it are gone; reserve again"))
         self._open.clear()
         self._held.clear()
         self._held_bytes = 0
@@ -189,7 +190,7 @@ class Intake:
             log.warning("reservation_lapsed", writer=place.writer)
             self._complete(name)
 
-    def _complete(self, name: str, *came: _Held) -> None:
+    def _complete(self, name: str, *came: bytes) -> None:
         """Note what came for a place. All before the first place without it have their turn."""
         self._open.pop(name, None)
         self._line[name] = came
@@ -198,17 +199,16 @@ class Intake:
             if ready is None:
                 return
             del self._line[first]
-            for held in ready:
-                del self._held[held.key]
-                self._held_bytes -= held.record.size
-                self._submit(held)
+            for key in ready:
+                record, call = self._held.pop(key)
+                self._held_bytes -= record.size
+                self._submit(record, call)
 
-    def _submit(self, held: _Held) -> None:
+    def _submit(self, record: Record, call: Call) -> None:
         try:
-            held.call = self.recorder.submit([(held.key, held.record)])
+            self.recorder.submit([record], call)
         except (KeyReused, Full, Elsewhere) as error:
-            held.error = error
-        held.submitted.set()
+            call.fail(error)
 
     # --- appending --------------------------------------------------------------------------------
 
@@ -233,14 +233,14 @@ class Intake:
         assert self.signer is not None
         checked = await self._check(appends)
         tokens = await self._append(checked)
-        ids = [None if held is None else held.record.event_id for _, held in checked]
+        ids = [None if record is None else record.event_id for _, record in checked]
         return tokens, await self.signer.stored(ids)
 
-    async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, _Held | None]]:
+    async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, Record | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
         return [(each, await self._prepared(n, each)) for n, each in enumerate(appends)]
 
-    async def _prepared(self, number: int, each: Append) -> _Held | None:
+    async def _prepared(self, number: int, each: Append) -> Record | None:
         """None: the work for its place came to nothing."""
         try:
             if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
@@ -248,41 +248,37 @@ class Intake:
             if not each.rows and each.reservation is not None:
                 return None
             complete = (lambda row: row) if self.signer is None else self.signer.complete
-            preparation = Preparation(len(each.rows), complete)
+            preparation = Preparation(len(each.rows), complete, key=key_of(each.id))
             for index, row in enumerate(each.rows):
                 if index % STEP_ROWS == 0:
                     await trio.lowlevel.checkpoint()
                 preparation.add(row)
-            return _Held(key_of(each.id), preparation.done())
+            return preparation.done()
         except UnicodeEncodeError as bad:
             raise BadRow(f"append {number}: the id is not Unicode") from bad
         except BadRow as bad:
             raise BadRow(f"append {number}: {bad}") from bad
 
-    async def _append(self, checked: Sequence[tuple[Append, _Held | None]]) -> list[int | None]:
+    async def _append(self, checked: Sequence[tuple[Append, Record | None]]) -> list[int | None]:
         self._lapse()
-        if not self._open and all(held and not each.reservation for each, held in checked):
-            tokens = await self.recorder.append_all(
-                [(held.key, held.record) for _, held in checked if held is not None]
-            )
-            return list(tokens)
-        known = await self.recorder.known(
-            [(held.key, held.record) for _, held in checked if held is not None]
-        )
+        records = [record for _, record in checked if record is not None]
+        if not self._open and all(record and not each.reservation for each, record in checked):
+            return list(await self.recorder.append_all(records))
+        known = await self.recorder.known(records)
         self._check_places(checked, known)
-        entered = [self._enter(each, held, known) for each, held in checked]
-        return [None if held is None else await self._token(held) for held in entered]
+        calls = [self._enter(each, record, known) for each, record in checked]
+        return [None if call is None else await self._token(call) for call in calls]
 
     def _check_places(
-        self, checked: Sequence[tuple[Append, _Held | None]], known: Collection[bytes]
+        self, checked: Sequence[tuple[Append, Record | None]], known: Collection[bytes]
     ) -> None:
         """Raises ReservationGone, BadRow, KeyReused, Busy."""
         named: set[str] = set()
         oldest = next(iter(self._open), None)
         size = self._held_bytes
         count = len(self._held)
-        for each, held in checked:
-            if held is not None and (self._waits(held) or held.key in known):
+        for each, record in checked:
+            if record is not None and (self._waits(record) or record.key in known):
                 continue
             name = each.reservation
             if name in named:
@@ -294,49 +290,50 @@ class Intake:
                 # What all wait for is let in, however much waits.
                 if name == oldest:
                     continue
-            size += 0 if held is None else held.record.size
+            size += 0 if record is None else record.size
             count += 1
             if size > self.settings.max_held_bytes or count > self.settings.max_places:
                 raise Busy(f"{count} appends wait for a place that {self.holder()} holds")
 
-    def _waits(self, held: _Held) -> bool:
+    def _waits(self, record: Record) -> bool:
         """Whether the same append waits already. Raises KeyReused."""
-        other = self._held.get(held.key)
-        if other is not None and other.record != held.record:
+        other, _ = self._held.get(record.key, (None, None))
+        if other is not None and other != record:
             raise KeyReused("this id came with other rows, which wait for their place")
         return other is not None
 
-    def _enter(self, each: Append, held: _Held | None, known: Collection[bytes]) -> _Held | None:
-        """Give an append its place, or find that it has one."""
+    def _enter(self, each: Append, record: Record | None, known: Collection[bytes]) -> Call | None:
+        """Give an append its place, or find that it has one; None: it has no rows."""
         name = each.reservation if each.reservation in self._open else None
-        if held is not None and self._waits(held):
-            return self._held[held.key]
-        if held is None or held.key in known:
+        if record is None:
             if name is not None:
                 self._complete(name)
-            if held is not None:
-                self._submit(held)
-            return held
-        self._held[held.key] = held
-        self._held_bytes += held.record.size
-        self._complete(name or self._next_place(), held)
-        return held
+            return None
+        if self._waits(record):
+            return self._held[record.key][1]
+        call = Call(1)
+        if record.key in known:
+            if name is not None:
+                self._complete(name)
+            self._submit(record, call)
+            return call
+        self._held[record.key] = record, call
+        self._held_bytes += record.size
+        self._complete(name or self._next_place(), record.key)
+        return call
 
-    async def _token(self, held: _Held) -> int:
+    async def _token(self, call: Call) -> int:
         """Wait until its turn has come and it is durable."""
         deadline = trio.current_time() + self.settings.wait_s
-        while not held.submitted.is_set():
+        while not call.submitted.is_set():
             oldest = min((place.since for place in self._open.values()), default=0.0)
             with trio.move_on_at(min(deadline, oldest + self.settings.lapse_s)):
-                await held.submitted.wait()
+                await call.submitted.wait()
             self._lapse()
-            if not held.submitted.is_set() and trio.current_time() >= deadline:
+            if not call.submitted.is_set() and trio.current_time() >= deadline:
                 writer, seconds = self.holder() or ("nobody", 0.0)
                 raise Waiting(f"{writer} has held a place before it for {seconds:.0f} s")
-        if held.error is not None:
-            raise held.error
-        assert held.call is not None
-        return (await held.call.tokens_when_durable())[0]
+        return (await call.tokens_when_durable())[0]
 
     def ephemeral(self, rows: Sequence[tuple[str, Json]]) -> None:
         """Hand on rows that are of use only now. Raises BadRow; then nothing was handed on."""

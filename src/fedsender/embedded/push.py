@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import structlog
 import trio
 
-from fedsender.embedded.appends import REDACTED, NewRecord, News, Notice, Place, stored_rows
+from fedsender.embedded.appends import REDACTED, News, Notice, Place, stored_rows
 from fedsender.embedded.facts import (
     SERVER_UP,
+    Answer,
     DeviceListRow,
     Elsewhere,
     Ephemeral,
+    Record,
     SigningKeyRow,
     ToDeviceRow,
     redacted_in,
@@ -247,7 +249,7 @@ class PushFeed(Feed):
 
     # --- What is stored ---------------------------------------------------------------------------
 
-    def _stored(self, records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> None:
+    def _stored(self, records: Sequence[Record], answers: Sequence[Answer]) -> None:
         """Let the sender see the stored records."""
         newest = max((token for token in answers if isinstance(token, int)), default=0)
         if newest > self.head:

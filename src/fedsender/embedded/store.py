@@ -19,8 +19,8 @@ from sqlalchemy import Connection, select
 
 from fedsender.caches import remember
 from fedsender.embedded import appends, feeding, stays
-from fedsender.embedded.appends import Appended, NewRecord, News, Notice, Place
-from fedsender.embedded.facts import RelayRow, RoomServers, ServersRow
+from fedsender.embedded.appends import News, Notice, Place
+from fedsender.embedded.facts import Answer, Record, RelayRow, RoomServers, ServersRow
 from fedsender.embedded.feeding import Steps
 from fedsender.runtime import Runtime
 from fedsender.store import event_rows, positions, tables
@@ -238,14 +238,14 @@ class EmbeddedStore(HomeserverStore):
             self._hosts_moved()
         return found
 
-    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+    async def append_records(self, records: Sequence[Record]) -> list[Answer]:
         """Store records in this order, in one transaction; see `appends`.
 
         Raises Elsewhere, and SetBack if tokens are gone that we gave.
         """
         instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
 
-        def append(connection: Connection) -> list[Appended]:
+        def append(connection: Connection) -> list[Answer]:
             self._check_stored(connection, self._fed)
             appends.check_epoch(connection, epoch)
             make_rows = partial(feeding.Rows, now_ms)

@@ -6,17 +6,15 @@ came meanwhile, and no record waits for a timer.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Protocol
 
 import structlog
 import trio
 
-from fedsender.embedded.appends import Appended, NewRecord
-from fedsender.embedded.facts import BadRow, Elsewhere, KeyReused, Prepared, RoomServers
+from fedsender.embedded.facts import Answer, BadRow, Elsewhere, KeyReused, Record, RoomServers
 from fedsender.store.engine import StoreError, WrongValues
 from fedsender.waiting import Signal
 
@@ -28,15 +26,18 @@ GROUP_BYTES: Final = 2**20
 WAITING_BYTES: Final = 32 * 2**20
 """The most rows that wait for a transaction; a caller with more waits before they are taken."""
 
-Stored = Callable[[Sequence[NewRecord], Sequence[int | Exception]], None]
+Stored = Callable[[Sequence[Record], Sequence[Answer]], None]
 
 
 class AppendStore(Protocol):
     """The store of records."""
 
-    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]: ...
+    async def append_records(self, records: Sequence[Record]) -> list[Answer]: ...
     async def find_appends(self, keys: Sequence[bytes]) -> Mapping[bytes, tuple[int, int]]: ...
     async def room_servers(self, room_id: str) -> RoomServers | None: ...
+
+
+_REUSED: Final = "this id came with other rows, which are being written"
 
 
 class Full(Exception):
@@ -44,14 +45,19 @@ class Full(Exception):
 
 
 class Call:
-    """One call that appends: the tokens so far, and the records that it waits for."""
+    """One call that appends: the tokens so far, and the records that it waits for.
 
-    __slots__ = ("done", "error", "left", "tokens")
+    Attributes:
+        submitted: set once its records are in line, or will never be.
+    """
+
+    __slots__ = ("done", "error", "left", "submitted", "tokens")
 
     def __init__(self, count: int) -> None:
         self.tokens = [0] * count
         self.left = 0
         self.error: Exception | None = None
+        self.submitted = trio.Event()
         self.done = trio.Event()
 
     def settle(self, index: int, token: int) -> None:
@@ -64,6 +70,7 @@ class Call:
     def fail(self, error: Exception) -> None:
         """One of its records will not be written."""
         self.error = error
+        self.submitted.set()
         self.done.set()
 
     async def tokens_when_durable(self) -> list[int]:
@@ -117,13 +124,13 @@ class Writer:
 
     # --- what the intake asks ---------------------------------------------------------------------
 
-    async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
+    async def known(self, records: Sequence[Record]) -> set[bytes]:
         """The keys of those that are durable or on their way.
 
         Raises KeyReused if one came with other rows; Full.
         """
-        found = {key for key, record in records if self._waiting.knows(key, record)}
-        checksums = {key: record.check() for key, record in records if key not in found}
+        found = {each.key for each in records if self._waiting.knows(each)}
+        checksums = {each.key: each.checksum for each in records if each.key not in found}
         try:
             stored = await self._store.find_appends(list(checksums))
         except StoreError as error:
@@ -134,18 +141,20 @@ class Writer:
             found.add(key)
         return found
 
-    async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
+    async def append_all(self, records: Sequence[Record]) -> list[int]:
         """Wait for room, put records in line, and wait until they are durable; their tokens."""
         await self._waiting.room()
-        return await self.submit(records).tokens_when_durable()
+        call = Call(len(records))
+        self.submit(records, call)
+        return await call.tokens_when_durable()
 
-    def submit(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
-        """Put records in line, to be waited for by the `Call`. Raises KeyReused, Full."""
+    def submit(self, records: Sequence[Record], call: Call) -> None:
+        """Put records in line, to be waited for by the call. Raises KeyReused, Full."""
         if self.closed is not None:
             raise self.closed
-        call = self._waiting.enqueue(records)
+        self._waiting.enqueue(records, call)
+        call.submitted.set()
         self._arrived.set()
-        return call
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
         """The stored servers of a room; None: no row was about them. Raises Full."""
@@ -160,17 +169,13 @@ class Writer:
         """Store all records that wait, and tell their callers. Raises Elsewhere: nothing more is
         stored.
         """
-        while group := self._waiting.group(GROUP_RECORDS, GROUP_BYTES):
-            records = [
-                NewRecord(each.key, each.check, each.record.parsed, each.record.rows)
-                for each in group
-            ]
-            answers = await self._append(records)
+        while group := self._waiting.oldest(GROUP_RECORDS, GROUP_BYTES):
+            answers = await self._append(group)
             self.head = max(self.head, *(each for each in answers if isinstance(each, int)), 0)
-            self._stored(records, answers)
+            self._stored(group, answers)
             self._waiting.answer(answers)
 
-    async def _append(self, records: Sequence[NewRecord]) -> Sequence[int | Exception]:
+    async def _append(self, records: Sequence[Record]) -> Sequence[Answer]:
         """The answer to each record. One that can never be stored is refused alone."""
         try:
             return await self._store.append_records(records)
@@ -184,16 +189,6 @@ class Writer:
             return [BadRow(f"cannot be stored: {error}") if wrong else Full(str(error))]
 
 
-@dataclass(slots=True, eq=False)
-class _Item:
-    """A record that waits, and the calls that wait for it."""
-
-    key: bytes
-    record: Prepared
-    check: int
-    callers: list[tuple[Call, int]] = field(default_factory=list)
-
-
 class _Queue:
     """Records that wait: in order, each key once, all callers told the same.
 
@@ -201,80 +196,68 @@ class _Queue:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[_Item] = deque()
+        # By key, the oldest first: the record, and who waits for it, each with the place of the
+        # answer in its call. No plain dict: it finds its first key behind all that were deleted.
+        self._records = OrderedDict[bytes, Record]()
+        self._callers: dict[bytes, list[tuple[Call, int]]] = {}
         self._bytes = 0
-        self._by_key: dict[bytes, _Item] = {}
         self._room = trio.lowlevel.ParkingLot()
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
 
     async def room(self) -> None:
         """Wait until there is room for more."""
         while self._bytes >= WAITING_BYTES:
             await self._room.park()
 
-    def enqueue(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
-        """Put records in the queue that are not in it yet.
+    def enqueue(self, records: Sequence[Record], call: Call) -> None:
+        """Put records in the queue that are not in it yet; the call waits for all of them.
 
         Raises KeyReused; then none of them was.
         """
-        call = Call(len(records))
-        for index, item in enumerate(self._items(records)):
-            if not item.callers:
-                self._queue.append(item)
-                self._bytes += item.record.size
-                self._by_key[item.key] = item
-            item.callers.append((call, index))
+        checksums: dict[bytes, int] = {}
+        for record in records:
+            first = checksums.setdefault(record.key, record.checksum)
+            if not self.knows(record) and first != record.checksum:
+                raise KeyReused(_REUSED)
+        for index, record in enumerate(records):
+            if record.key not in self._records:
+                self._records[record.key] = record
+                self._callers[record.key] = []
+                self._bytes += record.size
+            self._callers[record.key].append((call, index))
             call.left += 1
-        return call
 
-    def knows(self, key: bytes, record: Prepared) -> bool:
-        """Whether a record waits here that came under this key. Raises KeyReused: of other rows."""
-        return bool(self._items([(key, record)])[0].callers)
+    def knows(self, record: Record) -> bool:
+        """Whether this record waits here. Raises KeyReused: its key came with other rows."""
+        other = self._records.get(record.key)
+        if other is not None and other.checksum != record.checksum:
+            raise KeyReused(_REUSED)
+        return other is not None
 
-    def _items(self, records: Sequence[tuple[bytes, Prepared]]) -> list[_Item]:
-        """For each record the item that waits already, or a new one. Raises KeyReused."""
-        found: list[_Item] = []
-        fresh: dict[bytes, _Item] = {}
-        for key, record in records:
-            check = record.check()
-            item = self._by_key.get(key) or fresh.get(key)
-            if item is not None and item.check != check:
-                raise KeyReused("this id came with other rows, which are being written")
-            if item is None:
-                item = fresh[key] = _Item(key, record, check)
-            found.append(item)
-        return found
-
-    def group(self, max_records: int, max_bytes: int) -> list[_Item]:
+    def oldest(self, max_records: int, max_bytes: int) -> list[Record]:
         """The oldest that wait, no more than that; at least one, if any does."""
-        group: list[_Item] = []
+        group: list[Record] = []
         size = 0
-        for item in islice(self._queue, max_records):
-            size += item.record.size
+        for record in islice(self._records.values(), max_records):
+            size += record.size
             if group and size > max_bytes:
                 break
-            group.append(item)
+            group.append(record)
         return group
 
-    def answer(self, answers: Sequence[int | Exception]) -> None:
+    def answer(self, answers: Sequence[Answer]) -> None:
         """The oldest ones are stored, with these tokens, or will not be."""
-        size = 0
         for answer in answers:
-            item = self._queue.popleft()
-            self._by_key.pop(item.key, None)
-            size += item.record.size
-            for call, index in item.callers:
+            key, record = self._records.popitem(last=False)
+            self._bytes -= record.size
+            for call, index in self._callers.pop(key):
                 if isinstance(answer, int):
                     call.settle(index, answer)
                 else:
                     call.fail(answer)
-        self._bytes -= size
         self._room.unpark_all()
 
     def fail(self, error: Exception) -> None:
         """Refuse all waiting records. All of them, because later ones must not come in before
         earlier ones that are sent again.
         """
-        self.answer([error] * len(self._queue))
+        self.answer([error] * len(self._records))

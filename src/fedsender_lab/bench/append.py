@@ -20,8 +20,7 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
 from fedsender.config import Config, from_values
 from fedsender.daemon import open_core
-from fedsender.embedded import appends
-from fedsender.embedded.facts import prepare
+from fedsender.embedded.facts import Record, prepare
 from fedsender.embedded.intake import KEY_BYTES, MAX_APPENDS
 from fedsender.embedded.writer import GROUP_RECORDS
 from fedsender.runtime import real_runtime
@@ -210,10 +209,8 @@ async def _relay_round(
     }
 
 
-def _stored(number: int) -> appends.NewRecord:
-    record = prepare([row(number)])
-    key = b"%0*d" % (KEY_BYTES, number)
-    return appends.NewRecord(key, record.check(), record.parsed, record.rows)
+def _stored(number: int) -> Record:
+    return prepare([row(number)], key=b"%0*d" % (KEY_BYTES, number))
 
 
 def _floor(url: str, first: int, requests: int, group: int) -> float:
@@ -224,7 +221,7 @@ def _floor(url: str, first: int, requests: int, group: int) -> float:
     try:
         with engine.begin() as connection:
             table.create(connection, checkfirst=True)
-        texts = [prepare([row(first + n)]).rows[0].decode() for n in range(requests * group)]
+        texts = [prepare([row(first + n)]).texts[0].decode() for n in range(requests * group)]
         begun = time.perf_counter()
         for at in range(0, len(texts), group):
             with engine.begin() as connection:

@@ -23,6 +23,7 @@ from fedsender_lab.simulation.relay_consumer import ConsumerBehaviour, Simulated
 from fedsender_lab.simulation.relay_station import Away, RelayStation
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.world import run_world
+from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import derived
 from fedsender_relay.daemon import RelayDaemon
 
@@ -116,7 +117,7 @@ class RelayHomeserver:
                 if reserves and place is None:
                     place = self._reserve(writer)
                     await trio.sleep(self._random.random() * 3)
-                if await self._append(Append(record, rows, place)):
+                if await self._append(append_of(record, rows, place)):
                     return
                 place = place if reserves and self._random.random() < 0.8 else None
             if call.cancelled_caught:
@@ -141,7 +142,7 @@ class RelayHomeserver:
         except ReservationGone:
             # The place is given up, and the next try has another one or none.
             self._views.counts["reservations gone"] += 1
-            return await self._append(Append(append.id, append.rows))
+            return await self._append(append_of(append.id, append.rows))
         except (Full, Busy, Waiting, Away) as refused:
             self._views.counts[f"answered {type(refused).__name__}"] += 1
             return False

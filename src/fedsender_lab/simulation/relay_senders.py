@@ -18,7 +18,7 @@ from typing import Any, Final
 import trio
 
 from fedsender.config import Config, from_values
-from fedsender.embedded.intake import Append, Busy, Waiting
+from fedsender.embedded.intake import Busy, Waiting
 from fedsender.embedded.writer import Full
 from fedsender_lab.simulation.daemon_life import SPEAKER
 from fedsender_lab.simulation.observations import Observations, log_goes_to, traceback_in
@@ -30,6 +30,7 @@ from fedsender_lab.simulation.relay_station import Away, RelayStation
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.scenario import Scenario
 from fedsender_lab.simulation.world import ORIGIN, Size, configuration, found, people, run_world
+from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import derived
 from fedsender_lab.testing.network import Internet, MemoryStream
 from fedsender_lab.testing.rooms import Homeserver
@@ -110,7 +111,7 @@ class RelayFront:
     async def _append(self, records: Sequence[tuple[str, Sequence[Any]]]) -> bool:
         """Whether they were answered 200, and the answer came through."""
         counts = self._views.counts
-        appends = [Append(name, rows) for name, rows in records]
+        appends = [append_of(name, rows) for name, rows in records]
 
         async def ask(relay: RelayDaemon) -> tuple[str, list[int | None]]:
             return relay.log.epoch, await relay.intake.append(appends)

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from fedsender.embedded import appends
-from fedsender.embedded.appends import Appended, NewRecord
+from fedsender.embedded.facts import Answer, Record
 from fedsender_lab.simulation import relay as relay_world
 from fedsender_lab.simulation.relay import simulate_relay
 from fedsender_relay import database as store
@@ -39,7 +39,7 @@ def test_a_log_that_is_told_before_it_is_stored(
     """Nobody is told before it is durable, and what anybody was told of is there after a crash."""
     append = RelayStore.append_records
 
-    async def later(self: RelayStore, records: Sequence[NewRecord]) -> list[Appended]:
+    async def later(self: RelayStore, records: Sequence[Record]) -> list[Answer]:
         async def store_them() -> None:
             with suppress(BaseException):
                 await trio.sleep(3)
