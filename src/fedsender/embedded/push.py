@@ -10,10 +10,10 @@ the store ten times a second, send their own share, and try to get the lock.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import trio
@@ -33,8 +33,8 @@ from fedsender.embedded.facts import (
 )
 from fedsender.embedded.intake import Intake
 from fedsender.embedded.signing import EventSigner
-from fedsender.embedded.store import own_store
-from fedsender.embedded.writer import AppendStore, Full, Writer
+from fedsender.embedded.store import EmbeddedStore, own_store
+from fedsender.embedded.writer import Full, Writer
 from fedsender.replication.feed import FeedParts
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
@@ -61,20 +61,6 @@ TRY_EVERY_S: Final = 2.0
 """Seconds between two tries to take the appends, and between two checks for another taker."""
 
 
-class PushStore(AppendStore, Protocol):
-    """The store that the feed needs."""
-
-    @property
-    def alone(self) -> bool: ...
-    async def begin_intake(self, epoch: str) -> bool: ...
-    async def feed_news(self, after: Place | None) -> News: ...
-    async def forget_appends(self) -> int: ...
-    async def store_ephemeral(
-        self, receipts: Sequence[Receipt], notices: Sequence[Notice]
-    ) -> int | None: ...
-    async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
-
-
 class PushFeed(Feed):
     """The feed of a homeserver that appends to this sender.
 
@@ -83,7 +69,7 @@ class PushFeed(Feed):
     """
 
     def __init__(
-        self, runtime: Runtime, store: PushStore, sink: Sink, signer: EventSigner | None = None
+        self, runtime: Runtime, store: EmbeddedStore, sink: Sink, signer: EventSigner | None = None
     ) -> None:
         super().__init__(runtime)
         self._store = store
