@@ -13,7 +13,7 @@ from tests.store.rooms import ROOM, Room
 
 from fedsender.ledger import DevicePoke
 from fedsender.runtime import real_runtime
-from fedsender.store import homeserver, tables
+from fedsender.store import debts, tables
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
@@ -548,8 +548,8 @@ async def test_lagging_destinations_are_those_that_are_owed_something(
     open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
     """In the order of their names; device lists count too (W7). However it is cut into pages."""
-    monkeypatch.setattr("fedsender.store.homeserver.LAGGING_ROWS", rows_at_once)
-    monkeypatch.setattr("fedsender.store.homeserver.OWING_KEYS_PAGE", 2)
+    monkeypatch.setattr("fedsender.store.debts.LAGGING_ROWS", rows_at_once)
+    monkeypatch.setattr("fedsender.store.debts.OWING_KEYS_PAGE", 2)
     async with open_synapse() as synapse:
         await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
         await synapse.store.events_position()
@@ -588,15 +588,15 @@ async def test_the_look_for_what_is_owed_is_cut_by_rows_and_not_by_what_is_owed_
     """Nobody lags, and no statement looks at all rows: it may take a minute, and there may be
     45 million of them."""
     pages = 0
-    look = homeserver._lagging_page
+    look = debts.lagging_page
 
     def counted(connection: Connection, start: Any) -> Any:
         nonlocal pages
         pages += 1
         return look(connection, start)
 
-    monkeypatch.setattr(homeserver, "_lagging_page", counted)
-    monkeypatch.setattr(homeserver, "LAGGING_ROWS", 700)
+    monkeypatch.setattr(debts, "lagging_page", counted)
+    monkeypatch.setattr(debts, "LAGGING_ROWS", 700)
     async with open_synapse() as synapse:
         rooms = [f"!{number:03}:x" for number in range(500)]
         await synapse.database.write(lambda connection: put_room(connection, *rooms))

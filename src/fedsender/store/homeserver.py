@@ -3,7 +3,8 @@
 There are two: a Synapse's, used in place (`synapse.SynapseStore`), and one of our own, which a feed
 fills (`fedsender.embedded`). Both have the tables of what servers are owed, so what is asked of
 these stands here once. A question that needs several tables at once, or that several transactions
-ask, is a function of a connection in a module beside this one: `event_rows`, `positions`, `edus`.
+ask, is a function of a connection in a module beside this one: `event_rows`, `debts`, `positions`,
+`edus`.
 """
 
 import math
@@ -17,37 +18,26 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 import trio
 from sqlalchemy import (
-    BigInteger,
     Column,
     ColumnElement,
     Connection,
-    Executable,
     FromClause,
     LargeBinary,
     Select,
-    Table,
     Text,
     and_,
     bindparam,
-    case,
     delete,
     exists,
     func,
     insert,
-    literal,
     or_,
     select,
-    true,
-    tuple_,
 )
 from sqlalchemy import cast as cast_sql
 
 from fedsender.runtime import Runtime
-from fedsender.store import (
-    event_rows,
-    positions,
-    tables,
-)
+from fedsender.store import debts, event_rows, positions, tables
 from fedsender.store.edus import changed_to_device, settle_device_lists
 from fedsender.store.engine import Database, StoreError, reading, reading_together, writing
 from fedsender.store.records import (
@@ -69,7 +59,6 @@ from fedsender.store.statements import (
     as_given,
     given_rows,
     insert_rows,
-    on_conflict,
     select_rows,
     upsert,
 )
@@ -85,9 +74,6 @@ TOGETHER_S = 1.0
 """Seconds after which marks that are written together are written one by one."""
 MAX_UNWRITTEN = 200
 """Answered to-device rows of one destination that are still there; all stand in its next line."""
-LAGGING_ROWS = 50_000
-"""Rows of `destination_rooms` that one statement looks at."""
-OWING_KEYS_PAGE = 1_000
 MOST_STICKY = 50
 """Sticky events of one room that are read at a time."""
 
@@ -96,14 +82,6 @@ outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_po
 
 
 # Made once: to make a statement costs as much as to run it.
-_OWED = (
-    select(destination_rooms.c.room_id, destination_rooms.c.stream_ordering)
-    .where(destination_rooms.c.destination == bindparam("destination"))
-    .where(destination_rooms.c.stream_ordering > bindparam("after"))
-    .order_by(destination_rooms.c.stream_ordering, destination_rooms.c.room_id)
-    .limit(bindparam("most"))
-)
-
 _IS_THERE = select(exists().where(tables.events.c.event_id == bindparam("event_id")))
 
 # Run for each row, which is one round trip all the same. A list of rows in one statement would have
@@ -543,7 +521,7 @@ class HomeserverStore(ABC):
             self._check_stored(connection, position)
             if newest is not None and not connection.scalar(_IS_THERE, {"event_id": newest}):
                 raise NotThere
-            gone, locked = _record_owed(connection, owed, first or {})
+            gone, locked = debts.record_owed(connection, owed, first or {})
             if locked:
                 raise RoomsLocked(locked)
             positions.advance_events(connection, instance, left, position)
@@ -566,7 +544,7 @@ class HomeserverStore(ABC):
 
         Leaves out rooms that are gone, or locked by a purge.
         """
-        _record_owed(connection, owed, {})
+        debts.record_owed(connection, owed, {})
 
     @reading_together()
     def owed_rooms(
@@ -577,7 +555,7 @@ class HomeserverStore(ABC):
         Each is (room, newest stream ordering).
         """
         given = {"destination": destination, "after": after, "most": limit}
-        return [(room_id, ordering) for room_id, ordering in connection.execute(_OWED, given)]
+        return [(room_id, ordering) for room_id, ordering in connection.execute(debts.OWED, given)]
 
     @reading
     def owed_in(
@@ -603,7 +581,7 @@ class HomeserverStore(ABC):
         found: dict[str, Lagging] = {}
         start: tuple[str, str] | None = ("", "")
         while start is not None:
-            look = partial(_lagging_page, start=start)
+            look = partial(debts.lagging_page, start=start)
             page, start = await self._database.read(look)
             for item in page:
                 before = found.get(item.destination)
@@ -632,7 +610,7 @@ class HomeserverStore(ABC):
         """
         if not asked:
             return {}
-        given, query = _oldest_owed_of(connection.dialect.name, origin)
+        given, query = debts.oldest_owed_of(connection.dialect.name, origin)
         rows = [(name, since.lsso, since.floor) for name, since in sorted(asked.items())]
         found = connection.execute(query, as_given(given, rows))
         return {row[0]: (row[1], row[2]) for row in found}
@@ -667,7 +645,7 @@ class HomeserverStore(ABC):
         for table in (outbox, pokes):
             start: str | None = ""
             while start is not None:
-                look = partial(_owing_keys_page, table=table, start=start)
+                look = partial(debts.owing_keys_page, table=table, start=start)
                 page, start = await self._database.read(look)
                 names.update(page)
         return sorted(names)
@@ -716,7 +694,7 @@ class HomeserverStore(ABC):
 
     @writing
     def _purge(self, connection: Connection, destination: str) -> None:
-        _delete_keys(connection, destination)
+        debts.delete_keys(connection, destination)
         for table in (destination_rooms, destinations):
             connection.execute(delete(table).where(table.c.destination == destination))
 
@@ -726,7 +704,7 @@ class HomeserverStore(ABC):
 
         Other processes delete rows of these tables, too, and may have locked some for minutes.
         """
-        _delete_keys(connection, destination)
+        debts.delete_keys(connection, destination)
 
     # --- answers and backoff ----------------------------------------------------------------------
 
@@ -940,220 +918,6 @@ class HomeserverStore(ABC):
             connection.execute(statement)
 
         await self._database.write(queue)
-
-
-# --- what destinations are owed -------------------------------------------------------------------
-# Rows are always written in the order of their keys, so that two writers never wait for each other
-# crosswise.
-
-
-def _record_owed(
-    connection: Connection, owed: Mapping[tuple[str, str], int], first: Mapping[str, int]
-) -> tuple[set[str], set[tuple[str, str]]]:
-    """Write the newest stream ordering owed to each (destination, room), upwards only.
-
-    `first`: by destination the oldest of the events that `owed` stands for, where it is not the
-    smallest value there.
-
-    Returns what is left out: rooms that are gone from `rooms` (a purge removed their rows), and
-    (destination, room) pairs that another process has locked. A destination that was never owed a
-    PDU before gets an LSSO just below its first one, so that it can always be caught up (W2).
-    """
-    if not owed:
-        return set(), set()
-    given, found, others = _owing(connection.dialect.name)
-    rows = [
-        (name, room_id, ordering, min(ordering, first.get(name, ordering)))
-        for (name, room_id), ordering in sorted(owed.items())
-    ]
-    parameters = as_given(given, rows)
-    free = set(connection.execute(found, parameters).scalars())
-    for statement in others:
-        connection.execute(statement, parameters)
-    missing = {room_id for _, room_id in owed} - free
-    if not missing:
-        return set(), set()
-    # Without a lock this sees a room that is being purged. Its statement is later than the one
-    # above: the room may be free again by now, and then counts as locked all the same.
-    room = tables.rooms.c.room_id
-    locked = {row[0] for row in select_rows(connection, select(room), room, missing)}
-    left = {pair: ordering for pair, ordering in owed.items() if pair[1] in locked}
-    return missing - locked, left.keys() - _raise_owed(connection, left)
-
-
-def _raise_owed(
-    connection: Connection, owed: Mapping[tuple[str, str], int]
-) -> set[tuple[str, str]]:
-    """Raise those of these rows that are there and not locked; returns their keys.
-
-    To change a row takes no lock on its room, only to insert one does: Synapse's own sender gets
-    past a purge in this way, until the purge deletes the row itself.
-    """
-    if not owed:
-        return set()
-    given, query = _unlocked(connection.dialect.name)
-    found = connection.execute(query, as_given(given, sorted(owed)))
-    there = {(row.destination, row.room_id) for row in found}
-    rows = [
-        {"destination": name, "room_id": room_id, "stream_ordering": owed[name, room_id]}
-        for name, room_id in sorted(there)
-    ]
-    insert_rows(connection, destination_rooms, rows, raising="stream_ordering")
-    return there
-
-
-@cache
-def _unlocked(dialect: str) -> tuple[FromClause, Select[tuple[str, str]]]:
-    """The table of `given_rows` with keys, and the query that locks those rows that nobody else
-    has locked."""
-    given, row = given_rows(dialect, destination=Text(), room_id=Text()), destination_rooms.c
-    query = select(row.destination, row.room_id).join(
-        given, and_(row.destination == given.c.destination, row.room_id == given.c.room_id)
-    )
-    return given, query.with_for_update(key_share=True, of=destination_rooms, skip_locked=True)
-
-
-@cache
-def _owing(dialect: str) -> tuple[FromClause, Select[tuple[str]], Sequence[Executable]]:
-    """The table of `given_rows` that is to be recorded as owed, and the statements that do it.
-
-    The first one finds the rooms that exist and are not locked. With PostgreSQL it also writes all:
-    each statement more would be a round trip.
-    """
-    ordering = destination_rooms.c.stream_ordering
-    lsso = destinations.c.last_successful_stream_ordering
-    given = given_rows(
-        dialect, destination=Text(), room_id=Text(), newest=BigInteger(), oldest=BigInteger()
-    )
-    rooms = tables.rooms.c.room_id
-    there = (
-        select(rooms)
-        .where(rooms.in_(select(given.c.room_id)))
-        .order_by(rooms)
-        # The lock that a foreign key takes. A purge waits for us; we never wait for a purge.
-        .with_for_update(read=True, key_share=True, skip_locked=True)
-        .cte("there")
-    )
-    owed = select(given).where(given.c.room_id.in_(select(there.c.room_id))).cte("owed")
-    name = owed.c.destination
-    # One without LSSO that is owed rooms comes from a Synapse that never reached it: its LSSO stays
-    # unknown. A row without both is of a failed request of another kind.
-    was_owed = exists().where(destination_rooms.c.destination == destinations.c.destination)
-    known = exists().where(destinations.c.destination == name, or_(lsso.is_not(None), was_owed))
-    begun = upsert(dialect, destinations).from_select(
-        [destinations.c.destination, lsso],
-        select(name, func.min(owed.c.oldest) - 1).where(~known).group_by(name).order_by(name),
-    )
-    begun = begun.on_conflict_do_update(
-        index_elements=[destinations.c.destination],
-        set_={lsso.name: begun.excluded[lsso.name]},
-        where=lsso.is_(None),
-    )
-    noted = upsert(dialect, destination_rooms).from_select(
-        [destination_rooms.c.destination, destination_rooms.c.room_id, ordering],
-        select(name, owed.c.room_id, owed.c.newest).where(true()).order_by(name, owed.c.room_id),
-    )
-    noted = on_conflict(noted, destination_rooms, raising=ordering.name)
-    found = select(there.c.room_id)
-    if dialect == "postgresql":
-        return given, found.add_cte(begun.cte("begun"), noted.cte("noted")), ()
-    return given, found, (begun, noted)
-
-
-def _lagging_page(
-    connection: Connection, start: tuple[str, str]
-) -> tuple[list[Lagging], tuple[str, str] | None]:
-    """A page of lagging destinations above the (destination, room) `start`; the next page's start.
-
-    A page has a fixed number of rows, whether or not they are owed: no statement grows with the
-    table. A destination may stand in several pages, with some of its rooms in each.
-    """
-    page = (
-        select(destination_rooms)
-        .where(
-            tuple_(destination_rooms.c.destination, destination_rooms.c.room_id) > tuple_(*start)
-        )
-        .order_by(destination_rooms.c.destination, destination_rooms.c.room_id)
-        .limit(LAGGING_ROWS)
-        .subquery()
-    )
-    mark = destinations.c.last_successful_stream_ordering
-    owed = case((or_(mark.is_(None), page.c.stream_ordering > mark), 1), else_=0)
-    query = (
-        select(
-            page.c.destination,
-            mark,
-            func.sum(owed),
-            func.count(),
-            func.max(page.c.room_id),
-            func.min(case((owed == 1, page.c.stream_ordering))),
-        )
-        .select_from(page.outerjoin(destinations, destinations.c.destination == page.c.destination))
-        .group_by(page.c.destination, mark)
-        .order_by(page.c.destination)
-    )
-    found = connection.execute(query).all()
-    lagging = [
-        Lagging(name, lsso, rooms, owes_keys=False, oldest=oldest)
-        for name, lsso, rooms, _, _, oldest in found
-        if rooms
-    ]
-    full = sum(row[3] for row in found) == LAGGING_ROWS
-    return lagging, (found[-1][0], found[-1][4]) if full else None
-
-
-@cache
-def _oldest_owed_of(dialect: str, origin: str) -> tuple[FromClause, Select[Any]]:
-    """The table of `given_rows` with destinations, and the question for each one's oldest event."""
-    given = given_rows(dialect, destination=Text(), lsso=BigInteger(), floor=BigInteger())
-    events, owed = tables.events.c, destination_rooms.c
-    first = (
-        select(func.min(events.stream_ordering))
-        .where(events.room_id == owed.room_id)
-        .where(events.stream_ordering > given.c.floor)
-        .where(events.stream_ordering <= owed.stream_ordering)
-        .where(events.sender.endswith(":" + origin, autoescape=True))
-        .correlate(given, destination_rooms)
-        .scalar_subquery()
-    )
-    oldest = (
-        select(
-            given.c.destination,
-            func.min(func.coalesce(first, owed.stream_ordering)).label("oldest"),
-        )
-        .join(destination_rooms, owed.destination == given.c.destination)
-        .where(owed.stream_ordering > given.c.lsso)
-        .group_by(given.c.destination)
-        .subquery()
-    )
-    query = select(oldest.c.destination, oldest.c.oldest, events.received_ts)
-    return given, query.outerjoin(tables.events, events.stream_ordering == oldest.c.oldest)
-
-
-def _owing_keys_page(
-    connection: Connection, table: Table, start: str
-) -> tuple[list[str], str | None]:
-    """A page of an outbox's destinations above `start`; and the next page's start.
-
-    The index leads from name to name: the destination's rows in the outbox are not read.
-    """
-
-    def next_above(name: ColumnElement[str]) -> Select[tuple[str]]:
-        above = select(table.c.destination).where(table.c.destination > name)
-        return above.order_by(table.c.destination).limit(1)
-
-    first = next_above(literal(start)).subquery()
-    names = select(first.c.destination).cte("names", recursive=True)
-    following = next_above(names.c.destination).scalar_subquery()
-    names = names.union_all(select(following).where(names.c.destination.is_not(None)))
-    query = select(names.c.destination).where(names.c.destination.is_not(None))
-    found = list(connection.execute(query.limit(OWING_KEYS_PAGE)).scalars())
-    return found, found[-1] if len(found) == OWING_KEYS_PAGE else None
-
-
-def _delete_keys(connection: Connection, destination: str) -> None:
-    for table in (outbox, pokes, tables.device_lists_outbound_last_success):
-        connection.execute(delete(table).where(table.c.destination == destination))
 
 
 # --- answers and backoff --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fedsender.sender.outbox import Outbox
 from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Transaction
-from fedsender.store import homeserver, positions
+from fedsender.store import debts, positions
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked, Settlement
 from fedsender_lab.simulation import others, simulate
 
@@ -41,7 +41,7 @@ def goes_red(invariant: str) -> bool:
 
 
 def test_i1_position_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homeserver, "_record_owed", lambda *_: (set(), set()))
+    monkeypatch.setattr(debts, "record_owed", lambda *_: (set(), set()))
 
     assert goes_red("I1")
 
