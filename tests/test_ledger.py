@@ -53,8 +53,9 @@ def a_daemons(directory: Path, **others: float) -> AbstractAsyncContextManager[L
 
 
 def ledger(directory: Path, *, seconds: float = 3600, size: int = 2**20) -> Ledger:
-    chosen = settings(directory, segment_every=seconds, segment_bytes=size)
-    return Ledger(chosen, "fed1", "b00t", Count())
+    return Ledger(
+        settings(directory), "fed1", "b00t", Count(), segment_s=seconds, segment_bytes=size
+    )
 
 
 def line(destination: str = "a.example", **values: Any) -> Line:
@@ -457,7 +458,7 @@ async def test_old_segments_go_when_one_is_closed(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """A busy daemon may fill the disk long before an hour has passed."""
-    async with a_daemons(tmp_path, keep=86_400e6, keep_bytes=1500, segment_bytes=1000) as opened:
+    async with a_daemons(tmp_path, keep=86_400e6, keep_bytes=1500) as opened:
         for _ in range(100):
             opened.record(line())
             opened.settled("a.example")

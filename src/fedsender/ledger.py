@@ -52,6 +52,10 @@ NOTES = ("owned", "handed_over", "denied", "purged", "dropped", "discarded")
 """Outcomes of notes: lines about the range that is this sender's, and about items it gave up."""
 SWEEP_SECONDS = 3600.0
 RETRY_SECONDS = 10.0
+SEGMENT_BYTES = 64 * 2**20
+"""Large enough that two weeks of a busy sender are some hundred files."""
+SEGMENT_S = 3600.0
+"""The pipeline reads closed segments, so this is how late it is at most."""
 """Seconds between two tests of a disk that took no line."""
 
 log = structlog.get_logger()
@@ -232,16 +236,22 @@ class Ledger:
         boot_id: str,
         lost_lines: Count,
         last_number: int = 0,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        segment_s: float = SEGMENT_S,
     ) -> None:
         """
         Args:
             lost_lines: counts lines that cannot be written.
             last_number: the highest number of an existing segment.
+            segment_bytes, segment_s: a segment of this size, or this old, is followed by a new one.
         """
         self.directory = settings.directory
         self.instance = instance
         self.lines = Watermark()
-        self._settings = settings
+        # Several of them, so that deleting the oldest leaves most of what may be kept.
+        self._segment_bytes = min(segment_bytes, settings.keep_bytes // 4)
+        self._segment_s = segment_s
         self._boot_id = boot_id
         self._lost_lines = lost_lines
         self._number = last_number
@@ -305,8 +315,8 @@ class Ledger:
 
     def _append(self, text: bytes) -> None:
         now = trio.current_time()
-        full = self._size >= self._settings.segment_bytes
-        late = now - self._opened_at >= self._settings.segment_every
+        full = self._size >= self._segment_bytes
+        late = now - self._opened_at >= self._segment_s
         if self._file is not None and (full or late):
             self._roll()
         if self._file is None:
@@ -395,7 +405,13 @@ class Ledger:
 
 @asynccontextmanager
 async def open_ledger(
-    settings: Settings, instance: str, boot_id: str, runtime: Runtime, lost_lines: Count
+    settings: Settings,
+    instance: str,
+    boot_id: str,
+    runtime: Runtime,
+    lost_lines: Count,
+    *,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> AsyncIterator[Ledger]:
     """Open the ledger of one daemon; the arguments are those of `Ledger`.
 
@@ -447,7 +463,9 @@ async def open_ledger(
                 ledger.recover()
 
     last_number, torn, last_words = await runtime.run_sync(prepare, limiter=limiter)
-    ledger = Ledger(settings, instance, boot_id, lost_lines, last_number)
+    ledger = Ledger(
+        settings, instance, boot_id, lost_lines, last_number, segment_bytes=segment_bytes
+    )
     ledger.torn, ledger.last_words = torn, last_words
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sweep_for_ever, ledger, name="ledger sweep")

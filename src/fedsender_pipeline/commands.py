@@ -368,7 +368,7 @@ def health(
             say(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
             return DONE
         with steps.spark("the week, and what is usual", spark):
-            level = module.service_level(spark, lake, loaded)
+            level = module.service_level(spark, lake)
             today = module.last_24_hours(*module.recent_hours(spark, lake))
             worse = module.worse(spark, lake, today)
     week, unusual = asdict(level), [asdict(each) for each in worse]

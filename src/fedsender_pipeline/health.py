@@ -203,6 +203,11 @@ def last_24_hours(hours: DataFrame, newest_ms: int) -> DataFrame:
 
 # --- what they say --------------------------------------------------------------------------------
 
+SERVICE_S: Final = 5.0
+"""A message should be answered within this time: about as long as people who write to each other
+wait without asking whether it arrived,"""
+SERVICE_SHARE: Final = 0.99
+"""by this share of the servers."""
 LEAST: Final = 100
 """Attempts, or messages, of a day from which it is compared with other days."""
 LEAST_DAYS: Final = 7
@@ -271,9 +276,9 @@ class Worse:
         )
 
 
-def service_level(spark: SparkSession, lake: Lake, config: Config) -> Level:
+def service_level(spark: SparkSession, lake: Lake) -> Level:
     """The level of service of the seven days up to the newest one."""
-    within_ms = round(config.pipeline.service_within * 1000)
+    within_ms = round(SERVICE_S * 1000)
     week = merged(days_of(spark, lake, schemas.HEALTH_DAYS, 6).where(OF_SERVERS), "server")
     rank = f"kll_sketch_get_rank_bigint(waited, {within_ms}L)"
     row = week.selectExpr(
@@ -282,7 +287,7 @@ def service_level(spark: SparkSession, lake: Lake, config: Config) -> Level:
         "count_if(delivered = 0) as silent",
     ).first()
     assert row is not None
-    return Level(within_ms, config.pipeline.service_share, *row)
+    return Level(within_ms, SERVICE_SHARE, *row)
 
 
 def measures(rows: DataFrame) -> DataFrame:

@@ -127,7 +127,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         newest_ms,
         _points(health.merged(_with_totals(recent, newest_ms), "hour_ms"), "hour_ms"),
         _points(days.where(OF_ALL), "unix_millis(cast(day as timestamp))"),
-        health.service_level(spark, lake, config),
+        health.service_level(spark, lake),
         health.worse(spark, lake, today),
         counted[0],
         counted[1],

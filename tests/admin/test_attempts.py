@@ -30,8 +30,7 @@ class NoCount(Count):
 
 
 def a_ledger(directory: Path, *, boot: str = "b00t", size: int = 2**20) -> Ledger:
-    settings = Settings(directory=directory).model_copy(update={"segment_bytes": size})
-    return Ledger(settings, "fed1", boot, NoCount())
+    return Ledger(Settings(directory=directory), "fed1", boot, NoCount(), segment_bytes=size)
 
 
 def files(directory: Path) -> list[Path]:

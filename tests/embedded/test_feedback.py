@@ -46,9 +46,9 @@ async def opened(
     directory: Path, *, size: int = 2**20, keep: int = 2**40, runtime: Runtime = RUNTIME
 ) -> AsyncIterator[Ledger]:
     """One life of a daemon's ledger; all that it says is settled at once."""
-    small = {"keep_bytes": keep, "segment_bytes": size}
-    settings = Settings(directory=directory).model_copy(update=small)
-    async with open_ledger(settings, FED1, os.urandom(8).hex(), runtime, Count()) as ledger:
+    settings = Settings(directory=directory).model_copy(update={"keep_bytes": keep})
+    boot_id = os.urandom(8).hex()
+    async with open_ledger(settings, FED1, boot_id, runtime, Count(), segment_bytes=size) as ledger:
         ledger.close_torn()
         yield ledger
 

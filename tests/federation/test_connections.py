@@ -111,7 +111,7 @@ def there(number: int) -> Policy:
 async def test_idle_connections_are_closed_after_their_time(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with in_memory(tmp_path, idle_connection=120) as (client, network):
+    async with in_memory(tmp_path) as (client, network):
         for number in range(3):
             async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
                 await send(peer)
@@ -128,7 +128,7 @@ async def test_used_connection_is_not_idle(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with (
-        in_memory(tmp_path, idle_connection=120) as (client, network),
+        in_memory(tmp_path) as (client, network),
         client.peer("b.example", there(1), AnybodyMay()) as peer,
     ):
         for _ in range(10):
@@ -208,7 +208,7 @@ async def test_cancelled_look_at_an_idle_connection_leaves_no_place_taken(
     async def wait(_: object) -> None:
         await trio.sleep_forever()
 
-    async with in_memory(tmp_path, idle_connection=120) as (client, network):
+    async with in_memory(tmp_path) as (client, network):
         async with client.peer("b.example", there(1), AnybodyMay()) as peer:
             await send(peer)
         await trio.sleep(2)

@@ -188,7 +188,7 @@ def test_a_week_is_judged_by_what_servers_waited_for(spark: "SparkSession", tmp_
     )
     ingest_ledger(spark, lake, tmp_path)
     update(spark, lake)
-    found = service_level(spark, lake, config_of(tmp_path))
+    found = service_level(spark, lake)
     assert (found.within_ms, found.goal) == (5_000, 0.99)
     assert (found.share, found.servers, found.silent) == ((0.75 + 0) / 2, 2, 1)
     assert not found.reached

@@ -5,7 +5,6 @@ file, line, column and setting. Whoever needs a part of it gets that section, no
 """
 
 import difflib
-import math
 import os
 import ssl
 import stat
@@ -307,9 +306,6 @@ class Config(Section):
             yield place, "has several senders: with feed.kind push they need a PostgreSQL database"
         if self.pipeline.relay is not None and self.feed.kind != "relay":
             yield ("pipeline", "relay"), "is of use where feed.kind is relay"
-        if self.ledger.segment_every > (self.pipeline.keep or math.inf):
-            # An open segment would bring back lines that the lake has let go.
-            yield ("pipeline", "keep"), "is shorter than ledger.segment_every"
         senders = self.homeserver.federation_sender_instances
         if senders and self.instance_name not in senders:
             place = ("homeserver", "federation_sender_instances")
@@ -399,10 +395,16 @@ def _checked(document: Document, directory: Path) -> Config:
 
 
 _GONE: Final[Mapping[str, str]] = {
+    "federation.idle_connection": "a connection is closed after two minutes without use; remove it",
     "federation.max_answer_bytes": "an answer has 64 KiB, and 4 KiB more for each PDU; remove it",
     "feed.relay.fetch_parallel": "four connections fetch a snapshot; remove it",
+    "ledger.segment_bytes": "a file has 64 MiB, or a quarter of ledger.keep_bytes; remove it",
+    "ledger.segment_every": "a new file begins each hour; remove it",
     "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
+    "pipeline.service_share": "the goal is 99 % of the servers; remove it",
+    "pipeline.service_within": "the goal is five seconds; remove it",
     "relay.secret_file": "each consumer has its own, relay.consumers.NAME.secret_file",
+    "sending.fan_out_chunk": "a transaction fans out 100 events; remove it",
 }
 """Settings that an older release knew, and what to do instead."""
 

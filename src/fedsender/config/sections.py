@@ -228,9 +228,6 @@ class Federation(Section):
         description="Open connections; the longest idle is closed first, but those that lately"
         " carried something for few servers last.",
     )
-    idle_connection: Seconds = Field(
-        default=120.0, gt=0, description="A connection that carried nothing for so long is closed."
-    )
     user_agent_suffix: str | None = Field(
         default=None,
         pattern=r"^[\x21-\x7e](?:[\x20-\x7e]{0,199})$",
@@ -304,12 +301,6 @@ class Sending(Section):
         default=20.0,
         description="When told to stop, how long transactions under way may take to end.",
     )
-    fan_out_chunk: int = Field(
-        default=100,
-        ge=1,
-        le=10_000,
-        description="Events that are fanned out in one database transaction.",
-    )
 
 
 class Ledger(Section):
@@ -327,20 +318,6 @@ class Ledger(Section):
         ge=MIB,
         description="The oldest files are removed when all are larger than this.",
     )
-    segment_every: Seconds = Field(
-        default=3600.0, ge=1, description="A new file is begun after so long."
-    )
-    segment_bytes: Bytes = Field(
-        default=64 * MIB,
-        ge=64 * 2**10,
-        description="A new file is begun when the current one is this large.",
-    )
-
-    def contradictions(self) -> Contradictions:
-        if self.segment_bytes > self.keep_bytes:
-            yield ("segment_bytes",), "is larger than keep_bytes"
-        if self.segment_every > self.keep:
-            yield ("segment_every",), "is longer than keep"
 
 
 class Admin(Section):
@@ -440,12 +417,6 @@ class Pipeline(Section):
         default=None,
         description="`pipeline run` writes its figures there, for the text file collector of"
         " Prometheus' node exporter.",
-    )
-    service_within: Seconds = Field(
-        default=5.0, gt=0, description="A message should be answered within this time,"
-    )
-    service_share: float = Field(
-        default=0.99, gt=0, le=1, description="by this share of the servers: see `pipeline health`."
     )
     relay: Database | None = Field(
         default=None,

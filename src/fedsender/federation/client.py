@@ -72,6 +72,9 @@ _LOOKUP_S: Final = 10.0
 _WELL_KNOWN_S: Final = 15.0
 # An answer of so many bytes costs 30 us at most: little beside all else of its delivery.
 _LITTLE_BYTES: Final = 512
+IDLE_S: Final = 120.0
+"""A connection that carried nothing for so long is closed. Common servers and proxies close it
+themselves after one to several minutes, and a request on a connection about to close fails."""
 _GET_BOUNDS: Final = Bounds(body_bytes=65_536, framing_bytes=16_384)
 
 
@@ -201,9 +204,7 @@ class FederationClient:
             resolves=all_here if proxy is None else proxy.resolves,
         )
         self.web_places = Places(_PLACES)
-        self.connections = Connections(
-            runtime.network, config.max_connections, config.idle_connection
-        )
+        self.connections = Connections(runtime.network, config.max_connections, IDLE_S)
         metrics.connections.set_function(lambda: self.connections.open)
 
     def peer(self, destination: str, policy: Policy, permit: Permit) -> "Peer":
@@ -279,7 +280,7 @@ class Peer:
     def _hold(self, live: Live | None) -> None:
         self._held = live
         if live is not None and self._permit.hurried:
-            live.precious_until = trio.current_time() + self._client.config.idle_connection
+            live.precious_until = trio.current_time() + IDLE_S
 
     async def put_transaction(
         self, transaction_id: str, body: bytes, event_ids: Sequence[str]

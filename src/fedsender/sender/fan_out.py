@@ -43,6 +43,9 @@ log = structlog.get_logger()
 
 HEAR_ANEW_S = 5.0
 """Seconds between two tries to hear of positions that the database has."""
+CHUNK = 100
+"""Events that one database transaction fans out: a commit for many, and short enough for others to
+have their turn at the lock."""
 MAX_OFFERS = 15_000
 """Of events to servers in a step, if it has more than one event. They are offered without a
 checkpoint, in 0.1 to 0.2 s of the loop."""
@@ -90,7 +93,7 @@ class FanOut:
         # How often quarantine was emptied, and as of when we know what is left there.
         self._emptied, self._looked = 1, 0
         self._redacted: set[str] = set()
-        self._chunk = self._fit = context.sending.fan_out_chunk
+        self._chunk = self._fit = CHUNK
         self._pool = context.pdu_pool
         self._already_owed = already_owed
         # Held by a step, while an event is passed over, and while a room is freed.
