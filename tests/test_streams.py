@@ -150,19 +150,19 @@ def test_only_configured_writers_count_at_start(
 
 def test_silent_writer_stops_the_token_and_is_named_with_the_time() -> None:
     events = StreamPositions(["ev1", "ev2"], {"ev1": 5, "ev2": 5})
-    assert events.hold() is None
+    assert events.held_back() is None
     events.advance("ev1", 6, now=100.0)
     events.advance("ev1", 9, now=101.0)
     assert events.linear == 6
-    hold = events.hold()
+    hold = events.held_back()
     assert hold is not None
     assert (hold.writers, hold.missing, hold.head, hold.since) == (("ev2",), 7, 9, 101.0)
     events.advance("ev1", 12, now=150.0)
-    still = events.hold()
+    still = events.held_back()
     assert still is not None
     assert still.since == 101.0
     events.advance("ev2", 12, now=151.0)
-    assert (events.linear, events.hold()) == (12, None)
+    assert (events.linear, events.held_back()) == (12, None)
 
 
 def test_old_position_changes_nothing() -> None:

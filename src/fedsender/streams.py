@@ -159,7 +159,7 @@ class StreamPositions:
         self._note_hold(moved=self._linear > before, now=now)
         return self._linear
 
-    def hold(self) -> Hold | None:
+    def held_back(self) -> Hold | None:
         """The hold that keeps the linear token below the head, or None."""
         if self._held_since is None:
             return None

@@ -139,7 +139,7 @@ class SynapseFeed(Feed):
         link, events = self._link, self._events
         connected = link is not None and link.connected
         heard = connected and all(("events", name) in self._heard_from for name in self._writers)
-        held = self._held(events.hold())
+        held = self._held(events.held_back())
         return FeedStatus(
             kind="redis",
             connected=connected,
@@ -148,7 +148,7 @@ class SynapseFeed(Feed):
             position=self._sink.events.value,
             head=events.head,
             held=held,
-            held_s=_held_s(events.hold()),
+            held_s=_held_s(events.held_back()),
             stopped=self.stopped,
             last_error=link.last_error if link is not None else None,
         )

@@ -338,7 +338,7 @@ class CatchUp:
         while left:
             count, size = draft.left
             sizes = {each.event_id: each.size for each in left[: max(1, count)]}
-            size = draft.hold(min(size, AT_ONCE_BYTES, sum(sizes.values())))
+            size = draft.reserve(min(size, AT_ONCE_BYTES, sum(sizes.values())))
             batch = next(in_batches(sizes, size))
             outgoing = await self._load(left[: len(batch)], rows)
             left = left[len(batch) :]
@@ -418,7 +418,7 @@ class CatchUp:
                 if not draft.empty:
                     return None
                 visible = visible[-1:]
-            draft.hold(sum(row.size for row in visible))
+            draft.reserve(sum(row.size for row in visible))
             # Somebody else's event that cannot be sent is not ours to quarantine.
             pdus = await self.router.pdus(visible)
             newer = [pdu for row in visible if isinstance(pdu := pdus.get(row.event_id), Pdu)]

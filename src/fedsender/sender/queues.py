@@ -42,7 +42,7 @@ class PduPool:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, pdu: Pdu) -> None:
+    def retain(self, pdu: Pdu) -> None:
         """Count one more queue that holds the PDU."""
         held = self._held.get(pdu.event_id)
         if held is None:
@@ -50,7 +50,7 @@ class PduPool:
             self.bytes += len(pdu.wire)
         held.holders += 1
 
-    def let_go(self, pdus: Iterable[Pdu]) -> None:
+    def release(self, pdus: Iterable[Pdu]) -> None:
         """Count one queue less for each of these PDUs."""
         for pdu in pdus:
             held = self._held[pdu.event_id]
@@ -117,7 +117,7 @@ class PduQueue:
         if len(self.pdus) >= self._limit:
             return False
         self.pdus.append(pdu)
-        self._pool.hold(pdu)
+        self._pool.retain(pdu)
         return True
 
     @property
@@ -144,13 +144,13 @@ class PduQueue:
             if pdu.stream_ordering > upto:
                 break
             count += 1
-        self._pool.let_go(self.pdus[:count])
+        self._pool.release(self.pdus[:count])
         del self.pdus[:count]
 
     def clear(self) -> int:
         """Forget all; return their number."""
         count = len(self.pdus)
-        self._pool.let_go(self.pdus)
+        self._pool.release(self.pdus)
         self.pdus.clear()
         return count
 

@@ -156,9 +156,11 @@ class Draft:
         """The number of PDUs, and the bytes, that are still within the bounds."""
         return self._pdu_room, self.max_bytes - self.bytes
 
-    def hold(self, size: int) -> int:
-        """Ask for so many bytes for what is to be read; return how many there are. It gets no more
-        than these."""
+    def reserve(self, size: int) -> int:
+        """Reserve memory for `size` bytes that are to be read; return the bytes granted.
+
+        The draft takes no more than these.
+        """
         granted = self.grant(size)
         if granted < size:
             self.max_bytes = min(self.max_bytes, self.bytes + granted)

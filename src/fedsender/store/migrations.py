@@ -213,7 +213,8 @@ def check(connection: Connection, line: Line) -> None:
 def _differences(there: Inspector, table: Table) -> Iterator[str]:
     """The table's differences, as texts.
 
-    Alembic's own comparison would stay in memory for as long as the daemon runs.
+    Not Alembic's `compare_metadata`: the daemon would carry 8 MB of Alembic for as long as it runs,
+    a tenth of its memory, and imports it now only to migrate.
     """
     if not there.has_table(table.name):
         yield f"there is no table {table.name}"
