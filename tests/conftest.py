@@ -38,12 +38,15 @@ _SPARK = {
         "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=192m"
     ),
 }
-_SHARED = ("homeserver_a", "spark")
-"""Fixtures whose servers take so long to start that one process has all the tests with them."""
+_FIRST = ("homeserver_a", "spark")
+"""Fixtures whose servers take long to start, and whose tests take longest."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need a server as slow, and keep those of a file in one process.
+    """Mark the tests that need a server as slow.
+
+    Each process takes the next file when it is done with one, and starts Spark or the Synapses when
+    it comes to the first of their tests: so neither waits for the other.
 
     A test of a program that is missing is not run, and the summary says so. On CI, where
     FEDSENDER_ALL_PROGRAMS is set, it is run and fails.
@@ -58,11 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order: dict[str, int] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
-        needed = [name for name in _SHARED if name in item.fixturenames]
+        first = any(name in item.fixturenames for name in _FIRST)
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.slow)
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if needed or "postgres" in item.fixturenames or "postgresql" in map(str, parameters):
+        postgres = "postgres" in item.fixturenames or "postgresql" in map(str, parameters)
+        if first or postgres:
             item.add_marker(pytest.mark.slow)
         program = item.get_closest_marker("program")
         if program is not None:
@@ -71,9 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if shutil.which(name) is None and not os.environ.get("FEDSENDER_ALL_PROGRAMS"):
                 why = f"{name} is missing: apt-get install {package}"
                 item.add_marker(pytest.mark.skip(reason=why))
-        group = needed[0] if needed else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-        order[item.nodeid] = 0 if needed else 1 if item.get_closest_marker("slow") else 2
+        order[item.nodeid] = 0 if first else 1 if item.get_closest_marker("slow") else 2
     items.sort(key=lambda item: order[item.nodeid])
 
 
