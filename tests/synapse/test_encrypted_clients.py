@@ -176,6 +176,7 @@ class Chatter:
         return max(float(s["at"]) - max(ended, self.sent[s["text"]]) for s in seen)
 
 
+@pytest.mark.long
 async def test_every_message_is_decrypted_whatever_breaks_down(world: World) -> None:
     """A kill -9 of the daemon, restarts of Redis and PostgreSQL, a minute without B."""
 

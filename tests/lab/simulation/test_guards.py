@@ -31,9 +31,9 @@ pytestmark = pytest.mark.slow
 SEEDS = (2, 5, 1, 3)
 
 
-def goes_red(invariant: str) -> bool:
-    """Whether one of the fixed seeds sees this invariant broken."""
-    for seed in SEEDS:
+def goes_red(invariant: str, likely: int = SEEDS[0]) -> bool:
+    """Whether one of the fixed seeds sees this invariant broken; the likely one is tried first."""
+    for seed in sorted(SEEDS, key=lambda seed: seed != likely):
         report = simulate(seed, 12, 0.15, stop_at=invariant)
         if any(violation.invariant == invariant for violation in report.violations):
             return True
@@ -133,7 +133,7 @@ def test_i4_a_proxy_that_says_nothing_is_believed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Destination, "_may_say_nothing", believe)
 
-    assert goes_red("I4")
+    assert goes_red("I4", likely=3)
 
 
 def test_i5_no_pause_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
