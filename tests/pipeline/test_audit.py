@@ -8,65 +8,31 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US
 
-from fedsender.config import Config, from_values
+from fedsender_lab.testing.lakes import (
+    DAY_MS,
+    EVENT_MS,
+    START_MS,
+    Rows,
+    attempt,
+    config_of,
+    event,
+    ingest_ledger,
+    lake_of,
+    note,
+    pdu,
+    write,
+)
 from fedsender_pipeline import PipelineError, Usage, schemas
 from fedsender_pipeline.audit import Audited, accept, audit, missing_pairs, read_accepted
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.ledger_lines import read_ledger
 from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-DAY_MS = 86_400_000
-START_MS = 1_767_225_600_000  # 2026-01-01
-EVENT_MS = DAY_MS // 20
 SERVERS = ("a.example", "b.example", "c.example", "d.example")
-
-Rows = dict[str, list[dict[str, Any]]]
-
-
-def config_of(directory: Path) -> Config:
-    return from_values({"server_name": US, "signing_key": "key"}, directory=directory)
-
-
-def event(at: int, room: str) -> dict[str, Any]:
-    return {
-        "stream_ordering": at,
-        "event_id": f"${at}",
-        "room_id": room,
-        "type": "m.room.message",
-        "sender": f"@me:{US}",
-        "received_ts": START_MS + at * EVENT_MS,
-        "ours": True,
-        "part": 0,
-    }
-
-
-def lake_of(directory: Path, rows: Rows, upto: int) -> Lake:
-    """A lake that holds these rows, and has read events up to there."""
-    lake = open_lake(directory / "lake", US, create=True)
-    (directory / "ledger").mkdir(exist_ok=True)
-    with lake.commit() as commit:
-        for name, entries in rows.items():
-            commit.append_rows(schemas.TABLES[name], entries)
-        commit.set_position("events", upto)
-        commit.set_position("intervals", upto)
-    return lake
-
-
-def attempt(server: str, *pdus: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    """A line of the ledger; the first PDU's event says when."""
-    ms = START_MS + pdus[0]["stream_ordering"] * EVENT_MS + 1000
-    settings = {"destination": server, "pdus": list(pdus), "refused": {}, "ms": ms}
-    return line(**(settings | changed))
-
-
-def pdu(at: int, room: str, lane: str = "live", **more: Any) -> dict[str, Any]:
-    return {"event_id": f"${at}", "room_id": room, "stream_ordering": at, "lane": lane, **more}
 
 
 def run(spark: "SparkSession", lake: Lake, directory: Path, **options: Any) -> Audited:
@@ -74,11 +40,6 @@ def run(spark: "SparkSession", lake: Lake, directory: Path, **options: Any) -> A
     ingest_ledger(spark, lake, directory)
     with showing(quiet=True) as steps:
         return audit(spark, lake, config_of(directory), steps, **options)
-
-
-def ingest_ledger(spark: "SparkSession", lake: Lake, directory: Path) -> None:
-    with showing(quiet=True) as steps:
-        read_ledger(spark, lake, directory / "ledger", steps)
 
 
 def missing(lake: Lake) -> dict[tuple[str, str], list[str]]:
@@ -98,11 +59,49 @@ def fates(lake: Lake) -> dict[tuple[str, str, str], dict[str, int]]:
 # --- each fate ------------------------------------------------------------------------------------
 
 
-def test_every_fate_is_told_apart(spark: "SparkSession", tmp_path: Path) -> None:
+Lines = list[dict[str, Any] | str]
+ONE, PARKED, CATCHING, REFUSING = "one.example", "parked.example", "catching.example", "no.example"
+
+
+@pytest.fixture(scope="module")
+def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """One audit of some rooms that have nothing to do with each other, each with its servers."""
+    directory = tmp_path_factory.mktemp("fates")
+    parts = (every_fate(), catching_up(), stand_ins())
+    rows: Rows = {}
+    for tables, *_ in parts:
+        for name, entries in tables.items():
+            rows.setdefault(name, []).extend(entries)
+    lake = lake_of(directory, rows, len(rows["events"]))
+    closed, last = ([line for part in parts for line in part[n]] for n in (1, 2))
+    write(directory / "ledger", "f.b.000001.jsonl", *closed)
+    ingest_ledger(spark, lake, directory)
+    write(directory / "ledger", "f.b.000002.open", *last, '{"v": 1, "ms": 17')
+    told = run(spark, lake, directory)
+    assert told.expected == sum(told.counts.values())
+    assert told.counts == dict.fromkeys(schemas.FATES, 0) | fates_of(lake)
+    return lake
+
+
+def fates_of(lake: Lake, *servers: str) -> dict[str, int]:
+    """How many events had which fate, at these servers or at all."""
+    found = Counter[str]()
+    for (server, _, _), counts in fates(lake).items():
+        if not servers or server in servers:
+            found.update(counts)
+    return dict(found)
+
+
+def superseded(lake: Lake, server: str) -> list[dict[str, Any]]:
+    rows = lake.read(schemas.SUPERSEDED).to_pylist()
+    return sorted((r for r in rows if r["server"] == server), key=lambda row: row["first"])
+
+
+def every_fate() -> tuple[Rows, Lines, Lines]:
     """One room, one server, and an event for each thing that can become of it; the last lines are
     in a segment that is still open."""
-    room, server = "!r", "a.example"
-    turned_away = {"type": "m.room.member", "state_key": "@x:a.example",
+    room, server = "!r", ONE
+    turned_away = {"type": "m.room.member", "state_key": f"@x:{ONE}",
                    "membership": "leave", "auth_membership": "knock"}  # fmt: skip
     rows: Rows = {
         "events": [event(at, room) | (turned_away if at == 16 else {}) for at in range(1, 21)],
@@ -122,110 +121,111 @@ def test_every_fate_is_told_apart(spark: "SparkSession", tmp_path: Path) -> None
              "added_ms": 1}
         ],
     }  # fmt: skip
-    lake = lake_of(tmp_path, rows, 20)
-    write(
-        tmp_path / "ledger",
-        "f.b.000001.jsonl",
+    lines: Lines = [
         attempt(server, pdu(4, room)),
         attempt(server, pdu(5, room), pdu(6, room), refused={"$6": "no"}),
         attempt(server, pdu(5, room), transaction_id="t2"),
         attempt(server, pdu(7, room), outcome="unknown", status=None),
         attempt(server, pdu(8, room), outcome="failing", status=500),
         "{torn\n",
-    )
-    ingest_ledger(spark, lake, tmp_path)
-    write(
-        tmp_path / "ledger",
-        "f.b.000002.open",
-        attempt(server, pdu(15, room, "catch_up", supersedes=[12, 15])),
-        '{"v": 1, "ms": 17',
-    )
-    told = run(spark, lake, tmp_path)
-    assert told.counts == {
+    ]
+    return rows, lines, [attempt(server, pdu(15, room, "catch_up", supersedes=[12, 15]))]
+
+
+def test_every_fate_is_told_apart(spark: "SparkSession", audited: Lake) -> None:
+    lake = audited
+    assert fates_of(lake, ONE) == {
         "delivered_again": 1,  # 5
         "delivered": 2,  # 4, 15
         "refused": 1,  # 6
         "quarantined": 2,  # 9, 10
         "superseded": 3,  # 12 to 14
-        "stand_in_refused": 0,
-        "parked": 0,
         "pending": 4,  # 11, 17 to 19
         "unknown": 1,  # 7
-        "given_up": 0,
-        "not_ours": 0,
         "before_ledger": 2,  # 2, 3
-        "accepted": 0,
         "missing": 2,  # 8, 16
     }
-    assert told.expected == 18
     assert missing(lake) == {
-        (server, "$8"): [
+        (ONE, "$8"): [
             "destination_rooms is at 19: the fan-out counted it",
             "1 attempts in the ledger, the last failing at 2026-01-01T09:36:01Z",
             "the low-water mark 16 counts it as delivered",
         ],
-        (server, "$16"): [
+        (ONE, "$16"): [
             "destination_rooms is at 19: the fan-out counted it",
             "no attempt in the ledger",
             "the low-water mark 16 counts it as delivered",
             "W26: turned away, and only told by fedsender",
         ],
     }
-    (stood_in,) = lake.read(schemas.SUPERSEDED).to_pylist()
+    (stood_in,) = superseded(lake, ONE)
     assert (stood_in["first"], stood_in["last"], stood_in["events"]) == (12, 14, 3)
     assert stood_in["by_event_id"] == "$15"
-    assert list(missing_pairs(spark, lake, 1)) == [[[server, "$8"]], [[server, "$16"]]]
+    assert list(missing_pairs(spark, lake, 1)) == [[[ONE, "$8"]], [[ONE, "$16"]]]
 
 
-def test_in_catch_up_and_parked(spark: "SparkSession", tmp_path: Path) -> None:
+def catching_up() -> tuple[Rows, Lines, Lines]:
     """In catch-up the low-water mark has passed events that are still owed: the floor, and what
     was answered in a room since, say from where on. What a parked server is owed has its own fate.
     """
-    parked, catching = "a.example", "b.example"
+    both = (PARKED, CATCHING)
     rows: Rows = {
-        "events": [event(at, "!r" if at % 2 else "!q") for at in range(1, 11)],
+        "events": [event(at, "!s" if at % 2 else "!q") for at in range(21, 31)],
         "intervals": [
-            {"room_id": room, "server": server, "first": 1, "last": None}
-            for room in ("!r", "!q")
-            for server in (parked, catching)
+            {"room_id": room, "server": server, "first": 21, "last": None}
+            for room in ("!s", "!q")
+            for server in both
         ],
         "destination_rooms": [
             {"destination": server, "room_id": room, "stream_ordering": at}
-            for room, at in (("!r", 9), ("!q", 10))
-            for server in (parked, catching)
+            for room, at in (("!s", 29), ("!q", 30))
+            for server in both
         ],
-        "destinations": [{"destination": catching, "last_successful_stream_ordering": 8}],
+        "destinations": [{"destination": CATCHING, "last_successful_stream_ordering": 28}],
         "catch_ups": [
-            {"destination": catching, "floor": 2, "room_id": "!r", "sent_to": 5},
+            {"destination": CATCHING, "floor": 22, "room_id": "!s", "sent_to": 25},
         ],
-        "server_states": [{"destination": parked, "parked": "gone"}],
+        "server_states": [{"destination": PARKED, "parked": "gone"}],
     }
-    lake = lake_of(tmp_path, rows, 10)
-    lines = [attempt(catching, pdu(1, "!r")), attempt(catching, pdu(2, "!q"))]
-    lines.append(attempt(catching, pdu(3, "!r", "catch_up"), pdu(5, "!r", "catch_up")))
-    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
-    told = run(spark, lake, tmp_path)
-    assert (told.counts["delivered"], told.counts["parked"]) == (4, 10)
-    assert (told.counts["pending"], told.counts["missing"]) == (6, 0)
+    lines: Lines = [attempt(CATCHING, pdu(21, "!s")), attempt(CATCHING, pdu(22, "!q"))]
+    lines.append(attempt(CATCHING, pdu(23, "!s", "catch_up"), pdu(25, "!s", "catch_up")))
+    return rows, lines, []
+
+
+def test_in_catch_up_and_parked(audited: Lake) -> None:
+    assert fates_of(audited, CATCHING) == {"delivered": 4, "pending": 6}
+    assert fates_of(audited, PARKED) == {"parked": 10}
+
+
+def stand_ins() -> tuple[Rows, Lines, Lines]:
+    """Three events that stand for those before them; the second is refused."""
+    refused = {"$50": "You are not in the room"}
+    lines: Lines = [
+        attempt(REFUSING, pdu(31, "!t")),
+        attempt(REFUSING, pdu(40, "!t", "catch_up", supersedes=[32, 40])),
+        attempt(REFUSING, pdu(50, "!t", "catch_up", supersedes=[36, 50]), refused=refused),
+        attempt(REFUSING, pdu(60, "!t", "catch_up", supersedes=[51, 60])),
+    ]
+    return shared_room(60, REFUSING, first=31, room="!t"), lines, []
+
+
+def test_a_stand_in_that_was_refused_stands_for_nothing(audited: Lake) -> None:
+    """What it superseded was not sent, and its server does not know of it; unless another one was
+    taken for the same events."""
+    assert fates_of(audited, REFUSING) == {
+        "delivered": 3, "refused": 1, "superseded": 8 + 9, "stand_in_refused": 9}  # fmt: skip
+    rows = superseded(audited, REFUSING)
+    assert [(row["first"], row["last"], row["by_event_id"], row["refused"]) for row in rows] == [
+        (32, 35, "$40", None),
+        (36, 39, "$40", None),
+        (41, 49, "$50", "You are not in the room"),
+        (51, 59, "$60", None),
+    ]
 
 
 # --- what was not ours, and what was given up -----------------------------------------------------
 
 A, B = "a.example", "b.example"
-
-
-def note(outcome: str, at: int, server: str = "*", **more: Any) -> dict[str, Any]:
-    """A note of when the event at `at` came in."""
-    given: dict[str, Any] = {
-        "attempt": 0,
-        "status": None,
-        "transaction_id": None,
-        "lsso": None,
-        "pdus": [],
-    }
-    ms = START_MS + at * EVENT_MS + 2000
-    settings = {"destination": server, "ms": ms, "position": at, "refused": {}, "reason": None}
-    return line(outcome=outcome, **(given | settings | more))
 
 
 def sent(server: str, *orderings: int, **more: Any) -> list[dict[str, Any]]:
@@ -234,15 +234,15 @@ def sent(server: str, *orderings: int, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def shared_room(upto: int, *servers: str) -> Rows:
+def shared_room(upto: int, *servers: str, first: int = 1, room: str = "!r") -> Rows:
     """A room with these servers in it; to the homeserver's mind all is delivered."""
     return {
-        "events": [event(at, "!r") for at in range(1, upto + 1)],
+        "events": [event(at, room) for at in range(first, upto + 1)],
         "intervals": [
-            {"room_id": "!r", "server": server, "first": 1, "last": None} for server in servers
+            {"room_id": room, "server": server, "first": first, "last": None} for server in servers
         ],
         "destination_rooms": [
-            {"destination": server, "room_id": "!r", "stream_ordering": upto} for server in servers
+            {"destination": server, "room_id": room, "stream_ordering": upto} for server in servers
         ],
         "destinations": [
             {"destination": server, "last_successful_stream_ordering": upto} for server in servers
@@ -330,33 +330,6 @@ def test_what_an_operator_gave_up_is_not_missing(spark: "SparkSession", tmp_path
     write(tmp_path / "ledger", "f.b.000002.open", note("denied", 29, reason="{"))
     with pytest.raises(PipelineError, match="a line 'denied' has no lists in its reason"):
         run(spark, lake, tmp_path)
-
-
-def test_a_stand_in_that_was_refused_stands_for_nothing(
-    spark: "SparkSession", tmp_path: Path
-) -> None:
-    """What it superseded was not sent, and its server does not know of it; unless another one was
-    taken for the same events."""
-    lake = lake_of(tmp_path, shared_room(30, A), 30)
-    refused = {"$20": "You are not in the room"}
-    write(
-        tmp_path / "ledger",
-        "f.b.000001.jsonl",
-        attempt(A, pdu(1, "!r")),
-        attempt(A, pdu(10, "!r", "catch_up", supersedes=[2, 10])),
-        attempt(A, pdu(20, "!r", "catch_up", supersedes=[6, 20]), refused=refused),
-        attempt(A, pdu(30, "!r", "catch_up", supersedes=[21, 30])),
-    )
-    told = run(spark, lake, tmp_path)
-    assert counted(told) == {
-        "delivered": 3, "refused": 1, "superseded": 8 + 9, "stand_in_refused": 9}  # fmt: skip
-    rows = sorted(lake.read(schemas.SUPERSEDED).to_pylist(), key=lambda row: row["first"])
-    assert [(row["first"], row["last"], row["by_event_id"], row["refused"]) for row in rows] == [
-        (2, 5, "$10", None),
-        (6, 9, "$10", None),
-        (11, 19, "$20", "You are not in the room"),
-        (21, 29, "$30", None),
-    ]
 
 
 def test_what_an_operator_accepts_is_no_longer_missing(

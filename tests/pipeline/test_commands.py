@@ -18,13 +18,13 @@ import sqlalchemy as sa
 import yaml
 from tests.pipeline.cluster import SETTINGS, Killer, open_cluster
 from tests.pipeline.test_ingest import config_of, move, read
-from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US, driver_url, synapse_world
 from tests.servers import Databases
 
 from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
 from fedsender.store import tables
+from fedsender_lab.testing.lakes import line, write
 from fedsender_pipeline import audit, ingest, ledger_lines, session
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.schemas import FATES, INTERVALS
@@ -171,7 +171,7 @@ def rename(url: str, table: str, name: str) -> None:
     engine.dispose()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_executor_that_is_killed_at_any_stage_loses_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: "SparkSession"
 ) -> None:

@@ -8,10 +8,18 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.test_audit import config_of, event, ingest_ledger, lake_of, pdu
-from tests.pipeline.test_ledger_lines import NOW_MS, line, write
 
 from fedsender.health import ServerHealth, read_health
+from fedsender_lab.testing.lakes import (
+    NOW_MS,
+    config_of,
+    event,
+    ingest_ledger,
+    lake_of,
+    line,
+    pdu,
+    write,
+)
 from fedsender_pipeline import PipelineError, health, ledger_lines, schemas
 from fedsender_pipeline.health import (
     ALL,

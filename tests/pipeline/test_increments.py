@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.pipeline.test_audit import DAY_MS, EVENT_MS, SERVERS, START_MS, attempt, event, note, pdu
+from tests.pipeline.test_audit import SERVERS
 from tests.pipeline.test_ingest import Killed
-from tests.pipeline.test_intervals import SOME_WORLDS
-from tests.pipeline.test_ledger_lines import write
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
+from fedsender_lab.testing.lakes import DAY_MS, EVENT_MS, START_MS, attempt, event, note, pdu, write
 from fedsender_pipeline import accounts, intervals, schemas
 from fedsender_pipeline import audit as module
 from fedsender_pipeline import lake as lake_module
@@ -259,8 +256,6 @@ def from_scratch(spark: "SparkSession", life: Life, lake: Lake) -> dict[str, Any
     return found
 
 
-@SOME_WORLDS
-@given(seed=st.integers(0, 2**32))
 def test_audits_one_after_the_other_find_what_one_of_everything_finds(
     spark: "SparkSession", seed: int
 ) -> None:

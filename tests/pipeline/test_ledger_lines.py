@@ -10,6 +10,12 @@ from tests.pipeline.worlds import US
 
 from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
 from fedsender.segments import segments
+from fedsender_lab.testing.lakes import (
+    DAY_MS,
+    NOW_MS,
+    line,
+    write,
+)
 from fedsender_pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.ledger_lines import FIELDS, Read, new_segments, read_ledger
@@ -17,52 +23,6 @@ from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-DAY_MS = 86_400_000
-NOW_MS = 1_767_225_600_000 + 5 * DAY_MS  # 2026-01-06
-
-
-def line(**changed: Any) -> dict[str, Any]:
-    """A line as the daemon writes it."""
-    return {
-        "v": LINE_VERSION,
-        "ms": NOW_MS,
-        "instance": "fedsender",
-        "destination": "a.example",
-        "transaction_id": "t1",
-        "attempt": 1,
-        "outcome": "delivered",
-        "status": 200,
-        "reason": None,
-        "pdus": [
-            {"event_id": "$1", "room_id": "!r", "stream_ordering": 1, "lane": "live"},
-            {
-                "event_id": "$5",
-                "room_id": "!q",
-                "stream_ordering": 5,
-                "lane": "catch_up",
-                "supersedes": [2, 4],
-            },
-        ],
-        "edus": {"m.typing": 2},
-        "outbox": [7, 8],
-        "device_lists": [[3, "@u:us.example", "DEVICE"]],
-        "refused": {"$5": "not allowed"},
-        "lsso": 5,
-        "bytes": 1234,
-        "took_ms": 56,
-        "reused": True,
-        "position": None,
-        **changed,
-    }
-
-
-def write(directory: Path, name: str, *lines: dict[str, Any] | str) -> Path:
-    directory.mkdir(exist_ok=True)
-    path = directory / name
-    texts = (each if isinstance(each, str) else json.dumps(each) + "\n" for each in lines)
-    path.write_text("".join(texts))
-    return path
 
 
 def read(spark: "SparkSession", lake: Lake, directory: Path) -> Read:

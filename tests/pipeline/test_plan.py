@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from tests.pipeline.test_audit import Rows, attempt, ingest_ledger, lake_of, pdu
-from tests.pipeline.test_ledger_lines import write
 
 from fedsender.matrix import shard_of
+from fedsender_lab.testing.lakes import Rows, attempt, ingest_ledger, lake_of, pdu, write
 from fedsender_pipeline import PipelineError, Usage, plan
 from fedsender_pipeline.lake import open_lake
 

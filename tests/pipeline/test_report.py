@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.test_audit import (
+from tests.pipeline.test_audit import run as run_audit
+
+from fedsender_lab.testing.lakes import (
     Rows,
     attempt,
     config_of,
@@ -16,10 +18,8 @@ from tests.pipeline.test_audit import (
     ingest_ledger,
     lake_of,
     pdu,
+    write,
 )
-from tests.pipeline.test_audit import run as run_audit
-from tests.pipeline.test_ledger_lines import write
-
 from fedsender_pipeline import PipelineError, schemas
 from fedsender_pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
 from fedsender_pipeline.lake import Lake, open_lake

@@ -11,8 +11,8 @@ from tests.store import synapse_schema
 
 from fedsender.store import tables
 from fedsender.store.migrations import upgrade
+from fedsender_lab.testing.lakes import US
 
-US = "us.example"
 SERVERS = (US, "a.example", "b.example:8448", "c.example", "d.example")
 MEMBER = "m.room.member"
 
