@@ -94,6 +94,23 @@ async def test_a_pdu_over_which_its_receiver_times_out_does_not_block_its_server
     assert len(server.attempts) <= 60
 
 
+async def test_a_wake_ends_the_wait_also_while_the_version_is_asked_for(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """What is to follow a failure is decided after the question, and the wake came before."""
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply, server.version, server.latency = (lambda _: answer(500)), False, 4.0
+        await world.say(R1, "one")
+        for _ in range(10_000):
+            await trio.sleep(0 if server.versions_asked else 0.5)
+        asked, attempts = trio.current_time(), len(server.attempts)
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(10)
+
+    assert server.attempts[attempts] - asked < 6
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_ten_poisonous_pdus_in_a_row_are_found_and_all_else_arrives(
     world: World, autojump_clock: MockClock, elsewhere: bool

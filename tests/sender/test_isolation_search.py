@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.sender.isolation import AT_REST, CLIMB_MS, WITNESSES, Item, Search, of_json
+from fedsender.sender.isolation import AT_REST, CLIMB_MS, WITNESSES, Item, Search, Turn, of_json
 
 MOST = 50
 BYTES = 2**20
@@ -38,27 +38,25 @@ class Lane:
             batch = self._next()
             if self.server(batch):
                 self._answered(batch)
-            elif batch:
-                self._refused(batch)
             else:
-                self.search = self.search.refused_empty()
+                self._refused(batch)
         return self
 
     def _next(self) -> list[str]:
         search = self.search
-        if search.asks_now:
+        if search.turn is Turn.EMPTY:
             return []
         if search.suspect is None:
             return self.waiting[: search.most(MOST, BYTES, 0)[0]]
         if not search.draws_suspect(self.rng):
-            tried = {search.suspect, *search.refused, *search.witnesses}
+            tried = {search.suspect.mark, *search.refused, *search.witnesses}
             others = [item for item in self.waiting if item not in tried]
             if search.tries_new and others:
                 return others[:1]
             if search.witnesses:
                 return [search.witnesses[0]]
             self.search = search.without_others(early=False)
-        return [search.suspect]
+        return [search.suspect.mark]
 
     def _answered(self, batch: list[str]) -> None:
         self.got += [item for item in batch if item in self.waiting]
@@ -66,11 +64,8 @@ class Lane:
         self.search = answered(self.search, batch) if batch else self.search.lives()
 
     def _refused(self, batch: list[str]) -> None:
-        if len(batch) > 1:
-            self.search = refused_together(self.search, len(batch))
-            return
-        self.search = self.search.refused_alone(Item(batch[0]))
-        if self.search.convicted and batch == [self.search.suspect]:
+        self.search = refused(self.search, *batch)
+        if len(batch) == 1 and self.search.convicted and self.search.is_of(batch):
             self.quarantine += batch
             self.waiting.remove(batch[0])
             self.search = self.search.acquitted()
@@ -80,8 +75,9 @@ def answered(search: Search, marks: list[str], size: int = 0, now_ms: int = 0) -
     return search.answered(marks, size, now_ms, most=(MOST, BYTES))
 
 
-def refused_together(search: Search, items: int, size: int = 0, now_ms: int = 0) -> Search:
-    return search.refused_together(items, size, now_ms, too_large=size > 0, first_suspect=None)
+def refused(search: Search, *marks: str, size: int = 0, now_ms: int = 0) -> Search:
+    """`size`: in bytes, if the server says that they are too many."""
+    return search.after_refusal([*map(Item, marks)], size, now_ms, too_large=size > 0)
 
 
 def names(count: int) -> list[str]:
@@ -120,7 +116,7 @@ def test_of_the_witnesses_the_last_ten_are_remembered() -> None:
     """I7: an EDU that is sent again has another mark, and one search may follow the other."""
     search = AT_REST
     for number in range(100):
-        search = search.refused_alone(Item(f"poison {number // 5}"))
+        search = refused(search, f"poison {number // 5}")
         search = answered(search, [str(number)])
         search = search.acquitted() if number % 5 == 4 else search
     assert search.witnesses == tuple(map(str, range(100 - WITNESSES, 100)))
@@ -202,12 +198,8 @@ def test_who_refuses_everything_from_some_moment_on_proves_nothing(
 
 def on_trial(**values: Any) -> Search:
     """Ten others were answered; with its next failure it has met ten refusals."""
-    search = Search(left=1, suspect="s", failures=9, answers=10, witnesses=("w",))
+    search = Search(left=1, suspect=Item("s"), failures=9, answers=10, witnesses=("w",))
     return replace(search, **values)
-
-
-def refused(search: Search, mark: str) -> Search:
-    return search.refused_alone(Item(mark))
 
 
 def test_a_suspect_is_convicted_when_lots_would_hardly_have_had_it_meet_each_refusal() -> None:
@@ -240,7 +232,7 @@ def test_a_suspect_that_is_answered_is_acquitted() -> None:
 
 def test_what_was_refused_before_the_first_witness_is_tried_again() -> None:
     """The server may have been at fault then."""
-    search = Search(suspect="s")
+    search = Search(suspect=Item("s"))
     for number in range(20):
         search = refused(search, str(number))
     assert len(search.refused) == 20
@@ -248,7 +240,8 @@ def test_what_was_refused_before_the_first_witness_is_tried_again() -> None:
 
 
 def test_a_search_comes_back_from_the_database_as_it_was() -> None:
-    search = on_trial(ahead=("a", "b"), refused=("x",), room_id="!r", place=5, full=True)
+    search = on_trial(ahead=("a", "b"), refused=("x",), turn=Turn.FAULTY, full=True)
+    search = replace(search, suspect=Item("s", "!r", 5))
 
     assert of_json(json.loads(json.dumps(asdict(search)))) == search
     assert of_json(None) is None
@@ -260,7 +253,8 @@ def test_a_search_comes_back_from_the_database_as_it_was() -> None:
 @given(st.integers(2, 150), st.one_of(st.none(), st.integers(0, 149)))
 def test_halving_always_ends_with_one_item(items: int, suspect: int | None) -> None:
     first = suspect if suspect is not None and suspect < items else None
-    search = AT_REST.refused_together(items, 0, 0, too_large=False, first_suspect=first)
+    together = [*map(Item, names(items))]
+    search = AT_REST.after_refusal(together, 0, 0, first_suspect=first)
 
     assert 1 <= search.most(items, BYTES, 0)[0] < items
 
@@ -269,7 +263,8 @@ def test_halving_always_ends_with_one_item(items: int, suspect: int | None) -> N
 def test_the_size_that_works_is_remembered_and_climbs_a_step_a_while_later(size: int) -> None:
     """In items; or in bytes, when the server has said that there are too many of them."""
     of = 1 if size else 0
-    search = refused_together(refused_together(AT_REST, 40, size), 20, size // 2)
+    search = refused(AT_REST, *names(40), size=size)
+    search = refused(search, *names(20), size=size // 2)
     works = search.most(MOST, BYTES, CLIMB_MS)[of]
     assert works == (250_000 if size else 10)
     for _ in range(2):
@@ -280,14 +275,14 @@ def test_the_size_that_works_is_remembered_and_climbs_a_step_a_while_later(size:
 
     step = search.most(MOST, BYTES, CLIMB_MS)[of]
     assert step == 1.5 * works
-    refused_once = refused_together(search, 15, size and step, CLIMB_MS)
+    refused_once = refused(search, *names(15), size=size and step, now_ms=CLIMB_MS)
     assert refused_once.most(MOST, BYTES, CLIMB_MS)[of] == works
     taken_once = answered(search, names(15), step, CLIMB_MS)
     assert taken_once.most(MOST, BYTES, CLIMB_MS)[of] == step
 
 
 def test_a_size_that_has_climbed_to_the_top_is_forgotten() -> None:
-    search, now_ms = answered(refused_together(AT_REST, 2), ["a", "b"]), 0
+    search, now_ms = answered(refused(AT_REST, "a", "b"), ["a", "b"]), 0
     for _ in range(20):
         now_ms += CLIMB_MS
         search = answered(search, names(search.most(MOST, BYTES, now_ms)[0]), 0, now_ms)
@@ -296,7 +291,7 @@ def test_a_size_that_has_climbed_to_the_top_is_forgotten() -> None:
 
 
 def test_a_search_that_finds_an_item_says_nothing_of_sizes() -> None:
-    search = refused_together(refused_together(AT_REST, 3), 2, 1000)
+    search = refused(refused(AT_REST, "r", "s", "t"), "r", "s", size=1000)
     search = refused(search, "s").acquitted()
 
     assert search.most(MOST, BYTES, 0) == (MOST, BYTES)

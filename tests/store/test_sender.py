@@ -11,7 +11,7 @@ from tests.servers import Databases, NewUrl
 
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState, states_of
-from fedsender.sender.isolation import Search
+from fedsender.sender.isolation import Item, Search
 from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.records import CatchUp, FrozenRecord, Redelivery
@@ -65,7 +65,7 @@ async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
         wake_tokens=0.5,
         wake_tokens_ms=8,
         shared_interval_ms=9,
-        pdu_search=Search(10, suspect="$a", witnesses=("$b",), ahead=("$b", "$c")),
+        pdu_search=Search(10, suspect=Item("$a"), witnesses=("$b",), ahead=("$b", "$c")),
         paused="by hand",
         paused_by="anna",
         paused_ms=11,

@@ -283,7 +283,7 @@ def held(state: ServerState) -> Iterator[str]:
             times, others = many(search.failures + 1, "time"), many(search.refusals, "time")
             answers = many(search.answers + bool(search.witnesses), "time")
             found = f"{times} by now; other {kind.value}s were refused {others}, answered {answers}"
-        yield f"The {kind.value} {search.suspect} was refused and is held: {found}."
+        yield f"The {kind.value} {search.suspect.mark} was refused and is held: {found}."
 
 
 def age_class(age_s: float) -> str:

@@ -12,7 +12,7 @@ record before anything else is sent (I3).
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -21,7 +21,6 @@ from typing import Any, Final
 import trio
 
 from fedsender.config import Policy
-from fedsender.config.policy import QUICK_ATTEMPTS
 from fedsender.fairness import fail_after, running
 from fedsender.federation.client import Answer, Peer, SendFailed, Stale, Unreachable
 from fedsender.federation.transport import FailureKind
@@ -33,8 +32,17 @@ from fedsender.sender.context import Context, Phase, SteadyClock
 from fedsender.sender.edus import presence
 from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
 from fedsender.sender.edus.typing import TYPING, Typing
-from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, Verdict
-from fedsender.sender.isolation import Item, Kind, Search
+from fedsender.sender.failure import (
+    MIN_GAP_SECONDS,
+    Action,
+    Decision,
+    Failed,
+    Known,
+    Outcome,
+    ServerState,
+    Verdict,
+)
+from fedsender.sender.isolation import Kind, Search, Turn
 from fedsender.sender.outbox import Outbox
 from fedsender.sender.reporter import STOPPED, Reporter
 from fedsender.sender.transaction import (
@@ -236,12 +244,9 @@ PUT_AWAY_BYTES = 8192
 DAY_S = 86_400.0
 DOUBT_EVERY_S = 300.0
 """A server that answers as if it were another one is looked for anew this often."""
-APART = 1.7
-"""How much longer the waits of PDUs, and of EDUs, are while each kind has its own."""
 PATIENCE_S = 5.0
 """The time that a wake gives an attempt to end by itself."""
 HOUR_MS = 3_600_000
-TOO_LARGE = 413
 QUARANTINE_LIMIT = 1_000
 """The most items of one server in quarantine; the next suspect is only held."""
 
@@ -263,7 +268,7 @@ class AttemptTimer(Alarm):
         not_before: when the next attempt may start.
     """
 
-    __slots__ = ("_clock", "_failed_at", "_news", "_signal", "not_before")
+    __slots__ = ("_clock", "_failed_at", "_hastened", "_news", "_signal", "not_before")
 
     def __init__(self, state: ServerState, clock: SteadyClock, alarms: Alarms) -> None:
         super().__init__(alarms)
@@ -273,6 +278,7 @@ class AttemptTimer(Alarm):
         if not state.healthy and state.last_attempt_ms is not None:
             self._failed_at = min(now, self._from_ms(state.last_attempt_ms))
         self.not_before = now + state.wait_s(clock.now_ms())
+        self._hastened = False
         self._news = False
         self._signal = Signal()
 
@@ -286,12 +292,15 @@ class AttemptTimer(Alarm):
         self.not_before = trio.current_time()
 
     def failed(self) -> None:
-        """Note that the last attempt failed now."""
+        """Note that the last attempt failed now; what is to follow is not decided yet."""
         self._failed_at = trio.current_time()
+        self._hastened = False
 
     def back_off(self, state: ServerState) -> None:
-        """Wait until the time that the backoff has set."""
-        self.not_before = self._from_ms(state.next_attempt_ms)
+        """Wait until the time that was decided, unless a wake has come since the failure."""
+        if not self._hastened:
+            shortest = self._failed_at + MIN_GAP_SECONDS
+            self.not_before = max(shortest, self._from_ms(state.next_attempt_ms))
 
     def pause(self, seconds: float) -> None:
         """Wait for so long from now on, for a reason that is ours."""
@@ -299,6 +308,7 @@ class AttemptTimer(Alarm):
 
     def hasten(self) -> None:
         """Wait no longer than the shortest gap after a failure."""
+        self._hastened = True
         self.not_before = self._failed_at + MIN_GAP_SECONDS
 
     def look_again(self) -> None:
@@ -705,10 +715,11 @@ class Destination:
                 raise
             if isinstance(error, OutOfResources):
                 self._reporter.ran_out(error)
-            if not peer.sent:
-                self._unfreeze(transaction)
-            elif not transaction.saved:
+            if peer.sent and not transaction.saved:
                 await self._put_on_record(transaction)
+            elif not peer.sent and transaction.first_try:
+                await self._thaw_out(transaction)
+                self.outbox.take_back(transaction)
             return
         transaction.answered = verdict.outcome is Outcome.DELIVERED
         took_s = trio.current_time() - started
@@ -733,7 +744,7 @@ class Destination:
         """
         search, record = self.state.edu_search, transaction.record
         marks = [item.mark for item in transaction.items]
-        if transaction.pdus or (search is not None and search.suspect in marks):
+        if transaction.pdus or (search is not None and search.is_of(marks)):
             return False
         seen, durable = self._context.seen_homeservers, record.outbox or record.device_lists
         if marks and not durable and trio.current_time() - seen.get(self.name, -math.inf) < DAY_S:
@@ -763,26 +774,26 @@ class Destination:
     async def _fill_with(self, kind: Kind) -> Draft:
         """Fill the next draft with one kind of item, while there is a search."""
         search = self.state.search(kind)
-        if search.asks_now:
+        if search.turn is Turn.EMPTY:
             draft = self._draft(kind)
             draft.asks = True
             return draft
         if search.suspect is not None:
-            return await self._fill_alone(kind, search)
+            return await self._fill_alone(kind, search, search.suspect.mark)
         draft = self._draft(kind)
         await self.outbox.fill(draft, self.policy)
         return draft
 
-    async def _fill_alone(self, kind: Kind, search: Search) -> Draft:
+    async def _fill_alone(self, kind: Kind, search: Search, suspect: str) -> Draft:
         """Fill the next draft with the suspect or another item, as the lot has it."""
         early = search.wait_s(self._context.clock.now_ms()) > 0
         other = not search.draws_suspect(self._context.runtime.random)
         if other and search.tries_new:
-            draft = await self._fill_with_new(kind, search)
+            draft = await self._fill_with_new(kind, search, suspect)
             if not draft.empty or self.outbox.locked(kind):
                 return draft
         draft = self._draft(kind)
-        draft.only = search.suspect
+        draft.only = suspect
         await self._fill_one(kind, draft, search)
         if draft.empty:
             # Nobody is asked again about a suspect that is gone.
@@ -798,12 +809,12 @@ class Destination:
                 return again
         return draft
 
-    async def _fill_with_new(self, kind: Kind, search: Search) -> Draft:
+    async def _fill_with_new(self, kind: Kind, search: Search, suspect: str) -> Draft:
         """Fill the next draft with an item that was not tried yet."""
         draft, pdus = self._draft(kind), kind is Kind.PDUS
         # The mark of an EDU may be that of a newer one.
         known = search.witnesses if pdus else ()
-        draft.without = {str(search.suspect), *search.refused, *known}
+        draft.without = {suspect, *search.refused, *known}
         if not pdus:
             self._new_edus = False
         await self._fill_one(kind, draft, search)
@@ -868,7 +879,15 @@ class Destination:
         """
         now_ms, before = self._context.clock.now_ms(), self.state
         was_failing = not before.healthy
-        self.state = self._searched(failure.after_success(before, now_ms), transaction, blank)
+        self.state = failure.after_answer(
+            before,
+            transaction,
+            now_ms,
+            policy=self.policy,
+            blank=blank,
+            level=self.outbox.level,
+        )
+        self._remember_witness(transaction, blank=blank)
         self._timer.answered()
         if was_failing and before.failures and not self.state.searches:
             self._reporter.well_again()
@@ -885,41 +904,14 @@ class Destination:
             self._has_answered = True
             await self._reporter.clear_backoff(self.state)
 
-    def _searched(self, state: ServerState, transaction: Transaction, blank: bool) -> ServerState:
-        """The state after an answer to this transaction, for the searches under way."""
-        if state.pdu_search is None and state.edu_search is None:
-            return state
-        edus, pdus = transaction.items_by_kind
-        now_ms, policy = self._context.clock.now_ms(), self.policy
-        most = {Kind.PDUS: policy.max_pdus, Kind.EDUS: policy.max_edus}
-        for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
-            search = state.search(kind)
-            marks = [item.mark for item in items]
-            if not marks:
-                search = search.lives()
-            elif blank and search.suspect is not None:
-                # It proves nothing: it acquits no suspect, and makes nobody a witness.
-                search = search.hastened()
-            else:
-                ahead = any(pdu.lane == "witness" for pdu in transaction.pdus)
-                search = search.answered(
-                    marks,
-                    len(transaction.body),
-                    now_ms,
-                    most=(most[kind], policy.max_transaction_bytes),
-                    out_of_turn=ahead,
-                )
-                if ahead:
-                    self.outbox.sent_ahead(marks)
-            if self.outbox.level:
-                # The turn of these is past.
-                search = replace(search, ahead=())
-            state = state.with_search(kind, search)
-        if state.edu_search is not None and transaction.drafted is not None and not blank:
+    def _remember_witness(self, transaction: Transaction, *, blank: bool) -> None:
+        """Note what was answered while there is a search, for its next steps."""
+        if transaction.out_of_turn:
+            self.outbox.sent_ahead(pdu.event_id for pdu in transaction.pdus)
+        if self.state.edu_search is not None and transaction.drafted is not None and not blank:
             for edu in transaction.drafted.edus[:1]:
                 # Sent once more, it speaks for the server, and its answer moves nothing.
                 self._witness = replace(edu, outbox_ids=(), pokes=(), keys=())
-        return state
 
     def _another_hour(self, before_ms: int | None, now_ms: int) -> bool:
         """Whether to write the state down again: once an hour, servers at different times."""
@@ -944,34 +936,66 @@ class Destination:
     # --- After a failure --------------------------------------------------------------------------
 
     async def _failed(self, peer: Peer, transaction: Transaction | None, verdict: Verdict) -> None:
-        context = self._context
-        now_ms = context.clock.now_ms()
+        """Decide what follows a failed attempt, put that on record, and do it, in this order."""
         self._timer.failed()
-        self.state = failure.after_failure(
-            self.policy.backoff, self.state, verdict, now_ms, context.runtime.random
-        )
-        self._timer.back_off(self.state)
         if failure.RULES[verdict.outcome].elsewhere:
             self._doubt(peer)
-        ends = False
-        if transaction is not None and not verdict.sent:
-            self._unfreeze(transaction)
-        elif transaction is not None:
-            ends = await self._search(peer, transaction, verdict, now_ms)
-            if not ends:
-                await self._put_on_record(transaction)
-        self._reporter.failed(self.state, verdict, self.retry_in_s)
+        decision = await self._decide(peer, transaction, verdict)
+        self.state = decision.state
+        self._timer.back_off(self.state)
         if self._exchange.woken:
             self._timer.hasten()
-        interval = None if ends else failure.shared_interval_ms(self.state, verdict)
-        if interval is not None:
-            self.state = replace(self.state, shared_interval_ms=interval)
-            await self._reporter.backoff(self.state, interval)
+        self._reporter.failed(self.state, verdict, self.retry_in_s)
+        if decision.tells:
+            await self._reporter.backoff(self.state, self.state.shared_interval_ms)
         # On record before another id may follow this one (I3).
         await self._save_state()
-        if transaction is not None and ends:
-            await self._thaw_out(transaction)
-            self.outbox.take_back(transaction)
+        if transaction is not None:
+            await self._act(decision.action, transaction, verdict)
+
+    async def _decide(
+        self, peer: Peer, transaction: Transaction | None, verdict: Verdict
+    ) -> Decision:
+        """The decision on what follows a failed attempt, once its questions are answered.
+
+        The state may change during a question, so each decision begins with it as it is then.
+        """
+        context, known = self._context, Known()
+        failed = Failed(
+            transaction,
+            verdict,
+            self._last_kind,
+            self.policy.backoff,
+            context.clock.now_ms(),
+            context.runtime.random,
+        )
+        while True:
+            decision = failure.decide(self.state, failed, known)
+            match decision.action:
+                case Action.ASK_VERSION:
+                    known = replace(known, version=await self._version_answers(peer))
+                case Action.ASK_ROOM:
+                    held = await context.store.quarantined_of(self.name)
+                    known = replace(known, room=held < QUARANTINE_LIMIT)
+                case _:
+                    return decision
+
+    async def _act(self, action: Action, transaction: Transaction, verdict: Verdict) -> None:
+        """Do what was decided, and is on record."""
+        match action:
+            case Action.NOTHING:
+                return
+            case Action.REPEAT:
+                await self._put_on_record(transaction)
+                return
+            case Action.DROP:
+                self.outbox.let_go(transaction)
+            case Action.QUARANTINE:
+                await self.outbox.quarantine(transaction, verdict.reason)
+        if verdict.sent:
+            self._context.metrics.isolations.inc()
+        await self._thaw_out(transaction)
+        self.outbox.take_back(transaction)
 
     def _doubt(self, peer: Peer) -> None:
         """Have the server looked for anew; but not at each of the quick steps of a search."""
@@ -980,111 +1004,10 @@ class Destination:
             self._doubted_at = now
             peer.doubt()
 
-    def _unfreeze(self, transaction: Transaction) -> None:
-        """Give up a transaction of which no byte left.
-
-        One on record, or tried before, stays: an earlier attempt may have arrived.
-        """
-        if transaction.saved or transaction.attempts > 1:
-            return
-        self.frozen = None
-        self.outbox.take_back(transaction)
-
-    async def _search(
-        self, peer: Peer, transaction: Transaction, verdict: Verdict, now_ms: int
-    ) -> bool:
-        """Look for the item, or the size, at fault, if one may be: set the state's next step.
-
-        Returns whether other transactions take the place of this one.
-        """
-        edus, pdus = transaction.items_by_kind
-        by_kind = {kind: items for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items}
-        kind, items = next(iter(by_kind.items()), (self._last_kind, []))
-        on_trial = not items and self.state.search(kind).suspect is not None
-        suspect = failure.content_is_suspect(
-            self.state,
-            verdict,
-            now_ms=now_ms,
-            attempts=transaction.attempts,
-            is_step=on_trial
-            or any(self.state.search(each).is_step(len(by_kind[each])) for each in by_kind),
-        )
-        if verdict.apart:
-            search = self.state.search(kind).apart(len(items), now_ms)
-        elif not items and not on_trial:
-            return False  # It has no content; whoever refuses it refuses everything.
-        elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
-            self._context.metrics.isolations.inc()
-            if len(by_kind) > 1:
-                self._part(by_kind, now_ms)
-                search = self.state.search(kind)
-            elif not items:
-                search = self.state.search(kind).refused_empty()
-            else:
-                search = await self._step(self.state.search(kind), transaction, verdict, now_ms)
-        elif items and failure.wants_probe(self.state, verdict, now_ms=now_ms):
-            self._part(by_kind, now_ms, asks=True)
-            return True
-        else:
-            return False
-        self._pace(kind, search, verdict, now_ms)
-        return True
-
-    def _part(
-        self, by_kind: Mapping[Kind, Sequence[Item]], now_ms: int, *, asks: bool = False
-    ) -> None:
-        """Have PDUs and EDUs go apart."""
-        for kind, items in by_kind.items():
-            search = self.state.search(kind).apart(len(items), now_ms, asks=asks)
-            self.state = self.state.with_search(kind, search)
-
     async def _version_answers(self, peer: Peer) -> bool:
         with suppress(trio.TooSlowError), fail_after(self._context.connect_deadline):
             return await peer.version_answers()
         return False
-
-    async def _step(
-        self, search: Search, transaction: Transaction, verdict: Verdict, now_ms: int
-    ) -> Search:
-        """The search after one more refusal; its suspect may go into quarantine."""
-        items = transaction.items
-        if len(items) > 1:
-            return search.refused_together(
-                len(items),
-                len(transaction.body),
-                now_ms,
-                too_large=verdict.status == TOO_LARGE,
-                first_suspect=transaction.first_suspect,
-            )
-        if search.suspect is None and self.outbox.let_go(transaction):
-            return search.acquitted()
-        search = search.refused_alone(items[0])
-        if not search.convicted or search.suspect != items[0].mark:
-            return search
-        if await self._context.store.quarantined_of(self.name) >= QUARANTINE_LIMIT:
-            return replace(search, full=True)
-        await self.outbox.quarantine(transaction, verdict.reason)
-        return search.acquitted()
-
-    def _pace(self, kind: Kind, search: Search, verdict: Verdict, now_ms: int) -> None:
-        """Take this search, and set the time of its next step: a few at once in a row, then after
-        growing waits (I5). An answer to an item of this kind begins that anew.
-
-        The server has no wait of its own, so that the other kind can go on.
-        """
-        state = replace(self.state, failures=self.state.failures - 1, next_attempt_ms=now_ms)
-        self._timer.hasten()
-        quick = sum(each.quick for each in state.with_search(kind, search).searches)
-        if quick < QUICK_ATTEMPTS and not verdict.apart:
-            search = replace(search.hastened(), quick=search.quick + 1)
-        else:
-            since = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
-            rng = self._context.runtime.random
-            backoff = self.policy.backoff
-            wait_s = failure.wait_s(backoff, since, verdict, now_ms, rng, steadily=False)
-            # Longer than other waits, so that both kinds together keep within I5.
-            search = search.waiting(now_ms, wait_s * APART)
-        self.state = state.with_search(kind, search)
 
     # --- The frozen transaction on record ---------------------------------------------------------
 
@@ -1145,6 +1068,7 @@ class Destination:
             return
         verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
         context = self._context
+        self._timer.failed()
         now_ms = context.clock.now_ms()
         self.state = failure.after_failure(
             self.policy.backoff, self.state, verdict, now_ms, context.runtime.random

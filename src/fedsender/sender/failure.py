@@ -1,25 +1,34 @@
-"""Failure: one table of the consequences of each outcome of an attempt, and the length of waits.
+"""Failure: one table of the consequences of each outcome of an attempt, and what is done then.
 
 The receiver of a transaction answers with 200 and a JSON object; everything else is a failure of
 one of eight kinds. `RULES` has for each kind the consequences for the server (how long the sender
 waits, whether the homeserver's other workers are told) and for the transaction (whether its content
 may be at fault, and is then isolated).
+
+`decide` has no effects: a failed attempt and a server's state make the next state and one `Action`.
+The destination saves that state, and then acts.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
-from fedsender.config.policy import Backoff
-from fedsender.sender.isolation import AT_REST, Kind, Search, left_s, of_json
+from fedsender.config.policy import QUICK_ATTEMPTS, Backoff, Policy
+from fedsender.sender.isolation import AT_REST, Item, Kind, Search, left_s, of_json
+from fedsender.sender.transaction import Transaction
 
 DAY_MS = 86_400_000
 FOR_DAYS_S = 86_400.0
 """A server that asks to be left alone for so long, or longer, is as good as gone."""
 MIN_GAP_SECONDS = 1.0
 """No attempt starts sooner than this after a failed one (I5)."""
+APART = 1.7
+"""How much longer the waits of PDUs, and of EDUs, are while each kind has its own: so that both
+kinds together keep within I5."""
+TOO_LARGE = 413
 TIME_OUTS = (504, 524)
 """Answers of a proxy whose homeserver took too long (RFC 9110, 15.6.5; Cloudflare's 524)."""
 WAKE_TOKENS = 12.0
@@ -376,16 +385,21 @@ def wait_s(
 
 
 def after_failure(
-    policy: Backoff, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
+    backoff: Backoff, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
 ) -> ServerState:
-    """The server's health once this attempt has failed."""
-    delay_ms = int(wait_s(policy, state, verdict, now_ms, rng) * 1000)
+    """The server's health once this attempt has failed; it is left alone for a while."""
+    delay_ms = int(wait_s(backoff, state, verdict, now_ms, rng) * 1000)
+    failed = _failed(state, verdict, now_ms)
+    return replace(failed, failures=state.failures + 1, next_attempt_ms=now_ms + delay_ms)
+
+
+def _failed(state: ServerState, verdict: Verdict, now_ms: int) -> ServerState:
+    """The server's health once this attempt has failed, without a wait."""
     return replace(
         state,
         failing_since_ms=now_ms if state.failing_since_ms is None else state.failing_since_ms,
-        failures=state.failures + 1,
         last_attempt_ms=now_ms,
-        next_attempt_ms=now_ms + delay_ms,
+        next_attempt_ms=now_ms,
         outcome=verdict.outcome.value,
         reason=verdict.reason[:500],
     )
@@ -393,22 +407,56 @@ def after_failure(
 
 def after_success(state: ServerState, now_ms: int) -> ServerState:
     """The server's health once an attempt was answered: the streak of failures is cleared."""
-    return ServerState(
-        state.destination,
+    return replace(
+        state,
+        failing_since_ms=None,
+        failures=0,
         last_attempt_ms=now_ms,
+        next_attempt_ms=None,
         last_success_ms=now_ms,
-        wake_tokens=state.wake_tokens,
-        wake_tokens_ms=state.wake_tokens_ms,
-        pdu_search=state.pdu_search,
-        edu_search=state.edu_search,
-        paused=state.paused,
-        paused_by=state.paused_by,
-        paused_ms=state.paused_ms,
-        paused_until_ms=state.paused_until_ms,
-        parked=state.parked,
-        given_up=state.given_up,
-        given_up_ms=state.given_up_ms,
+        outcome=None,
+        reason=None,
+        shared_interval_ms=0,
     )
+
+
+def after_answer(
+    state: ServerState,
+    transaction: Transaction,
+    now_ms: int,
+    *,
+    policy: Policy,
+    blank: bool,
+    level: bool,
+) -> ServerState:
+    """The state after an answer to this transaction: its health, and the searches under way.
+
+    Args:
+        blank: whether the answer said nothing.
+        level: whether nothing that was answered out of turn is still to come in turn.
+    """
+    state = after_success(state, now_ms)
+    if state.pdu_search is None and state.edu_search is None:
+        return state
+    most = {Kind.PDUS: policy.max_pdus, Kind.EDUS: policy.max_edus}
+    for kind in Kind:
+        search = state.search(kind)
+        marks = [item.mark for item in transaction.items_by_kind.get(kind, ())]
+        if not marks:
+            search = search.lives()
+        elif blank and search.suspect is not None:
+            # It proves nothing: it acquits no suspect, and makes nobody a witness.
+            search = search.hastened()
+        else:
+            search = search.answered(
+                marks,
+                len(transaction.body),
+                now_ms,
+                most=(most[kind], policy.max_transaction_bytes),
+                out_of_turn=transaction.out_of_turn,
+            )
+        state = state.with_search(kind, replace(search, ahead=()) if level else search)
+    return state
 
 
 def shared_interval_ms(state: ServerState, verdict: Verdict) -> int | None:
@@ -436,6 +484,177 @@ def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
     )
 
 
+# --- What follows a failed attempt ----------------------------------------------------------------
+
+
+class Action(Enum):
+    """What the destination does after a failed attempt.
+
+    The questions come before a decision. All others are done once its state is on record (I3).
+    """
+
+    ASK_VERSION = "ask for the server's version, and decide again"
+    ASK_ROOM = "ask whether quarantine has room for an item, and decide again"
+    NOTHING = "there is no transaction, or it stays as it is: no byte of this attempt left"
+    REPEAT = "the transaction goes on record, and is repeated unchanged"
+    REPLACE = "others take its place, and what it carried waits again"
+    DROP = "the same, but without what it carried"
+    QUARANTINE = "the same, but what it carried goes into quarantine"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The answers to the questions of a decision; None: not asked.
+
+    Attributes:
+        version: whether the server's version endpoint answers as a homeserver's.
+        room: whether the server's quarantine has room for one more item.
+    """
+
+    version: bool | None = None
+    room: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows a failed attempt.
+
+    Attributes:
+        state: the server's state from now on; for a question, as before.
+        tells: whether the homeserver's backoff columns get `state.shared_interval_ms`.
+    """
+
+    state: ServerState
+    action: Action
+    tells: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failed attempt, with all that the decision depends on beside the server's state.
+
+    Attributes:
+        transaction: None: no connection could be made.
+        turn: the kind of item that an empty transaction was sent for.
+    """
+
+    transaction: Transaction | None
+    verdict: Verdict
+    turn: Kind
+    backoff: Backoff
+    now_ms: int
+    rng: random.Random
+
+
+def decide(state: ServerState, failed: Failed, known: Known = Known()) -> Decision:
+    """Decide what follows a failed attempt.
+
+    sent?  may the content be at fault?                     then
+    no     -                                                the server waits; formed anew
+    yes    it told something of one kind of item only       apart; that kind waits
+    yes    yes (`Isolate`)                                  a step of a search; that kind waits
+    yes    no, but it may refuse us, or the content         apart, empty first; the server waits
+    yes    no                                               the server waits; repeated unchanged
+    """
+    transaction, verdict, now_ms = failed.transaction, failed.verdict, failed.now_ms
+    if transaction is None or not verdict.sent:
+        anew = transaction is not None and transaction.first_try
+        return _server_waits(state, failed, Action.REPLACE if anew else Action.NOTHING, tells=True)
+    kinds = transaction.items_by_kind
+    kind, items = next(iter(kinds.items()), (failed.turn, []))
+    search = state.search(kind)
+    if verdict.apart:
+        return _kind_waits(state, failed, kind, search.apart(len(items), now_ms), Action.REPLACE)
+    repeated = partial(_server_waits, state, failed, Action.REPEAT, tells=True)
+    if not items and search.suspect is None:
+        return repeated()  # It has no content; whoever refuses it refuses everything.
+    isolate = RULES[verdict.outcome].isolate
+    suspected = content_is_suspect(
+        state,
+        verdict,
+        now_ms=now_ms,
+        attempts=transaction.attempts,
+        is_step=not items or any(state.search(each).is_step(len(kinds[each])) for each in kinds),
+    )
+    if not suspected:
+        if not items or isolate is not Isolate.IF_HEALTHY:
+            return repeated()
+        # Whether it refuses us, or the content, an empty transaction tells.
+        state = _apart(state, kinds, now_ms, asks=True)
+        return _server_waits(state, failed, Action.REPLACE, tells=False)
+    if isolate is Isolate.IF_STUBBORN and not known.version:
+        return Decision(state, Action.ASK_VERSION) if known.version is None else repeated()
+    if len(kinds) > 1:
+        state = _apart(state, kinds, now_ms)
+        return _kind_waits(state, failed, kind, state.search(kind), Action.REPLACE)
+    return _step(state, failed, known, kind, items)
+
+
+def _step(
+    state: ServerState, failed: Failed, known: Known, kind: Kind, items: Sequence[Item]
+) -> Decision:
+    """The next step of a search among the items of this kind; these were refused."""
+    transaction, before = failed.transaction, state.search(kind)
+    assert transaction is not None
+    if len(items) == 1 and before.suspect is None and transaction.fleeting:
+        # It is worth neither a search nor a place in quarantine.
+        return _kind_waits(state, failed, kind, before.acquitted(), Action.DROP)
+    search = before.after_refusal(
+        items,
+        len(transaction.body),
+        failed.now_ms,
+        too_large=failed.verdict.status == TOO_LARGE,
+        first_suspect=transaction.first_suspect,
+    )
+    if len(items) == 1 and search.convicted and search.is_of([items[0].mark]):
+        if known.room is None:
+            return Decision(state, Action.ASK_ROOM)
+        if known.room:
+            return _kind_waits(state, failed, kind, search.acquitted(), Action.QUARANTINE)
+        search = replace(search, full=True)
+    return _kind_waits(state, failed, kind, search, Action.REPLACE)
+
+
+def _apart(
+    state: ServerState, kinds: Mapping[Kind, Sequence[Item]], now_ms: int, *, asks: bool = False
+) -> ServerState:
+    """The state in which PDUs and EDUs go apart."""
+    for kind, items in kinds.items():
+        search = state.search(kind).apart(len(items), now_ms, asks=asks)
+        state = state.with_search(kind, search)
+    return state
+
+
+def _server_waits(state: ServerState, failed: Failed, action: Action, *, tells: bool) -> Decision:
+    """The server is left alone for a while; `tells`: other workers may be told of it."""
+    verdict = failed.verdict
+    state = after_failure(failed.backoff, state, verdict, failed.now_ms, failed.rng)
+    interval_ms = shared_interval_ms(state, verdict) if tells else None
+    if interval_ms is None:
+        return Decision(state, action)
+    return Decision(replace(state, shared_interval_ms=interval_ms), action, tells=True)
+
+
+def _kind_waits(
+    state: ServerState, failed: Failed, kind: Kind, search: Search, action: Action
+) -> Decision:
+    """The next step of this search follows: a few at once in a row, then after growing waits (I5).
+
+    An answer to an item of this kind begins that anew. The server has no wait of its own, so that
+    the other kind can go on.
+    """
+    verdict, now_ms = failed.verdict, failed.now_ms
+    state = _failed(state, verdict, now_ms)
+    quick = sum(each.quick for each in state.with_search(kind, search).searches)
+    if quick < QUICK_ATTEMPTS and not verdict.apart:
+        search = replace(search.hastened(), quick=search.quick + 1)
+    else:
+        waited = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
+        seconds = wait_s(failed.backoff, waited, verdict, now_ms, failed.rng, steadily=False)
+        search = search.waiting(now_ms, seconds * APART)
+    return Decision(state.with_search(kind, search), action)
+
+
 def content_is_suspect(
     state: ServerState, verdict: Verdict, *, now_ms: int, attempts: int, is_step: bool = False
 ) -> bool:
@@ -460,14 +679,3 @@ def content_is_suspect(
             return verdict.sent and (is_step or stubborn or late)
         case Isolate.NEVER:
             return False
-
-
-def takes_time(verdict: Verdict) -> bool:
-    """Whether the version endpoint has to answer before this failure can be the content's fault."""
-    return RULES[verdict.outcome].isolate is Isolate.IF_STUBBORN
-
-
-def wants_probe(state: ServerState, verdict: Verdict, *, now_ms: int) -> bool:
-    """Whether to find out by an empty transaction if the server refuses us or the content."""
-    healthy = well_lately(state, now_ms)
-    return RULES[verdict.outcome].isolate is Isolate.IF_HEALTHY and not healthy

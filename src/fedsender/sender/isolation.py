@@ -5,8 +5,8 @@ three states:
 
                 several items refused              one item refused
         rest ─────────────────────────▶ halving ────────────────────▶ trial
-        ▲  ▲   refused: half as many ▲ │ │ answered: the next         │ ▲ │ by lot: the suspect,
-        │  │                         └─┘ │                            │ └─┘ or another item
+        ▲  ▲   refused: half as many ▲ │ │ answered: the next         │ ▲ │ refused or answered:
+        │  │                         └─┘ │                            │ └─┘ by turns, see below
         │  └──── all were answered ──────┘                            │
         └──────── the suspect was answered, is gone, or is convicted ─┘
 
@@ -26,12 +26,20 @@ nothing is convicted, and the waits grow. From then on an empty transaction and 
 turns. The suspect is first in order, and what a server that is well again answers first must not be
 a later event. If the empty one was answered, and the suspect is refused, one other item follows.
 
+    turn        next goes            answered             refused
+    LOT         the suspect, or      the trial ends       LOT: a refusal of the suspect
+                another, by lot      LOT: a witness       LOT: of another; EMPTY: nobody is answered
+    EMPTY       nothing, in an       SUSPECT              FAULTY
+                empty transaction
+    SUSPECT     the suspect          the trial ends       LOT
+    FAULTY      the suspect          the trial ends       EMPTY
+
 All functions here are pure: a `Search` and an outcome make another `Search`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from math import ceil, comb
 from random import Random
 from typing import Any, Final
@@ -84,6 +92,20 @@ class Item:
     place: int = 0
 
 
+class Turn(StrEnum):
+    """What goes next in a trial; the table is at the head of this module."""
+
+    LOT = "lot"
+    EMPTY = "empty"
+    SUSPECT = "suspect"
+    FAULTY = "faulty"
+
+    @property
+    def faulty(self) -> bool:
+        """Whether the server counts as at fault."""
+        return self in (Turn.EMPTY, Turn.FAULTY)
+
+
 @dataclass(frozen=True, slots=True)
 class Search:
     """The search among the PDUs, or among the EDUs, of one server; times in ms since the epoch.
@@ -93,10 +115,9 @@ class Search:
         climb_ms: when more may be tried.
         left: items refused together that are still to be answered; they are tried apart from the
             other kind.
-        asks: whether an empty transaction goes first, to see whether the server refuses only us; in
-            a trial: whether the server counts as at fault.
-        asked: whether it has gone in this trial, so that the suspect's turn comes.
-        suspect, room_id, place: the item on trial, as in `Item`; None: there is no trial.
+        suspect: the item on trial; None: there is no trial.
+        turn: what goes next in a trial. Without one, `EMPTY`: an empty transaction goes first, to
+            see whether the server refuses only us.
         failures: refusals of the suspect since there is a witness.
         answers, refusals: the same of other items.
         witnesses, refused: marks of the other items that were answered, and refused, latest last.
@@ -112,11 +133,8 @@ class Search:
     max_bytes: int | None = None
     climb_ms: int | None = None
     left: int = 0
-    asks: bool = False
-    asked: bool = False
-    suspect: str | None = None
-    room_id: str = ""
-    place: int = 0
+    suspect: Item | None = None
+    turn: Turn = Turn.LOT
     failures: int = 0
     answers: int = 0
     refusals: int = 0
@@ -142,9 +160,13 @@ class Search:
             return True
         return self.max_items is not None and (self.active or items > self.max_items)
 
+    def is_of(self, marks: Sequence[str]) -> bool:
+        """Whether the suspect is among the items with these marks."""
+        return self.suspect is not None and self.suspect.mark in marks
+
     @property
     def convicted(self) -> bool:
-        """Whether the suspect is to go into quarantine.
+        """Whether the suspect, once refused alone, is to go into quarantine.
 
         That is so if only few of all ways to draw the lots have only refusals for the suspect.
         """
@@ -152,15 +174,11 @@ class Search:
         ways = comb(refused + self.answers, self.failures)
         return comb(refused, self.failures) < CHANCE * ways
 
-    @property
-    def asks_now(self) -> bool:
-        """Whether the next transaction is an empty one."""
-        return self.asks and not self.asked
-
     def draws_suspect(self, rng: Random) -> bool:
         """Draw the next item of the trial: the suspect, or another one."""
-        first = self.full or self.asks or self.asked
-        return first or (bool(self.witnesses) and rng.random() < 0.5)
+        if self.full or self.turn is not Turn.LOT:
+            return True
+        return bool(self.witnesses) and rng.random() < 0.5
 
     @property
     def tries_new(self) -> bool:
@@ -212,7 +230,8 @@ class Search:
     def apart(self, items: int, now_ms: int, *, asks: bool = False) -> "Search":
         """The search after these items failed together with the other kind, or told nothing."""
         climb_ms = self.climb_ms and now_ms + CLIMB_MS
-        return replace(self, left=max(items, self.left, 1), climb_ms=climb_ms, asks=asks)
+        turn = Turn.EMPTY if asks else self.turn
+        return replace(self, left=max(items, self.left, 1), climb_ms=climb_ms, turn=turn)
 
     def lives(self) -> "Search":
         """The search after an answer to a transaction without an item of this kind.
@@ -220,13 +239,11 @@ class Search:
         If it was in question whether the server is at fault, the suspect's turn comes, and if that
         is refused another item's, without one more wait in between.
         """
-        if self.suspect is None or not self.asks:
-            return replace(self, asks=False)
-        return replace(self, asks=False, asked=True, quick=max(0, self.quick - 1))
-
-    def refused_empty(self) -> "Search":
-        """The search after a refusal of an empty transaction, in a trial."""
-        return replace(self, asked=True)
+        if not self.turn.faulty:
+            return self
+        if self.suspect is None:
+            return replace(self, turn=Turn.LOT)
+        return replace(self, turn=Turn.SUSPECT, quick=max(0, self.quick - 1))
 
     def answered(
         self,
@@ -253,16 +270,14 @@ class Search:
             alone=False,
             ahead=ahead[-AHEAD:] if out_of_turn else self.ahead,
         )
-        if self.suspect in marks:
+        if self.is_of(marks):
             return search.acquitted()
         if self.suspect is not None:
-            others = (mark for mark in self.witnesses if mark not in marks)
             return replace(
                 search,
-                asks=False,
-                asked=False,
+                turn=Turn.LOT,
                 answers=self.answers + bool(self.witnesses),
-                witnesses=(*others, *marks)[-WITNESSES:],
+                witnesses=_latest(self.witnesses, *marks)[-WITNESSES:],
                 # Until now the server may have been at fault.
                 refused=self.refused if self.witnesses else (),
             )
@@ -298,46 +313,51 @@ class Search:
             since_ms=self.since_ms,
         )
 
-    def refused_together(
-        self, items: int, size: int, now_ms: int, *, too_large: bool, first_suspect: int | None
+    def after_refusal(
+        self,
+        items: Sequence[Item],
+        size: int,
+        now_ms: int,
+        *,
+        too_large: bool = False,
+        first_suspect: int | None = None,
     ) -> "Search":
-        """The search after a refusal of several items together.
+        """The search after a refusal of these items; of none, in a trial.
 
-        Half as many go next; if more was tried than the size that works, that again. But if one is
-        suspected first (it has a number that is no integer, in room versions 1-5, which strict
-        servers refuse), only those before it, so that it is sent alone.
+        After several, half as many go next; if more was tried than the size that works, that again.
+        But if one is suspected first (it has a number that is no integer, in room versions 1-5,
+        which strict servers refuse), only those before it go next, so that it is sent alone.
 
         Args:
             size: the bytes of the transaction.
             too_large: whether the server said that it has too many bytes.
+            first_suspect: the number of items before the one that is suspected first.
         """
-        search = replace(self, left=items, climb_ms=now_ms + CLIMB_MS)
+        if not items:
+            return replace(self, turn=Turn.FAULTY)
+        if len(items) == 1:
+            return self._refused_alone(items[0])
+        search = replace(self, left=len(items), climb_ms=now_ms + CLIMB_MS)
         if too_large:
             return replace(search, max_bytes=_less(self.max_bytes, size))
         if first_suspect is not None:
             return replace(search, max_items=max(1, first_suspect))
-        return replace(search, max_items=_less(self.max_items, items))
+        return replace(search, max_items=_less(self.max_items, len(items)))
 
-    def refused_alone(self, item: Item) -> "Search":
-        """The search after a refusal of one item alone."""
+    def _refused_alone(self, item: Item) -> "Search":
         if self.suspect is None:
-            return replace(
-                self.acquitted(),
-                suspect=item.mark,
-                room_id=item.room_id,
-                place=item.place,
-                refused=tuple(mark for mark in self.refused if mark != item.mark),
-            )
+            others = tuple(mark for mark in self.refused if mark != item.mark)
+            return replace(self.acquitted(), suspect=item, refused=others)
         drawn = bool(self.witnesses)
-        if item.mark == self.suspect:
-            return replace(self, failures=self.failures + drawn, asked=False)
+        if item.mark == self.suspect.mark:
+            turn = Turn.EMPTY if self.turn.faulty else Turn.LOT
+            return replace(self, failures=self.failures + drawn, turn=turn)
         search = replace(self, refusals=self.refusals + drawn, alone=False)
         if item.mark in self.witnesses:
-            others = (mark for mark in self.witnesses if mark != item.mark)
-            return replace(search, witnesses=(*others, item.mark))
-        others = (mark for mark in self.refused if mark != item.mark)
-        refused = (*others, item.mark)[-AHEAD:]
-        return replace(search, refused=refused, asks=not drawn and len(refused) >= OTHERS)
+            return replace(search, witnesses=_latest(self.witnesses, item.mark))
+        refused = _latest(self.refused, item.mark)[-AHEAD:]
+        nobody = not drawn and len(refused) >= OTHERS
+        return replace(search, refused=refused, turn=Turn.EMPTY if nobody else Turn.LOT)
 
     def without_others(self, *, early: bool) -> "Search":
         """The search after no other item was found, not even a witness to be sent again.
@@ -349,7 +369,8 @@ class Search:
         user, would have no wait at all.
         """
         alone = not (self.witnesses or self.refused or early)
-        return replace(self, witnesses=(), refused=(), alone=alone, asks=bool(self.refused))
+        turn = Turn.EMPTY if self.refused else Turn.LOT
+        return replace(self, witnesses=(), refused=(), alone=alone, turn=turn)
 
 
 AT_REST: Final = Search()
@@ -360,9 +381,15 @@ def of_json(value: Mapping[str, Any] | None) -> Search | None:
     if value is None:
         return None
     marks = {name: tuple(value[name]) for name in ("witnesses", "refused", "ahead")}
-    return Search(**{**value, **marks})
+    suspect = None if value["suspect"] is None else Item(**value["suspect"])
+    return Search(**{**value, **marks, "suspect": suspect, "turn": Turn(value["turn"])})
 
 
 def _less(works: int | None, refused: int) -> int:
     """What to try after so many items, or bytes, were refused."""
     return works if works is not None and works < refused else max(1, refused // 2)
+
+
+def _latest(marks: Sequence[str], *latest: str) -> tuple[str, ...]:
+    """The marks, each once, these last."""
+    return (*(mark for mark in marks if mark not in latest), *latest)

@@ -35,12 +35,13 @@ from fedsender.matrix import BadEvent, Pdu, canonical_json
 from fedsender.sender.catch_up import CatchUp
 from fedsender.sender.context import Context
 from fedsender.sender.edus import device_lists, presence
-from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
+from fedsender.sender.edus.receipts import ReceiptQueue, fill_page
 from fedsender.sender.edus.typing import TYPING
 from fedsender.sender.isolation import Kind, Search
 from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import (
+    TO_DEVICE,
     Draft,
     Edu,
     Key,
@@ -73,7 +74,6 @@ RECEIPT_PAGES = 20
 """The most pages that are read for one transaction."""
 RESERVED_EDUS = 10
 """The EDUs of a transaction that are kept free of to-device messages while device lists wait."""
-TO_DEVICE = "m.direct_to_device"
 # Why a redelivery is given up.
 GONE = "the homeserver does not have it any more"
 NOT_FOR_IT = "it is not for this server any more"
@@ -372,19 +372,21 @@ class Outbox:
         catch_up = await self._at_catch_up(policy)
         if not catch_up.on_record:
             await self._put_on_record(catch_up)
+        suspect = search.suspect
         assert self.lsso is not None
+        assert suspect is not None
         if draft.only is not None:
             if self.owes_redeliveries:
-                _add_all(draft, await self._redeliveries(draft, policy, search.room_id))
+                _add_all(draft, await self._redeliveries(draft, policy, suspect.room_id))
             if draft.empty:
-                await catch_up.fill_suspect(draft, self.lsso, search.room_id)
+                await catch_up.fill_suspect(draft, self.lsso, suspect.room_id)
         else:
             self._news_seen = self._news
             if self.owes_redeliveries:
                 _add_all(draft, await self._redeliveries(draft, policy))
             if draft.empty:
-                waiting = partial(self._behind_redeliveries, draft, held=search.suspect)
-                room_id, place = search.room_id, search.place
+                waiting = partial(self._behind_redeliveries, draft, held=suspect.mark)
+                room_id, place = suspect.room_id, suspect.place
                 await catch_up.fill_witness(draft, self.lsso, room_id, place, waiting)
         await self._quarantine_stuck(catch_up)
 
@@ -802,19 +804,11 @@ class Outbox:
 
     # --- Quarantine -------------------------------------------------------------------------------
 
-    def let_go(self, transaction: Transaction) -> bool:
-        """Drop typing or presence that was refused alone; return whether it was only that.
-
-        It is worth neither a search nor a place in quarantine.
-        """
-        record = transaction.record
-        durable = TO_DEVICE in record.edus or RECEIPT in record.edus
-        if durable or record.pdus or record.device_lists:
-            return False
+    def let_go(self, transaction: Transaction) -> None:
+        """Drop the typing or presence in this transaction: it was refused."""
         self._count_dropped("refused", len(transaction.ephemeral))
         self.ephemeral.answered(transaction.ephemeral)
         self.presence.answered(transaction.ephemeral)
-        return True
 
     async def quarantine(self, transaction: Transaction, reason: str) -> None:
         """Put the transaction's single item into quarantine, durably, and go on behind it."""

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from fedsender.ledger import DevicePoke, SentPdu, TransactionRecord
 from fedsender.matrix import MAX_EDU_BYTES, Pdu, canonical_json
-from fedsender.sender.isolation import Item
+from fedsender.sender.isolation import Item, Kind
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Settlement
 from fedsender.store.sender import SenderStore
 
+TO_DEVICE = "m.direct_to_device"
+RECEIPT = "m.receipt"
 _ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'
 _LONGEST_TIME = len(str(2**53))
 T = TypeVar("T")
@@ -280,10 +282,28 @@ class Transaction:
         return [*map(Item, self._marks), *map(_item, self.pdus)]
 
     @property
-    def items_by_kind(self) -> tuple[list[Item], list[Item]]:
-        """The EDUs, and the PDUs."""
+    def items_by_kind(self) -> dict[Kind, list[Item]]:
+        """The items of each kind of which there are any, PDUs first."""
         items, edus = self.items, len(self._marks)
-        return items[:edus], items[edus:]
+        both = {Kind.PDUS: items[edus:], Kind.EDUS: items[:edus]}
+        return {kind: items for kind, items in both.items() if items}
+
+    @property
+    def first_try(self) -> bool:
+        """Whether there was no earlier attempt, which may have arrived."""
+        return self.attempts == 1 and not self.saved
+
+    @property
+    def fleeting(self) -> bool:
+        """Whether no database has anything of it: it is typing or presence."""
+        record = self.record
+        durable = TO_DEVICE in record.edus or RECEIPT in record.edus
+        return not (durable or record.pdus or record.device_lists)
+
+    @property
+    def out_of_turn(self) -> bool:
+        """Whether its PDU was sent early, to find out the cause of a refusal."""
+        return any(pdu.lane == "witness" for pdu in self.pdus)
 
     @property
     def first_suspect(self) -> int | None:

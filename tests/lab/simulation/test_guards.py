@@ -13,7 +13,7 @@ import trio
 
 from fedsender.embedded.store import EmbeddedStore
 from fedsender.ledger import Ledger, Line
-from fedsender.sender import failure, isolation
+from fedsender.sender import destination, failure, isolation
 from fedsender.sender.admission import Admission, Lane
 from fedsender.sender.context import SteadyClock
 from fedsender.sender.destination import Destination
@@ -138,7 +138,7 @@ def test_i4_a_proxy_that_says_nothing_is_believed(monkeypatch: pytest.MonkeyPatc
 
 def test_i5_no_pause_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "wait_s", lambda *_, **__: 0.0)
-    monkeypatch.setattr(failure, "MIN_GAP_SECONDS", 0.0)
+    monkeypatch.setattr(destination, "MIN_GAP_SECONDS", 0.0)
 
     assert goes_red("I5")
 

@@ -16,12 +16,11 @@ from typing import Any
 
 from fedsender.matrix import canonical_json, server_of
 from fedsender.sender.pages import Pages
-from fedsender.sender.transaction import Draft, Edu, Key, in_edus
+from fedsender.sender.transaction import RECEIPT, Draft, Edu, Key, in_edus
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Receipt
 
-RECEIPT = "m.receipt"
 SMALL_ROOM = 10
 """In a room with fewer other servers than this, all get a receipt at once."""
 FRESH_MS = 60_000
