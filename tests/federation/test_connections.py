@@ -269,7 +269,8 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
         await trio.lowlevel.wait_readable(stream.socket)
 
         live.idle_since -= 10
-        assert await client.connections.take(NAME, live.opened_by) is None
+        assert client.connections.take(NAME, live.opened_by) is live
+        assert not await client.connections.is_there(live)
         assert client.connections.open == 0
 
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
@@ -300,7 +301,7 @@ async def test_many_idle_connections_are_not_read_in_one_step(
             looked.append(len(streams))
             if not taken:
                 live = pool._idle[names[-1]]
-                assert pool.take_fresh(names[-1], live.opened_by) is live
+                assert pool.take(names[-1], live.opened_by) is live
                 taken.append(names[-1])
                 pool.give_up(live)
             return [streams[0]]

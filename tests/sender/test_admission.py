@@ -17,7 +17,7 @@ from trio.testing import MockClock
 
 from fedsender.config import Sending
 from fedsender.fairness import Turns
-from fedsender.federation.client import FederationClient
+from fedsender.federation.client import Exchange, FederationClient
 from fedsender.sender.admission import (
     QUICK_S,
     Admission,
@@ -27,8 +27,6 @@ from fedsender.sender.admission import (
     not_now,
 )
 from fedsender.sender.context import Phase
-from fedsender.sender.destination import Exchange
-from fedsender.sender.failure import Outcome
 from fedsender.sender.transaction import Draft, Transaction, freeze
 from fedsender.waiting import Alarms
 from fedsender_lab.testing.clock import turns_cpu
@@ -721,9 +719,10 @@ class Attempts:
         permit, exchange = self.admission.permit(f"a.b{number}"), Exchange(Alarms())
         permit.hurried = few
         async with self.client.peer(permit.server, there(number), permit) as peer:
-            assert peer.at_hand() or await exchange.connect(peer)
-            _, verdict = await exchange.put(peer, a_transaction(), deadline=math.inf)
-            assert verdict.outcome is Outcome.DELIVERED
+            assert await exchange.connect(peer)
+            sent = a_transaction()
+            answer = await exchange.put(peer, sent.id, sent.body, [], deadline=math.inf)
+            assert answer.is_answer
         permit.let_go()
         took = trio.current_time() - began
         if not few:

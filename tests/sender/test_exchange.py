@@ -28,9 +28,8 @@ from trio.testing import MockClock
 from fedsender.config import Policy
 from fedsender.config.values import TcpAddress
 from fedsender.fairness import Payer, for_us
-from fedsender.federation.client import Answer, Peer
-from fedsender.sender.destination import Exchange, GaveWay
-from fedsender.sender.failure import Outcome, Verdict
+from fedsender.federation.client import Answer, Exchange, GaveWay, Peer, SendFailed
+from fedsender.sender.failure import Outcome, Verdict, judge_answer, judge_failure
 from fedsender.waiting import Alarms, open_alarms
 from fedsender_lab.testing.http import Request
 
@@ -47,8 +46,20 @@ async def put(
 ) -> tuple[Answer | None, Verdict]:
     """One attempt."""
     with trio.fail_after(60):
-        assert peer.at_hand() or await exchange.connect(peer)
-        return await exchange.put(peer, a_transaction(size), trio.current_time() + seconds)
+        assert await exchange.connect(peer)
+        return await judged(exchange, peer, trio.current_time() + seconds, size=size)
+
+
+async def judged(
+    exchange: Exchange, peer: Peer, deadline: float, *, size: int = 0
+) -> tuple[Answer | None, Verdict]:
+    """A transaction over the connection that is there; the answer, and what is held of it."""
+    sent = a_transaction(size)
+    try:
+        answer = await exchange.put(peer, sent.id, sent.body, [], deadline)
+    except SendFailed as error:
+        return None, judge_failure(error)
+    return answer, judge_answer(answer)
 
 
 def silent_after(answers: int) -> Conversation:
@@ -115,7 +126,7 @@ async def test_a_line_of_ours_is_not_the_servers_time(
             for _ in range(2):
                 began = trio.current_time()
                 assert await exchange.connect(peer)
-                _, verdict = await exchange.put(peer, a_transaction(), deadline=began + 30)
+                _, verdict = await judged(exchange, peer, began + 30)
                 permit.answered()
                 permit.let_go()
                 assert verdict.outcome is Outcome.DELIVERED

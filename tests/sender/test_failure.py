@@ -1,12 +1,16 @@
 """The failure machine: one table, walked through, and the arithmetic of waiting."""
 
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsender.config.policy import Backoff
+from fedsender.federation.client import Answer, SendFailed, Unreachable
+from fedsender.federation.dialing import UnreachableKind
+from fedsender.federation.transport import FailureKind
 from fedsender.sender.failure import (
     DAY_MS,
     RULES,
@@ -17,13 +21,20 @@ from fedsender.sender.failure import (
     after_failure,
     after_success,
     content_is_suspect,
-    judge_status,
+    judge_answer,
+    judge_failure,
     shared_interval_ms,
     take_wake,
     wait_s,
 )
 
 NOW = 1_800_000_000_000
+
+
+def an_answer(
+    status: int, *, is_answer: bool = False, retry_after_s: float | None = None
+) -> Answer:
+    return Answer(status, is_answer, {}, "", retry_after_s, reused=False)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +66,32 @@ NOW = 1_800_000_000_000
 def test_every_answer_has_its_class(
     status: int, is_answer: bool, retry_after: float | None, outcome: Outcome
 ) -> None:
-    verdict = judge_status(status, is_answer=is_answer, retry_after_s=retry_after)
+    verdict = judge_answer(an_answer(status, is_answer=is_answer, retry_after_s=retry_after))
 
     assert outcome is verdict.outcome
     assert (outcome is Outcome.DELIVERED) == (verdict.reason == "")
+
+
+def test_what_has_no_answer_has_its_class_too() -> None:
+    """Each way in which an exchange, or a connection, can fail."""
+    kinds = {
+        kind: judge_failure(SendFailed(kind, "x", sent=True)) for kind in get_args(FailureKind)
+    }
+    assert {kind: verdict.outcome for kind, verdict in kinds.items()} == {
+        "timeout": Outcome.FAILING,
+        "closed": Outcome.FAILING,
+        "protocol": Outcome.LYING,
+        "too_large": Outcome.LYING,
+        "crowded": Outcome.UNREACHABLE,
+    }
+    assert [kind for kind, verdict in kinds.items() if verdict.late] == ["timeout"]
+    for kind in kinds:
+        verdict = judge_failure(SendFailed(kind, "x", sent=False))
+        assert (verdict.outcome, verdict.sent) == (Outcome.UNREACHABLE, False)
+    for kind in get_args(UnreachableKind):
+        verdict = judge_failure(Unreachable(kind, "x"))
+        assert verdict.outcome is (Outcome.GONE if kind == "gone" else Outcome.UNREACHABLE)
+        assert (verdict.reason, verdict.sent, verdict.late) == ("x", False, False)
 
 
 def test_the_table_says_for_every_failure_what_happens_next() -> None:
@@ -220,8 +253,8 @@ def test_two_time_outs_of_a_transaction_make_it_a_suspect() -> None:
 
     assert not is_suspect(state(), late, attempts=1)
     assert is_suspect(state(), late, attempts=2)
-    assert judge_status(504, is_answer=False, retry_after_s=None).late
-    assert not judge_status(500, is_answer=False, retry_after_s=None).late
+    assert judge_answer(an_answer(504)).late
+    assert not judge_answer(an_answer(500)).late
 
 
 def test_a_server_that_was_well_lately_is_tried_steadily_and_then_less_and_less() -> None:

@@ -15,7 +15,7 @@ from fedsender.sender.failure import (
     Outcome,
     ServerState,
     after_failure,
-    judge_status,
+    judge_answer,
 )
 from fedsender.telemetry import Standing
 
@@ -32,7 +32,7 @@ def test_in_the_fourth_week_a_server_that_is_gone_is_asked_four_times_at_most(
     world: World, status: int, after_s: float | None, healthy: bool
 ) -> None:
     """Synapse#5442: a name that is retired was asked for ever."""
-    verdict = judge_status(status, is_answer=False, retry_after_s=after_s)
+    verdict = judge_answer(answer(status)._replace(retry_after_s=after_s))
     now_ms, times = 0, []
     state = ServerState(A, last_success_ms=0 if healthy else None)
     while now_ms < 28 * DAY_MS:

@@ -1,16 +1,18 @@
 """The federation client: one keep-alive TLS connection per destination, and its requests.
 
-A task that sends to a destination holds a `Peer`. Before each request it calls the peer's
-`at_hand` or `connect`, which take the live connection if there is one, or else open a new one.
-After the exchange the connection goes back to the client, where it outlives the task. There the
-idle connections stand in the order of their last use. The oldest is closed when room is needed.
+A task that sends to a destination holds a `Peer`, and sends by an `Exchange`, which other tasks may
+end. Before each request the peer takes the live connection if there is one, or else opens a new
+one. After the exchange the connection goes back to the client, where it outlives the task. Idle
+connections stand there in the order of their last use. The oldest is closed when room is needed.
 Each is closed when it has been idle for long, or its peer has left.
 
 No request looks through the connections of other destinations.
 """
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from enum import Enum
 from functools import partial
 from typing import Final, Protocol
 from urllib.parse import quote
@@ -20,7 +22,7 @@ import trio
 from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
-from fedsender.fairness import Payer, fail_after, public_suffixes
+from fedsender.fairness import Payer, fail_after, public_suffixes, running
 from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
@@ -52,10 +54,13 @@ from fedsender.federation.transport import (
 )
 from fedsender.runtime import OutOfResources, Runtime
 from fedsender.telemetry import Metrics
+from fedsender.waiting import Alarm, Alarms
 
 __all__ = [
     "Answer",
+    "Exchange",
     "FederationClient",
+    "GaveWay",
     "Peer",
     "SendFailed",
     "Stale",
@@ -255,12 +260,13 @@ class Peer:
         self.release()
 
     def at_hand(self) -> bool:
-        """Hold the live connection for one exchange, if it was in use a moment ago and no wait is
-        needed; return whether a connection is held."""
+        """The part of `connect` that needs no wait: hold the live connection if it was in use a
+        moment ago and there is a place. An exchange begins with it. Whether a connection is held.
+        """
         self.sent = False
         connections = self._client.connections
-        if self._held is None and connections.has(self.destination) and self._permit.at_once():
-            self._hold(connections.take_fresh(self.destination, self._opened_by))
+        if self._held is None and connections.fresh(self.destination) and self._permit.at_once():
+            self._hold(connections.take(self.destination, self._opened_by))
         return self._held is not None
 
     async def connect(self) -> None:
@@ -273,7 +279,9 @@ class Peer:
         connections = self._client.connections
         if self._held is None and connections.has(self.destination):
             await self._permit.place()
-            self._hold(await connections.take(self.destination, self._opened_by))
+            live = connections.take(self.destination, self._opened_by)
+            if live is not None and await connections.is_there(live):
+                self._hold(live)
         if self._held is None:
             self._hold(await self._open())
 
@@ -484,6 +492,165 @@ class Peer:
                 yield connection
             finally:
                 connection.close()
+
+
+class GaveWay(Exception):
+    """The exchange was ended for the sake of others; nothing is known of the server."""
+
+
+class _Ended(Enum):
+    """The reason why an exchange was ended early."""
+
+    LATE = "late"
+    WOKEN = "woken"
+    WITHDRAWN = "withdrawn"
+    GAVE_WAY = "gave way"
+
+
+class Exchange(Alarm):
+    """The exchange of a task with its peer, one after the other; another task may end it early.
+
+    While a connection is made, a scope is cancelled to end it. Afterwards its connection is closed:
+    a scope for each transaction would cost more.
+
+    Attributes:
+        woken: whether the last exchange was ended for another attempt.
+    """
+
+    __slots__ = ("_ended", "_peer", "_scope", "woken")
+
+    def __init__(self, alarms: Alarms) -> None:
+        super().__init__(alarms)
+        self._peer: Peer | None = None
+        self._scope: trio.CancelScope | None = None
+        self._ended: _Ended | None = None
+        self.woken = False
+
+    def give_up(self) -> None:
+        """End the exchange under way, if there is one, for another attempt."""
+        self.woken = self._end(_Ended.WOKEN)
+
+    def give_way(self) -> bool:
+        """End it for others; the next attempt is to wait in the lane of slow servers."""
+        return self._end(_Ended.GAVE_WAY)
+
+    def withdraw(self) -> None:
+        """Give up an attempt that waits for our own limits."""
+        self._end(_Ended.WITHDRAWN)
+
+    def ring(self) -> None:
+        """End it: its deadline has come."""
+        self._end(_Ended.LATE)
+
+    @property
+    def deadline(self) -> float:
+        """The server's, on trio's clock; it stands still while we wait `for_us`."""
+        return self.at
+
+    @deadline.setter
+    def deadline(self, at: float) -> None:
+        self.set(at)
+
+    async def connect(self, peer: Peer) -> bool:
+        """Have the peer hold a connection, with a place; False: it was withdrawn.
+
+        The client has a deadline for each step; waiting for our limits has none.
+
+        Raises:
+            Unreachable: no connection could be made.
+            GaveWay: it was ended for others.
+            OutOfResources: we can open no connection to any server.
+        """
+        self._ended, self.woken = None, False
+        if peer.at_hand() or await self._connect(peer):
+            return True
+        if self._ended is _Ended.WITHDRAWN:
+            return False
+        raise Unreachable("timeout", self._why_ended("no connection"))
+
+    async def put(
+        self,
+        peer: Peer,
+        transaction_id: str,
+        body: bytes,
+        event_ids: Sequence[str],
+        deadline: float,
+    ) -> Answer:
+        """Send a transaction over the connection that the peer holds, or over a new one if that
+        was stale; `deadline`: on trio's clock. The rest as `Peer.put_transaction`.
+
+        Raises:
+            SendFailed: there is no whole answer.
+            GaveWay: it was ended for others.
+            OutOfResources: a new connection was needed, and we can open none.
+        """
+        self._ended, self.woken = None, False
+        self.set(deadline)
+        token = running.set((*running.get(), self))
+        try:
+            return await self._put(peer, transaction_id, body, event_ids)
+        except SendFailed as error:
+            if self._ended is None:
+                raise
+            if self._ended is _Ended.GAVE_WAY:
+                raise GaveWay from error
+            kind: FailureKind = "timeout" if self._ended is _Ended.LATE else "closed"
+            raise SendFailed(kind, self._why_ended("no answer"), sent=peer.sent) from error
+        finally:
+            running.reset(token)
+            self.set(math.inf)
+
+    async def _put(
+        self, peer: Peer, transaction_id: str, body: bytes, event_ids: Sequence[str]
+    ) -> Answer:
+        while True:
+            self._peer = peer
+            try:
+                return await peer.put_transaction(transaction_id, body, event_ids)
+            except Stale as stale:
+                if self._ended is not None:
+                    raise
+                was_stale = stale
+            finally:
+                self._peer = None
+            # One new connection is part of the same attempt (I5), and no new one is stale.
+            try:
+                if not await self._connect(peer):
+                    raise was_stale
+            except Unreachable as error:
+                raise SendFailed("closed", error.text, sent=True) from error
+
+    async def _connect(self, peer: Peer) -> bool:
+        """Have the peer hold a connection; False: it was ended early.
+
+        Raises as `connect`.
+        """
+        try:
+            with trio.CancelScope() as self._scope:
+                await peer.connect()
+                if self._ended is None:
+                    return True
+                # It came to be in the very moment in which it was to end.
+                peer.release()
+        finally:
+            self._scope = None
+        if self._ended is _Ended.GAVE_WAY:
+            raise GaveWay
+        return False
+
+    def _end(self, why: _Ended) -> bool:
+        if self._scope is not None:
+            self._ended = self._ended or why
+            self._scope.cancel()
+        elif self._peer is not None:
+            self._ended = self._ended or why
+            self._peer.cut()
+        else:
+            return False
+        return True
+
+    def _why_ended(self, what: str) -> str:
+        return f"{what} in time" if self._ended is _Ended.LATE else f"{what} until it was woken"
 
 
 def _proxy_of(config: Federation, runtime: Runtime) -> Proxy | None:

@@ -78,8 +78,13 @@ class Connections:
     def _pop(self, destination: str) -> Live | None:
         return self._idle.pop(destination, None) or self._precious.pop(destination, None)
 
-    async def take(self, destination: str, opened_by: Hashable) -> Live | None:
-        """The idle connection of `destination`, unless its peer has left or settings changed."""
+    def fresh(self, destination: str) -> bool:
+        """Whether its idle connection has been idle for so short a time that no check is needed."""
+        live = self._look_up(destination)
+        return live is not None and trio.current_time() - live.idle_since < _FRESH_S
+
+    def take(self, destination: str, opened_by: Hashable) -> Live | None:
+        """The idle connection of `destination`, unless settings have changed."""
         live = self._pop(destination)
         if live is None:
             return None
@@ -87,26 +92,20 @@ class Connections:
             self.give_up(live)
             return None
         live.reused = True
-        fresh = trio.current_time() - live.idle_since < _FRESH_S
+        return live
+
+    async def is_there(self, live: Live) -> bool:
+        """Whether the peer of a connection that was taken has not left; else it is closed."""
+        if trio.current_time() - live.idle_since < _FRESH_S:
+            return True
         try:
-            gone = not fresh and await self._network.deserted([live.connection.stream])
+            gone = bool(await self._network.deserted([live.connection.stream]))
         except BaseException:
             self.give_up(live)  # Cancelled while it waited for a turn.
             raise
         if gone:
             self.give_up(live)
-            return None
-        return live
-
-    def take_fresh(self, destination: str, opened_by: Hashable) -> Live | None:
-        """The idle connection, if it has been idle for so short a time that no check is needed."""
-        live = self._look_up(destination)
-        if live is None or live.opened_by != opened_by:
-            return None
-        if trio.current_time() - live.idle_since >= _FRESH_S:
-            return None
-        live.reused = True
-        return self._pop(destination)
+        return not gone
 
     def drop(self, destination: str) -> None:
         """Close the idle connection of `destination`, if there is one."""

@@ -5,9 +5,19 @@ synchronous methods. Two sequences must stay free of `await`: between the last c
 that may be sent and the freezing of the transaction (I6), and between the decision to leave and the
 registry's removal of it (in `registry.py`).
 
-An attempt makes its changes in this order. First the ledger has its line. After an answer the
-homeserver's database follows, then the frozen record goes. After a failure the decision is on
-record before anything else is sent (I3).
+A destination's life, from `run` on:
+
+    until it has nothing to send, or may not send for a long while:
+        wait until an item is due, and may be sent            _wait_turn
+        connect; nothing has left yet, so nothing is frozen   _attempt
+        repeat the frozen transaction, or fill a draft with what is due and freeze it
+        send it, and judge what came of it                    _send
+        write the ledger's line (I9)
+        answered: the homeserver's database, then the frozen record goes    _answered
+        failed: decide; save the decision; act on it          _failed
+        an error, or the daemon ends: what is unwritten is written down     write_down
+
+After a failure the decision is on record before another id may be sent (I3).
 """
 
 import math
@@ -15,15 +25,13 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 import trio
 
 from fedsender.config import Policy
-from fedsender.fairness import fail_after, running
-from fedsender.federation.client import Answer, Peer, SendFailed, Stale, Unreachable
-from fedsender.federation.transport import FailureKind
+from fedsender.fairness import fail_after
+from fedsender.federation.client import Answer, Exchange, GaveWay, Peer, SendFailed, Unreachable
 from fedsender.matrix import Pdu
 from fedsender.runtime import OutOfResources
 from fedsender.sender import failure
@@ -57,181 +65,6 @@ from fedsender.sender.transaction import (
 from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
 from fedsender.waiting import Alarm, Alarms, Signal
-
-# What it is when the request has left and no whole answer has come.
-_OUTCOMES: Final[dict[FailureKind, Outcome]] = {
-    "timeout": Outcome.FAILING,
-    "closed": Outcome.FAILING,
-    "protocol": Outcome.LYING,
-    "too_large": Outcome.LYING,
-    # The shortage was ours: nothing is held against the server or the content.
-    "crowded": Outcome.UNREACHABLE,
-}
-
-
-class GaveWay(Exception):
-    """The attempt was ended for the sake of others; nothing is known of the server."""
-
-
-class _Ended(Enum):
-    """The reason why an exchange was ended early."""
-
-    LATE = "late"
-    WOKEN = "woken"
-    WITHDRAWN = "withdrawn"
-    GAVE_WAY = "gave way"
-
-
-class Exchange(Alarm):
-    """The exchange that one destination has under way; another task may end it early.
-
-    While a connection is made, a scope is cancelled to end it. Afterwards its connection is closed:
-    a scope for each transaction would cost more.
-
-    Attributes:
-        woken: whether the last exchange was ended for another attempt.
-    """
-
-    __slots__ = ("_ended", "_peer", "_scope", "woken")
-
-    def __init__(self, alarms: Alarms) -> None:
-        super().__init__(alarms)
-        self._peer: Peer | None = None
-        self._scope: trio.CancelScope | None = None
-        self._ended: _Ended | None = None
-        self.woken = False
-
-    def give_up(self) -> None:
-        """End the exchange under way, if there is one, for another attempt."""
-        self.woken = self._end(_Ended.WOKEN)
-
-    def give_way(self) -> bool:
-        """End it for others; the next attempt is to wait in the lane of slow servers."""
-        return self._end(_Ended.GAVE_WAY)
-
-    def withdraw(self) -> None:
-        """Give up an attempt that waits for our own limits."""
-        self._end(_Ended.WITHDRAWN)
-
-    def ring(self) -> None:
-        """End it: its deadline has come."""
-        self._end(_Ended.LATE)
-
-    @property
-    def deadline(self) -> float:
-        """The server's, on trio's clock; it stands still while we wait `for_us`."""
-        return self.at
-
-    @deadline.setter
-    def deadline(self, at: float) -> None:
-        self.set(at)
-
-    async def connect(self, peer: Peer) -> bool:
-        """Have the peer hold a connection, with a place; False: it was withdrawn.
-
-        The client has a deadline for each step; waiting for our limits has none.
-
-        Raises:
-            Unreachable: no connection could be made.
-            GaveWay: it was ended for others.
-        """
-        self._ended, self.woken = None, False
-        if await self._connect(peer):
-            return True
-        if self._ended is _Ended.WITHDRAWN:
-            return False
-        raise Unreachable("timeout", self._why_ended("no connection"))
-
-    async def put(
-        self, peer: Peer, transaction: Transaction, deadline: float
-    ) -> tuple[Answer | None, Verdict]:
-        """Send the transaction; return the server's answer, or None, and the verdict.
-
-        `deadline`: on trio's clock.
-
-        Raises:
-            GaveWay: it was ended for others.
-            OutOfResources: a new connection was needed, and we can open none.
-        """
-        self._ended, self.woken = None, False
-        self.set(deadline)
-        token = running.set((*running.get(), self))
-        try:
-            answer = await self._put(peer, transaction)
-        except SendFailed as error:
-            if self._ended is _Ended.GAVE_WAY:
-                raise GaveWay from error
-            if self._ended is None:
-                outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
-                late = error.kind == "timeout"
-                return None, Verdict(outcome, error.text, sent=error.sent, late=late)
-            answer = None
-        finally:
-            running.reset(token)
-            self.set(math.inf)
-        if answer is None:
-            outcome = Outcome.FAILING if peer.sent else Outcome.UNREACHABLE
-            why, late = self._why_ended("no answer"), self._ended is _Ended.LATE
-            return None, Verdict(outcome, why, sent=peer.sent, late=late)
-        return answer, failure.judge_status(
-            answer.status,
-            is_answer=answer.is_answer,
-            retry_after_s=answer.retry_after_s,
-            text=answer.text,
-            blank=answer.blank,
-        )
-
-    async def _put(self, peer: Peer, transaction: Transaction) -> Answer | None:
-        """The answer; None: a connection was needed, and it was ended while that was made."""
-        event_ids = [pdu.event_id for pdu in transaction.pdus]
-        while True:
-            self._peer = peer
-            try:
-                return await peer.put_transaction(transaction.id, transaction.body, event_ids)
-            except Stale:
-                if self._ended is not None:
-                    raise
-            finally:
-                self._peer = None
-            # One new connection is part of the same attempt (I5), and no new one is stale.
-            try:
-                if not await self._connect(peer):
-                    return None
-            except Unreachable as error:
-                raise SendFailed("closed", error.text, sent=True) from error
-
-    async def _connect(self, peer: Peer) -> bool:
-        """Have the peer hold a connection; False: it was ended early.
-
-        Raises as `connect`.
-        """
-        try:
-            with trio.CancelScope() as self._scope:
-                await peer.connect()
-                if self._ended is None:
-                    return True
-                # It came to be in the very moment in which it was to end.
-                peer.release()
-        finally:
-            self._scope = None
-        if self._ended is _Ended.GAVE_WAY:
-            raise GaveWay
-        return False
-
-    def _end(self, why: _Ended) -> bool:
-        if self._scope is not None:
-            self._ended = self._ended or why
-            self._scope.cancel()
-        elif self._peer is not None:
-            self._ended = self._ended or why
-            self._peer.cut()
-        else:
-            return False
-        return True
-
-    def _why_ended(self, what: str) -> str:
-        return f"{what} in time" if self._ended is _Ended.LATE else f"{what} until it was woken"
-
 
 LEAVE_AFTER_S = 300.0
 """For a longer wait than this a destination leaves memory; the registry's timer brings it back."""
@@ -632,15 +465,13 @@ class Destination:
             return  # And no connection is opened to find that out.
         permit, now_ms = self._permit, self._context.clock.now_ms()
         permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
+        self._in_phase(Phase.CONNECTING)
         try:
-            if not peer.at_hand():
-                self._in_phase(Phase.CONNECTING)
-                if not await self._exchange.connect(peer):
-                    return
+            if not await self._exchange.connect(peer):
+                return
         except Unreachable as reason:
             permit.hurried = False
-            gone = reason.kind == "gone"
-            verdict = Verdict(Outcome.GONE if gone else Outcome.UNREACHABLE, reason.text)
+            verdict = failure.judge_failure(reason)
             self._reporter.attempt(None, verdict)
             await self._failed(peer, None, verdict)
             return
@@ -703,7 +534,7 @@ class Destination:
         slot = context.attempt_log.begin(self.name, transaction, context.runtime.now_ms())
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
-            answer, verdict = await self._exchange.put(peer, transaction, started + timeout_s)
+            answer, verdict = await self._put(peer, transaction, started + timeout_s)
             if verdict.apart and await self._may_say_nothing(peer, transaction):
                 verdict = failure.DELIVERED
         except (Exception, trio.Cancelled) as error:
@@ -732,6 +563,19 @@ class Destination:
             await self._answered(transaction, blank=answer is not None and answer.blank)
         else:
             await self._failed(peer, transaction, verdict)
+
+    async def _put(
+        self, peer: Peer, transaction: Transaction, deadline: float
+    ) -> tuple[Answer | None, Verdict]:
+        """Send it; the answer, if one came, and the verdict on this attempt."""
+        event_ids = [pdu.event_id for pdu in transaction.pdus]
+        try:
+            answer = await self._exchange.put(
+                peer, transaction.id, transaction.body, event_ids, deadline
+            )
+        except SendFailed as error:
+            return None, failure.judge_failure(error)
+        return answer, failure.judge_answer(answer)
 
     async def _may_say_nothing(self, peer: Peer, transaction: Transaction) -> bool:
         """Whether this transaction was answered by an answer that says nothing (`Answer.blank`).

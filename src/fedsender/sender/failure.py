@@ -17,6 +17,9 @@ from functools import partial
 from typing import Any, Final
 
 from fedsender.config.policy import QUICK_ATTEMPTS, Backoff, Policy
+from fedsender.federation.client import Answer, SendFailed, Unreachable
+from fedsender.federation.dialing import UnreachableKind
+from fedsender.federation.transport import FailureKind
 from fedsender.sender.isolation import AT_REST, Item, Kind, Search, left_s, of_json
 from fedsender.sender.transaction import Transaction
 
@@ -146,51 +149,54 @@ class Verdict:
 DELIVERED: Final = Verdict(Outcome.DELIVERED, "", 200, sent=True)
 
 
-def judge_status(
-    status: int,
-    *,
-    is_answer: bool,
-    retry_after_s: float | None,
-    text: str = "",
-    blank: bool = False,
-) -> Verdict:
-    """The verdict on an HTTP answer.
+_CLASSES: Final[Mapping[int | FailureKind | UnreachableKind, Outcome]] = {
+    # No answer, though the request has left. (Before that, a server is unreachable.)
+    "timeout": Outcome.FAILING,
+    "closed": Outcome.FAILING,
+    "protocol": Outcome.LYING,
+    "too_large": Outcome.LYING,
+    # The shortage was ours: nothing is held against the server or the content.
+    "crowded": Outcome.UNREACHABLE,
+    # No connection, and .well-known says 410.
+    "gone": Outcome.GONE,
+    # An answer of this status; of another one, by its hundreds.
+    400: Outcome.REJECTING,
+    404: Outcome.NOT_THERE,
+    408: Outcome.FAILING,
+    410: Outcome.GONE,
+    413: Outcome.REJECTING,
+    429: Outcome.BUSY,
+    2: Outcome.LYING,
+    3: Outcome.LYING,
+    4: Outcome.REFUSING,
+    5: Outcome.FAILING,
+}
 
-    Args:
-        is_answer: whether the body is a transaction's answer.
-        text: the server's own description of the error.
-        blank: whether it says nothing; `Answer` has the words.
-    """
-    outcome = _outcome_of(status, is_answer, retry_after_s)
-    if outcome is Outcome.DELIVERED:
+
+def judge_failure(error: SendFailed | Unreachable) -> Verdict:
+    """The verdict on an attempt without an answer."""
+    sent, gone = isinstance(error, SendFailed) and error.sent, error.kind == "gone"
+    outcome = _CLASSES[error.kind] if sent or gone else Outcome.UNREACHABLE
+    late = isinstance(error, SendFailed) and error.kind == "timeout"
+    return Verdict(outcome, error.text, sent=sent, late=late)
+
+
+def judge_answer(answer: Answer) -> Verdict:
+    """The verdict on an answer of any status."""
+    status, retry_after_s = answer.status, answer.retry_after_s
+    if status == 200 and answer.is_answer:
         return DELIVERED
+    outcome = _CLASSES.get(status) or _CLASSES[max(2, min(status // 100, 5))]
+    if status in (429, 503) and retry_after_s is not None:
+        outcome = Outcome.BUSY if retry_after_s < FOR_DAYS_S else Outcome.GONE
     reason = f"answered {status}"
-    if text:
-        reason += f": {text}"
-    if outcome is Outcome.LYING and status == 200:
-        reason = "answered 200 with a body that is no answer to a transaction"
-    if blank:
-        reason = "answered 200 with a body that says nothing"
-    late = status in TIME_OUTS
-    return Verdict(outcome, reason, status, retry_after_s, sent=True, apart=blank, late=late)
-
-
-def _outcome_of(status: int, is_answer: bool, retry_after_s: float | None) -> Outcome:
+    if answer.text:
+        reason += f": {answer.text}"
     if status == 200:
-        return Outcome.DELIVERED if is_answer else Outcome.LYING
-    if status < 400:
-        return Outcome.LYING
-    if status in (400, 413):
-        return Outcome.REJECTING
-    if status == 404:
-        return Outcome.NOT_THERE
-    if status == 410:
-        return Outcome.GONE
-    if status == 429 or (status == 503 and retry_after_s is not None):
-        return Outcome.BUSY if (retry_after_s or 0) < FOR_DAYS_S else Outcome.GONE
-    if status >= 500 or status == 408:
-        return Outcome.FAILING
-    return Outcome.REFUSING
+        what = "says nothing" if answer.blank else "is no answer to a transaction"
+        reason = f"answered 200 with a body that {what}"
+    late = status in TIME_OUTS
+    return Verdict(outcome, reason, status, retry_after_s, sent=True, apart=answer.blank, late=late)
 
 
 @dataclass(frozen=True, slots=True)
