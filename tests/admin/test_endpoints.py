@@ -1,7 +1,10 @@
 """Our endpoints, against a real sender on the virtual clock."""
 
 import sqlite3
+import sys
 from contextlib import closing
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,6 +13,9 @@ from tests.admin.desk import Desk, checked, open_desk
 from tests.sender.harness import Request, World, answer, ok
 from trio.testing import MockClock
 
+import fedsender
+from fedsender.admin.bodies import Servers
+from fedsender.admin.endpoints import notify_remote_server_up
 from fedsender.federation.client import Answer
 from fedsender.segments import segments
 from fedsender.store.records import FrozenRecord
@@ -50,6 +56,49 @@ async def test_a_woken_server_gets_what_it_is_owed_before_its_timer(
         assert said == {"woken": [B], "left_alone": {}}
         assert world.servers[B].got == ["one"]
         assert world.servers[B].answered[0].at - before < 1.5
+
+
+async def test_a_wake_passes_few_modules(world: World, autojump_clock: MockClock) -> None:
+    """From the endpoint's function until the server's task is told, whoever follows it by reading
+    visits so many files; and the task looks the server up anew."""
+    ours, passed = str(Path(fedsender.__file__).parent), set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            passed.add(frame.f_code.co_filename.removeprefix(f"{ours}/"))
+
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        request = Servers(servers=[B])
+        sys.setprofile(note)
+        try:
+            said = await notify_remote_server_up(request, desk.context)
+        finally:
+            sys.setprofile(None)
+        assert said.woken == [B]
+        assert passed >= {"admin/endpoints.py", "sender/operations.py", "sender/destination.py"}
+        assert len(passed) <= 10, sorted(passed)
+
+        before = trio.current_time()
+        await settle(1.5)
+        assert [at >= before for at in world.servers[B].forgotten] == [True]
+
+
+async def test_a_wake_is_refused_with_its_own_reason(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """By whoever refuses it: nobody else guesses why."""
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        registry = world.sender.registry
+        reasons = [registry.wake([B]).get(B) for _ in range(13)]
+        assert reasons == [None] * 12 + ["it was woken too often lately"]
+        assert registry.wake([B], by_admin=True) == {}
+        await desk.post("park", {"servers": [B], "reason": "gone for good"})
+        assert registry.wake([B], by_admin=True) == {B: "parked: gone for good"}
+        await desk.post("resume", {"servers": [B]})
+        registry.begin_drain()
+        assert registry.wake([B], by_admin=True) == {B: "the daemon stops"}
 
 
 async def test_who_is_not_woken_is_named_with_the_reason(

@@ -96,6 +96,7 @@ class RemoteServer:
     version: bool = True
     versions_asked: int = 0
     doubts: list[float] = field(default_factory=list)
+    forgotten: list[float] = field(default_factory=list)
     attempts: list[float] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     answered: list[Request] = field(default_factory=list)
@@ -158,6 +159,9 @@ class FakePeer:
 
     def release(self) -> None: ...
 
+    def forget(self) -> None:
+        self.server.forgotten.append(trio.current_time())
+
     def doubt(self) -> None:
         self.server.doubts.append(trio.current_time())
 
@@ -171,8 +175,6 @@ class FakeClient:
     def __init__(self, servers: dict[str, RemoteServer]) -> None:
         self.servers = servers
         self.opened: defaultdict[str, list[Policy]] = defaultdict(list)
-
-    def forget(self, name: str) -> None: ...
 
     @asynccontextmanager
     async def peer(self, name: str, policy: Policy, permit: Permit) -> AsyncIterator[FakePeer]:

@@ -19,6 +19,7 @@ from fedsender.matrix import matches
 from fedsender.sender.debts import Debt
 from fedsender.sender.failure import ServerState
 from fedsender.sender.isolation import Kind
+from fedsender.sender.operations import UNKNOWN
 from fedsender.sender.sender import Status
 from fedsender.telemetry import Standing
 
@@ -27,7 +28,6 @@ ROWS = 1_000
 WITHOUT_A_BREAK: Final = 1_000
 """Servers that are looked at between two turns of other tasks."""
 AGE_ENDS: Final = [end_s for _, end_s in AGES]
-UNKNOWN = "not a server that we know of"
 
 
 Sort = Literal["name", "owed", "age", "fails"]
@@ -110,13 +110,6 @@ class Listing:
     pattern: str = "*"
 
 
-async def is_known(context: AdminContext, server: str) -> bool:
-    """Whether any record shows that an item was ever to be sent to this server."""
-    if context.sender.registry.status(server) is not None:
-        return True
-    return await context.homeserver.backoff(server) is not None
-
-
 async def known_names(context: AdminContext, pattern: str) -> list[str]:
     """Every server that we know of and `pattern` covers, by name."""
     names = set(context.sender.registry.known("*"))
@@ -141,7 +134,7 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
             raise bad_param(f"the pattern covers {len(names)} servers, more than {MAX_SERVERS}")
         return names
     for server in request.servers:
-        if not await is_known(context, server):
+        if not await context.sender.operations.is_known(server):
             raise not_found(f"{server}: {UNKNOWN}")
     return list(dict.fromkeys(request.servers))
 
@@ -311,27 +304,3 @@ def next_attempt_ms(context: AdminContext, name: str, status: Status | None) -> 
     if not (context.config.allows(name) and context.config.handles(name)):
         return None
     return context.runtime.now_ms() + int(status.retry_in_s * 1000)
-
-
-async def left_alone_because(context: AdminContext, server: str) -> str:
-    """Why a wake of this server does nothing; or why nothing is known of it."""
-    if not context.config.allows(server):
-        return "the configuration forbids sending to it"
-    if not context.config.handles(server):
-        return f"the federation sender {context.config.sender_of(server)} handles it"
-    status = context.sender.registry.status(server)
-    if status is not None and status.state.paused is not None:
-        return f"paused: {status.state.paused}"
-    if status is not None and status.state.parked is not None:
-        return f"parked: {status.state.parked}"
-    if not await is_known(context, server):
-        return UNKNOWN
-    return "nothing is owed to it"
-
-
-async def left_alone(
-    context: AdminContext, asked: Sequence[str], woken: Sequence[str]
-) -> dict[str, str]:
-    """Those that were asked for and not woken, each with the reason."""
-    done = set(woken)
-    return {each: await left_alone_because(context, each) for each in asked if each not in done}

@@ -25,14 +25,10 @@ from fedsender.admin.bodies import (
 from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import (
-    UNKNOWN,
     Listing,
     Page,
     Sort,
     chosen,
-    is_known,
-    left_alone,
-    left_alone_because,
     list_page,
 )
 from fedsender.admin.display import many
@@ -42,7 +38,7 @@ from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.http.application import Error, Refusal, not_found
 from fedsender.matrix import matches
-from fedsender.sender.operations import Freed
+from fedsender.sender.operations import UNKNOWN, Freed
 from fedsender.store.records import Quarantined
 from fedsender.telemetry import Standing
 
@@ -80,8 +76,8 @@ async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
     else:
         pattern = request.pattern or ""
         asked = [name for name in context.sender.registry.known("*") if matches(pattern, name)]
-    woken = context.sender.registry.wake(asked, by_admin=True)
-    return Woken(woken, await left_alone(context, asked, woken))
+    left = await context.sender.operations.wake(asked)
+    return Woken([server for server in asked if server not in left], left)
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -121,7 +117,7 @@ async def overview_of_all(context: Reach, listing: Listed) -> Overview:
 async def why(server: ServerName, context: Reach) -> Why:
     found = await explain(context, server)
     if found is None:
-        raise not_found(f"{server}: {await left_alone_because(context, server)}")
+        raise not_found(f"{server}: {context.sender.registry.refusal(server) or UNKNOWN}")
     return found
 
 
@@ -398,7 +394,7 @@ class Purged:
     responses={409: {"description": "Rooms are shared with it; `rooms` names some of them."}},
 )
 async def purge(request: Purge, context: Reach) -> Purged:
-    if not await is_known(context, request.server):
+    if not await context.sender.operations.is_known(request.server):
         raise not_found(f"{request.server}: {UNKNOWN}")
     rooms = await context.sender.operations.purge(request.server, force=request.force)
     if rooms:
@@ -451,7 +447,7 @@ class Part:
 @router.post("/redeliver_since", summary="Send a server again what it got since a time, in parts")
 async def redeliver_since(request: Since, context: Reach) -> Part:
     """One request reads 500 events of the homeserver. Events in quarantine stay there."""
-    if not await is_known(context, request.server):
+    if not await context.sender.operations.is_known(request.server):
         raise not_found(f"{request.server}: {UNKNOWN}")
     found = await context.sender.operations.redeliver_since(
         request.server,

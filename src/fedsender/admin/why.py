@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fedsender.admin.context import AdminContext
-from fedsender.admin.destinations import held, is_known, next_attempt_ms, where_it_stands
+from fedsender.admin.destinations import held, next_attempt_ms, where_it_stands
 from fedsender.admin.display import duration, many
 from fedsender.health import ServerHealth, read_health
 from fedsender.sender.context import Phase
@@ -158,7 +158,7 @@ class Why:
 
 async def explain(context: AdminContext, server: str) -> Why | None:
     """All that is known of this server; None: nothing."""
-    if not await is_known(context, server):
+    if not await context.sender.operations.is_known(server):
         return None
     await context.homeserver.write_marks(server)
     row = await context.homeserver.backoff(server)

@@ -216,13 +216,6 @@ class FederationClient:
         """The peer at `destination`, for one task at a time, which enters it with `async with`."""
         return Peer(self, destination, policy, permit)
 
-    def forget(self, destination: str) -> None:
-        """Drop the cached discovery of a server that is said to be up again."""
-        try:
-            self.discovery.forget(destination)
-        except ValueError:
-            return
-
 
 class Peer:
     """The access to one destination, for one task; made by `FederationClient.peer`.
@@ -360,6 +353,12 @@ class Peer:
         self._client.connections.drop(self.destination)
         with suppress(ValueError):
             self._client.discovery.doubt(self.destination)
+
+    def forget(self) -> None:
+        """Have the next connection that is opened go to where a look-up finds the server then: it
+        is said to be up again, and may be back at another address."""
+        with suppress(ValueError):
+            self._client.discovery.forget(self.destination)
 
     def release(self) -> None:
         """Give the connection back to the client, if there is one."""

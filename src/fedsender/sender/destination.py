@@ -199,6 +199,7 @@ class Destination:
         self._pause_ended_ms: int | None = None
         self._has_answered = False
         self._doubted_at = -math.inf
+        self._woken = False
         # What a search needs to know that is on no record.
         self._last_kind = Kind.PDUS
         self._new_edus = False
@@ -300,18 +301,14 @@ class Destination:
 
     # --- What others have it do: the same ---------------------------------------------------------
 
-    def wake(self, *, by_admin: bool = False) -> bool:
-        """Try now instead of later; False if this server was woken too often lately (I5)."""
-        granted = True
-        if not by_admin and (self.state.searches or not self.state.healthy):
-            self.state, granted = failure.take_wake(self.state, self._context.clock.now_ms())
-        if granted:
-            self.state = self.state.hastened()
-            self._timer.hasten()
-            self._timer.look_again()
-            self._permit.hasten()
-            self._end_wait()
-        return granted
+    def wake(self) -> None:
+        """Try now instead of later, and look the server up anew before that."""
+        self._woken = True
+        self.state = self.state.hastened()
+        self._timer.hasten()
+        self._timer.look_again()
+        self._permit.hasten()
+        self._end_wait()
 
     def hurry(self) -> None:
         """Send early: the item put in last is for few servers, and goes before those for many."""
@@ -466,6 +463,9 @@ class Destination:
         permit, now_ms = self._permit, self._context.clock.now_ms()
         permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
         self._in_phase(Phase.CONNECTING)
+        if self._woken:
+            self._woken = False
+            peer.forget()
         try:
             if not await self._exchange.connect(peer):
                 return

@@ -1,4 +1,6 @@
-"""Operations of an operator: events sent again, quarantine released, servers forgotten."""
+"""Operations of an operator: servers woken, held and forgotten, events sent again, quarantine
+released. Each has a method here; what it does to one server's task is in `registry.py` and
+`destination.py`."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,7 +10,7 @@ from fedsender.ledger import EVERY_SERVER, Line, SentPdu, TransactionRecord
 from fedsender.sender.context import Context
 from fedsender.sender.failure import ServerState
 from fedsender.sender.fan_out import FanOut
-from fedsender.sender.registry import Registry
+from fedsender.sender.registry import NOTHING_OWED, Registry
 from fedsender.sender.routing import Bad, Routed
 from fedsender.store.records import Quarantined, Redelivery
 
@@ -23,6 +25,7 @@ rooms wait. One event may have more."""
 _SLACK_MS = 60_000
 
 GONE = "it cannot be sent any more: the homeserver has purged it, or it is no longer ours to send"
+UNKNOWN = "not a server that we know of"
 Refusal = tuple[str, str, str]
 """Server ("*" if no server got it), event id (or the EDU's type), and the reason."""
 
@@ -67,6 +70,21 @@ class Operations:
         self._context = context
         self._registry = registry
         self._fan_out = fan_out
+
+    async def wake(self, servers: Sequence[str]) -> dict[str, str]:
+        """Try these servers now, however often that was asked for; return those that are left
+        alone, each with the reason. A server that is owed nothing gets the next event at once."""
+        left = self._registry.wake(servers, by_admin=True)
+        for server in left:
+            if left[server] == NOTHING_OWED and not await self.is_known(server):
+                left[server] = UNKNOWN
+        return left
+
+    async def is_known(self, server: str) -> bool:
+        """Whether any record shows that an item was ever to be sent to this server."""
+        if self._registry.status(server) is not None:
+            return True
+        return await self._context.homeserver.backoff(server) is not None
 
     async def redeliver(
         self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()

@@ -34,6 +34,7 @@ log = structlog.get_logger()
 
 NEVER = math.inf
 """The time at which a paused or parked server is due, unless its pause ends by itself."""
+NOTHING_OWED = "nothing is owed to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,35 +378,53 @@ class Registry:
                 if destination is not None:
                     destination.hurry()
 
-    def wake(self, servers: Iterable[str], *, by_admin: bool = False) -> list[str]:
-        """Try these servers now (`notify_remote_server_up`); return those that are tried.
+    def wake(self, servers: Iterable[str], *, by_admin: bool = False) -> dict[str, str]:
+        """Try these servers now; return those that are left alone, each with the reason.
 
-        A server that is owed nothing, or is held, is left out. A server that was woken too often
-        lately is left to its own timer, unless an admin wakes it (I5).
+        A server that was woken too often lately is left to its own timer, unless an admin wakes it
+        (I5).
         """
-        woken = []
+        left = {}
         for server in servers:
-            self._context.client.forget(server)  # It may be back at another address.
-            if self._wake(server, by_admin=by_admin):
-                woken.append(server)
-        return woken
+            reason = self.refusal(server) or self._wake(server, by_admin=by_admin)
+            if reason is not None:
+                left[server] = reason
+        return left
 
-    def _wake(self, server: str, *, by_admin: bool) -> bool:
-        destination = self.active.get(server)
+    def refusal(self, server: str) -> str | None:
+        """Why nothing is sent to this server, whatever it is owed; None: it may be sent."""
+        state, config = self.own_state(server), self.policies.config
+        if not self.policies.may_send_to(server):
+            if not config.allows(server):
+                return "the configuration forbids sending to it"
+            return f"the federation sender {config.sender_of(server)} handles it"
+        if state.paused:
+            return f"paused: {state.paused}"
+        if state.parked:
+            return f"parked: {state.parked}"
+        return "the daemon stops" if self.draining else None
+
+    def _wake(self, server: str, *, by_admin: bool) -> str | None:
+        if server not in self.active and server not in self._behind:
+            return NOTHING_OWED
         state = self.own_state(server)
-        if self.draining or state.paused or state.parked:
-            return False
-        if destination is not None:
-            return destination.wake(by_admin=by_admin)
-        if server not in self._behind or not self.policies.may_send_to(server):
-            return False
         if not by_admin and (state.searches or not state.healthy):
             state, granted = take_wake(state, self._context.clock.now_ms())
-            self._states[server] = state
+            self._keep(state)
             if not granted:
-                return False
+                return "it was woken too often lately"
         destination = self.reach(server, level=False, though_behind=True)
-        return destination is not None and destination.wake(by_admin=True)
+        if destination is None:
+            return "the daemon begins anew"
+        destination.wake()
+        return None
+
+    def _keep(self, state: ServerState) -> None:
+        """Take this state of a server that has a record."""
+        if (destination := self.active.get(state.destination)) is not None:
+            destination.state = state
+        else:
+            self._states[state.destination] = state
 
     def forgive(self, server: str) -> None:
         """Note that another process has reset the server's backoff in the homeserver's columns.
@@ -413,11 +432,8 @@ class Registry:
         The next failure is written there again: only where there is one, a sign of life from the
         server is a reset, of which we hear.
         """
-        state = replace(self.own_state(server), shared_interval_ms=0)
-        if (destination := self.active.get(server)) is not None:
-            destination.state = state
-        elif server in self._states:
-            self._states[server] = state
+        if server in self.active or server in self._states:
+            self._keep(replace(self.own_state(server), shared_interval_ms=0))
 
     def hold(self, state: ServerState) -> None:
         """Take this state of a server, with an operator's reasons not to send set or cleared.
