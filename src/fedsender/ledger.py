@@ -221,6 +221,31 @@ class Line(NamedTuple):
     reused: bool = False
     position: int | None = None
 
+    def as_json(self) -> dict[str, Any]:
+        """The line as JSON values, but for its version and its instance."""
+        return {
+            "ms": self.ms,
+            "destination": self.destination,
+            "transaction_id": self.transaction_id,
+            "attempt": self.attempt,
+            "outcome": self.outcome,
+            "status": self.status,
+            "reason": self.reason,
+            **self.record.as_json(),
+            "refused": self.refused or {},
+            "lsso": self.lsso,
+            "bytes": self.bytes,
+            "took_ms": self.took_ms,
+            "reused": self.reused,
+            "position": self.position,
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """The line of values that `as_json` made."""
+        values = {name: entry[name] for name in cls._fields if name != "record"}
+        return cls(**values, record=TransactionRecord.from_json(entry))
+
 
 class Ledger:
     """The open segment and the rule for the next one. Not for more than one task at a time.
@@ -275,24 +300,8 @@ class Ledger:
 
     def record(self, line: Line) -> None:
         """Hand the line to the kernel. A line that cannot be written is counted; never raises."""
-        entry = {
-            "v": LINE_VERSION,
-            "ms": line.ms,
-            "instance": self.instance,
-            "destination": line.destination,
-            "transaction_id": line.transaction_id,
-            "attempt": line.attempt,
-            "outcome": line.outcome,
-            "status": line.status,
-            "reason": line.reason,
-            **line.record.as_json(),
-            "refused": line.refused or {},
-            "lsso": line.lsso,
-            "bytes": line.bytes,
-            "took_ms": line.took_ms,
-            "reused": line.reused,
-            "position": line.position,
-        }
+        values = line.as_json()
+        entry = {"v": LINE_VERSION, "ms": line.ms, "instance": self.instance, **values}
         try:
             self._append(orjson.dumps(entry) + b"\n")
             self.lines.advance(self.lines.value + 1)

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -43,15 +42,27 @@ class AttemptLog:
         self._slots = 0
 
     def begin(self, destination: str, transaction: Transaction, now_ms: int) -> int | None:
-        """Note that this attempt is about to leave; the slot for `end`, or None."""
+        """Note that this attempt is about to leave; the slot for `end`, or None.
+
+        The slot has the line that the ledger gets if nobody lives to write another one.
+        """
         if not self._free:
             self._grow()
         if self._map is None or not self._free:
             return None
-        head = [destination, transaction.id, transaction.attempts, now_ms, len(transaction.body)]
-        note = orjson.dumps([*head, transaction.record.as_json()])
+        line = Line(
+            ms=now_ms,
+            destination=destination,
+            outcome="unknown",
+            transaction_id=transaction.id,
+            attempt=transaction.attempts,
+            record=transaction.record,
+            bytes=len(transaction.body),
+            reason="the daemon was killed",
+        )
+        note = orjson.dumps(line.as_json())
         if len(note) > SLOT_BYTES - _LENGTH_BYTES:
-            note = orjson.dumps([*head, TransactionRecord().as_json()])
+            note = orjson.dumps(line._replace(record=TransactionRecord()).as_json())
         slot = self._free.pop()
         at = slot * SLOT_BYTES
         self._map[at : at + _LENGTH_BYTES + len(note)] = len(note).to_bytes(_LENGTH_BYTES) + note
@@ -124,37 +135,19 @@ def cut_off(directory: Path, instance: str, torn: Sequence[Path]) -> tuple[list[
     # An instance's name may have dots in it, and so may another's that begins alike.
     found = (path for path in directory.iterdir() if path.suffix == ".attempts")
     paths = sorted(path for path in found if path.stem.rpartition(".")[0] == instance)
-    notes = [note for path in paths for note in _notes(path)]
-    wanted = {(note[1], note[2]) for note in notes}
-    known = {
-        key
-        for path in (torn if wanted else ())
-        for line in read_lines(path)
-        if (key := (line.get("transaction_id"), line.get("attempt"))) in wanted
-    }
-    lines = [_line(note) for note in notes if (note[1], note[2]) not in known]
-    return sorted(lines, key=lambda line: (line.ms, line.destination)), paths
+    cut = {(line.transaction_id, line.attempt): line for path in paths for line in _lines(path)}
+    for path in torn if cut else ():
+        for known in read_lines(path):
+            cut.pop((known.get("transaction_id"), known.get("attempt", 0)), None)
+    return sorted(cut.values(), key=lambda line: (line.ms, line.destination)), paths
 
 
-def _notes(path: Path) -> Iterator[list[Any]]:
+def _lines(path: Path) -> Iterator[Line]:
     with path.open("rb") as file:
         while slot := file.read(SLOT_BYTES):
             length = int.from_bytes(slot[:_LENGTH_BYTES])
-            with suppress(orjson.JSONDecodeError):
-                note = orjson.loads(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]) if length else []
-                if isinstance(note, list) and len(note) == 6:
-                    yield note
-
-
-def _line(note: list[Any]) -> Line:
-    destination, transaction_id, attempt, ms, size, record = note
-    return Line(
-        ms=ms,
-        destination=destination,
-        outcome="unknown",
-        transaction_id=transaction_id,
-        attempt=attempt,
-        record=TransactionRecord.from_json(record),
-        bytes=size,
-        reason="the daemon was killed",
-    )
+            if not length:
+                continue
+            # A slot that a kill left half written has no line.
+            with suppress(orjson.JSONDecodeError, KeyError, TypeError):
+                yield Line.from_json(orjson.loads(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]))
