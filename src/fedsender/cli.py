@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["app", "main", "run_command"]
 
 MIGRATION_SECONDS: Final = 600.0
-_OF_THE_PIPELINE: Final = ("pyarrow", "pyspark", "jinja2")
 # Of the endpoint's refusals these are ours to put right: configuration and arguments.
 _USAGE_STATUSES: Final = (400, 401, 403, 413)
 _DASHBOARDS: Final = Path(__file__).parent / "dashboards"
@@ -86,12 +85,6 @@ def run_command(arguments: Sequence[str]) -> int:
         return _complain(text, USAGE)
     except typer.Abort:
         return WRONG
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _OF_THE_PIPELINE:
-            raise
-        needed = "install it with `pip install 'fedsender[pipeline]'`"
-        return _complain(f"the pipeline needs {package}: {needed}", USAGE)
     except Exception as error:
         return _explain(error)
     return code if isinstance(code, int) else DONE

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
 from fedsender.console import Mistake, safe, say, say_answer, say_json, say_text, show
@@ -26,7 +27,25 @@ if TYPE_CHECKING:
 BUSY: Final = os.EX_TEMPFAIL
 """Exit code 75: another job works on the lake. Code 1 would mean that deliveries are missing."""
 
-app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark.")
+EXTRA: Final = ("pyarrow", "pyspark", "jinja2")
+"""The packages of the extra `pipeline`, which commands import when they are called."""
+
+
+class _Commands(TyperGroup):
+    """The commands, which a plain install has, too, without what they need."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in EXTRA:
+                raise
+            how = "install it with `pip install 'fedsender[pipeline]'`"
+            raise Usage(f"the pipeline needs {package}: {how}") from error
+
+
+app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark.", cls=_Commands)
 
 
 def add_to(whole: typer.Typer) -> None:
