@@ -193,7 +193,6 @@ class HeardPositions(Watermark):
     """
 
     PATIENCE_S = 30.0
-    MAX_WRITERS = 1000
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,8 +224,7 @@ class HeardPositions(Watermark):
             before = self.writers.get(writer, position - 1)
             if before < min(position, self.value):
                 late.append((writer, before, min(position, self.value)))
-            if writer in self.writers or len(self.writers) < self.MAX_WRITERS:
-                self.writers[writer] = max(position, before)
+            self.writers[writer] = max(position, before)
         head = max(self.writers.values(), default=0)
         for name, at in self.writers.items():
             if at >= head:

@@ -19,7 +19,7 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.replication.feed_api import MAX_TYPISTS, EduSink
+from fedsender.replication.feed_api import EduSink
 from fedsender.replication.protocol import Position
 from fedsender.replication.stream_updates import NotFetched
 from fedsender.store.records import PresenceState
@@ -35,8 +35,6 @@ STORED_AS = {"device_lists": "device_lists_stream", "receipts": "receipts"}
 IN_MEMORY = frozenset(("typing", "presence_federation", "federation"))
 FETCH_S = 60.0
 FETCHES = 4
-MAX_HOSTS = 10_000
-"""The most servers that one row of presence may name; the others are left out."""
 
 Fetch = Callable[[str, str, int, int], Awaitable[Sequence[tuple[int, Json]]]]
 """Ask a writer for missed rows: (stream, instance, after, upto). Raises NotFetched."""
@@ -209,7 +207,7 @@ class EduStreams:
         match row:
             case [str(room_id), list(users)] if stream == "typing":
                 typists = [user for user in users if isinstance(user, str)]
-                self._sink.typing(room_id, typists[:MAX_TYPISTS], token)
+                self._sink.typing(room_id, typists, token)
             case [str(server), str(user_id)] if stream == "presence_federation":
                 self._sink.presence_wanted(server, user_id)
             case [str(user_id), str(state), int(active), _, _, status, bool(currently), *_] if (
@@ -231,7 +229,7 @@ class EduStreams:
             case "k", {"key": [*key], "edu": dict(edu)} if all(isinstance(k, str) for k in key):
                 self._tell_edu(edu, key)
             case "pd", {"state": {"user_id": str(user_id)}, "dests": [*servers]}:
-                for server in servers[:MAX_HOSTS]:
+                for server in servers:
                     if isinstance(server, str) and is_server_name(server):
                         self._sink.presence_wanted(server, user_id)
             case _:

@@ -42,13 +42,9 @@ log = structlog.get_logger()
 SELF_CHECK_S = 180.0
 # A writer that holds the events position for this long is named.
 NAMED_AFTER_S = 30.0
-# Own commands whose echo has not come back; beyond it the oldest are not expected any more.
+# Own commands whose echo has not come back; beyond it the oldest are not expected any more. Those
+# that were lost with a connection never come back: without a bound they would pile up.
 MAX_ECHOES = 10_000
-# Servers whose changed backoff is still to be announced.
-MAX_ANNOUNCEMENTS = 10_000
-
-# Processes whose hints are followed; one beyond it is heard, but its gaps are not seen.
-MAX_WRITERS = 1000
 
 # Streams whose rows are looked at.
 ROW_STREAMS = EDU_STREAMS | {"caches", "to_device"}
@@ -186,9 +182,6 @@ class SynapseFeed(Feed):
 
     async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
         await trio.lowlevel.checkpoint()
-        if len(self._announcements) >= MAX_ANNOUNCEMENTS and server not in self._announcements:
-            log.warning("backoff_not_announced", destination=server)
-            return
         self._announcements[server] = (stream_id, now_ms)
         self._announce.set()
 
@@ -298,9 +291,8 @@ class SynapseFeed(Feed):
                 # Redis may have been away when we started, and for long.
                 known = self._tokens.get(key, self._looked[command.stream])
                 # A writer knows best: a forged row must not make us deaf to it (W41).
-                if key in self._tokens or len(self._tokens) < MAX_WRITERS:
-                    self._tokens[key] = command.token
-                    self._heard_from.add(key)
+                self._tokens[key] = command.token
+                self._heard_from.add(key)
                 if known < command.previous:
                     await self._fetch(command.stream, command.instance, known, command.token)
 
