@@ -1,4 +1,4 @@
-"""Slots: who gets the next free one."""
+"""Slots: who gets the next free one; and tries that are repeated."""
 
 from contextlib import nullcontext
 
@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from fedsender.waiting import Slots, right_of_way
+from fedsender.waiting import Pauses, Slots, again, right_of_way
 
 
 class Line:
@@ -75,3 +75,58 @@ async def test_who_gives_up_waiting_takes_no_slot_along() -> None:
         await line.joins("c")
         assert line.got == ["a", "b", "c"]
         nursery.cancel_scope.cancel()
+
+
+class _Service:
+    """A service of our own that raises these errors, one with each call, and answers then."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.asked_at: list[float] = []
+
+    async def ask(self) -> str:
+        self.asked_at.append(trio.current_time())
+        await trio.lowlevel.checkpoint()
+        if self.errors:
+            raise self.errors.pop(0)
+        return "answer"
+
+
+async def test_a_service_is_asked_again_after_growing_pauses(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    service = _Service(OSError("one"), OSError("two"), OSError("three"))
+    noted: list[tuple[str, int]] = []
+    pauses = Pauses(first=1.0, longest=3.0)
+    insists = again(OSError, pauses, note=lambda error, tries: noted.append((str(error), tries)))
+    begun = trio.current_time()
+    assert await insists(service.ask) == "answer"
+    assert [at - begun for at in service.asked_at] == pytest.approx([0, 1, 3, 6])
+    assert noted == [("one", 1), ("two", 2), ("three", 3)]
+
+
+async def test_an_error_that_does_not_pass_is_raised_at_once(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    for error, wrong in ((KeyError(), KeyError), (FileNotFoundError(), FileNotFoundError)):
+        service = _Service(error)
+        insists = again(OSError, Pauses(first=1.0, longest=1.0), unless=FileNotFoundError)
+        with pytest.raises(wrong):
+            await insists(service.ask)
+        assert len(service.asked_at) == 1
+
+
+async def test_after_so_many_tries_the_last_error_is_raised(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    service = _Service(OSError("one"), OSError("two"), OSError("three"))
+    with pytest.raises(OSError, match="two"):
+        await again(OSError, Pauses(first=1.0, longest=1.0), tries=2)(service.ask)
+
+
+async def test_a_cancelled_wait_for_a_service_ends(autojump_clock: trio.testing.MockClock) -> None:
+    service = _Service(*[OSError("away")] * 100)
+    with trio.move_on_after(2.5) as scope:
+        await again(OSError, Pauses(first=1.0, longest=1.0))(service.ask)
+    assert scope.cancelled_caught
+    assert len(service.asked_at) == 3

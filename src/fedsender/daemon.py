@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
-import tenacity
 import trio
 
 from fedsender import version
@@ -52,6 +51,7 @@ from fedsender.store.lock import SendersDiffer
 from fedsender.switching.shards import take_shard
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging, note_start
+from fedsender.waiting import Pauses, again
 
 if TYPE_CHECKING:
     from fedsender.http.serving import Admin
@@ -179,12 +179,11 @@ async def _hold_instance(
     instance = config.instance_name
     already_owed = await take_shard(store, config, boot_id)
     # Only who must not send at all gives up; any other error is the database's, and may pass.
-    retrying = tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception_type((StoreError, OSError))
-        & tenacity.retry_if_not_exception_type((LockHeld, SchemaDiffers, SendersDiffer)),
-        wait=tenacity.wait_fixed(LOCK_RENEWAL_S),
-        before_sleep=_note_lock_refused,
-        sleep=trio.sleep,
+    until_taken = again(
+        (StoreError, OSError),
+        Pauses(first=LOCK_RENEWAL_S, longest=LOCK_RENEWAL_S),
+        unless=(LockHeld, SchemaDiffers, SendersDiffer),
+        note=_note_lock_refused,
     )
 
     async def keep() -> None:
@@ -194,7 +193,7 @@ async def _hold_instance(
                 continue
             log.error("instance_lock_lost", instance=instance)
             admission.gate.shut()
-            await retrying(store.sender.take_lock, instance, boot_id)
+            await until_taken(store.sender.take_lock, instance, boot_id)
             log.info("instance_lock_retaken", instance=instance)
             with suppress(StoreError):
                 # A connection is lost in a failover, too; who is idle would not look for minutes.
@@ -207,8 +206,7 @@ async def _hold_instance(
         nursery.cancel_scope.cancel()
 
 
-def _note_lock_refused(state: tenacity.RetryCallState) -> None:
-    error = None if state.outcome is None else state.outcome.exception()
+def _note_lock_refused(error: BaseException, _tries: int) -> None:
     log.warning("instance_lock_not_retaken", reason=str(error))
 
 

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
+import tenacity
 import trio
 
 log = structlog.get_logger()
@@ -255,6 +256,43 @@ class Pauses:
         pause = pause_s(self.failures, self._first, self._longest)
         self.failures += 1
         return pause if self._jitter is None else pause * self._jitter.uniform(0.5, 1.0)
+
+
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+def again(
+    on: Errors,
+    pauses: Pauses,
+    *,
+    unless: Errors = (),
+    tries: int | None = None,
+    note: Callable[[BaseException, int], None] | None = None,
+) -> tenacity.AsyncRetrying:
+    """The way to ask one of our own services, such as a database: `await again(...)(ask)`.
+
+    A destination is never asked in this way: its backoff has rules of its own (`sender.failure`).
+
+    Args:
+        on: the errors after which `ask` is called again.
+        unless: those of them that are raised all the same.
+        tries: the most calls of `ask`, the last of which raises its error; None: no limit.
+        note: told of each error that is followed by a pause, and of the calls so far.
+    """
+
+    def tell(state: tenacity.RetryCallState) -> None:
+        error = None if state.outcome is None else state.outcome.exception()
+        if note is not None and error is not None:
+            note(error, state.attempt_number)
+
+    return tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(on) & tenacity.retry_if_not_exception_type(unless),
+        wait=lambda _state: pauses.next(),
+        stop=tenacity.stop_never if tries is None else tenacity.stop_after_attempt(tries),
+        before_sleep=tell,
+        sleep=trio.sleep,
+        reraise=True,
+    )
 
 
 class BeginAnew(Exception):

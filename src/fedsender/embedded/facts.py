@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from fedsender.matrix import canonical_json, is_server_name
-from fedsender.replication.feed_api import MAX_TYPISTS, EduSink
+from fedsender.replication.feed_api import EduSink
 from fedsender.replication.protocol import MAX_LINE_BYTES
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.streams import FeedRow, HostsRow, Json, PduRow, RedactionRow
@@ -413,7 +413,7 @@ def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt
     match (stream, row):
         case ("typing", [str(room_id), list(users)]):
             typists = [user for user in users if isinstance(user, str)]
-            edus.typing(room_id, typists[:MAX_TYPISTS], token)
+            edus.typing(room_id, typists, token)
         case ("receipts", [str(room), str(kind), str(user), str(event), thread, dict(data)]) if (
             thread is None or isinstance(thread, str)
         ):

@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import structlog
-import tenacity
 import trio
 
 from fedsender.runtime import Runtime
 from fedsender.store.engine import FeedError, StoreError
 from fedsender.store.records import PresenceState
 from fedsender.streams import FeedStatus, HeardPositions, Watermark
-from fedsender.waiting import BeginAnew, Pauses
+from fedsender.waiting import BeginAnew, Pauses, again
 
 if TYPE_CHECKING:
     from fedsender.config import Config
@@ -31,8 +30,6 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds between two tries of a request that the database has refused."""
-MAX_TYPISTS = 1000
-"""Users that type in one room at once; more are left out."""
 
 
 class EduSink(Protocol):
@@ -175,24 +172,17 @@ class Feed(ABC):
         that can never be stored, and BeginAnew.
         """
         pauses = Pauses(self._runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(StoreError)
-            & tenacity.retry_if_not_exception_type((FeedError, BeginAnew)),
-            wait=lambda _state: pauses.next(),
-            before_sleep=self._note_refusal,
-            sleep=trio.sleep,
-        )
+        passes = again(StoreError, pauses, unless=(FeedError, BeginAnew), note=self._note_refusal)
         try:
-            answer: T = await retrying(ask)
+            answer: T = await passes(ask)
         finally:
             self._refusal = None
         return answer
 
-    def _note_refusal(self, state: tenacity.RetryCallState) -> None:
-        error = None if state.outcome is None else state.outcome.exception()
+    def _note_refusal(self, error: BaseException, tries: int) -> None:
         since = trio.current_time() if self._refusal is None else self._refusal[1]
         self._refusal = (str(error), since)
-        log.warning("feed_waits_for_database", reason=str(error), tries=state.attempt_number)
+        log.warning("feed_waits_for_database", reason=str(error), tries=tries)
 
     @abstractmethod
     async def run(self) -> None:

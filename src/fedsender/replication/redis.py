@@ -16,7 +16,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import structlog
-import tenacity
 import trio
 
 from fedsender.replication.line_stream import Disconnected, Endpoint, connect
@@ -35,7 +34,7 @@ from fedsender.replication.resp import (
     request,
 )
 from fedsender.runtime import Runtime
-from fedsender.waiting import Pauses
+from fedsender.waiting import Pauses, again
 
 log = structlog.get_logger()
 
@@ -160,11 +159,7 @@ class RedisLink:
         self._session: _Session | None = None
         self._publishing = trio.Lock()
         self._pauses = Pauses(runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
-        self._retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(Disconnected),
-            wait=lambda _state: self._pauses.next(),
-            sleep=trio.sleep,
-        )
+        self._reconnecting = again(Disconnected, self._pauses)
 
     @property
     def connected(self) -> bool:
@@ -173,7 +168,7 @@ class RedisLink:
 
     async def next(self) -> Command | Subscribed:
         """Wait for the next command, or for a new connection, without a time limit."""
-        heard: Command | Subscribed = await self._retrying(self._hear)
+        heard: Command | Subscribed = await self._reconnecting(self._hear)
         return heard
 
     async def publish(self, command: Command) -> int | None:

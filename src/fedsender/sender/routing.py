@@ -20,9 +20,9 @@ are asked:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-import tenacity
 import trio
 from cachetools import TTLCache
 
@@ -39,7 +39,7 @@ from fedsender.matrix import (
 from fedsender.store.event_rows import membership_in
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, Hosts, HostsUnknown, stands_above
-from fedsender.waiting import Locks
+from fedsender.waiting import Locks, Pauses, again
 
 FIRST_WAIT_S = 0.1
 """The first wait for an event's servers that are not known yet; each further wait is longer."""
@@ -305,18 +305,15 @@ class Router:
             await ask()
         if not unknown():
             return found
+
+        async def ask_again() -> None:
+            await ask()
+            if unknown():
+                raise _NotYet
+
         await trio.sleep(FIRST_WAIT_S)
-        async for attempt in tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(3),
-            wait=tenacity.wait_exponential(2 * FIRST_WAIT_S, max=1),
-            retry=tenacity.retry_if_exception_type(_NotYet),
-            sleep=trio.sleep,
-            retry_error_callback=lambda _state: None,
-        ):
-            with attempt:
-                await ask()
-                if unknown():
-                    raise _NotYet
+        with suppress(_NotYet):
+            await again(_NotYet, Pauses(first=2 * FIRST_WAIT_S, longest=1.0), tries=3)(ask_again)
         return found
 
     async def load(self, event_ids: Sequence[str]) -> dict[str, Routed | Bad]:

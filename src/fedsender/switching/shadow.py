@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-import tenacity
 import trio
 from rich.console import Console
 from sqlalchemy import Connection
@@ -31,6 +30,7 @@ from fedsender.streams import HeardPositions, Watermark
 from fedsender.switching.comparison import Comparison, Expected, Report
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
+from fedsender.waiting import Pauses, again
 
 T = TypeVar("T")
 
@@ -172,19 +172,13 @@ class Shadow:
 
 async def _insist(ask: Callable[[], Awaitable[T]]) -> T:
     """The database's answer to `ask`, which is repeated as long as it fails."""
-    retrying = tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception_type(StoreError),
-        wait=tenacity.wait_exponential(max=LONGEST_PAUSE_S),
-        before_sleep=_note_refusal,
-        sleep=trio.sleep,
-    )
-    answer: T = await retrying(ask)
+    pauses = Pauses(first=1.0, longest=LONGEST_PAUSE_S)
+    answer: T = await again(StoreError, pauses, note=_note_refusal)(ask)
     return answer
 
 
-def _note_refusal(state: tenacity.RetryCallState) -> None:
-    error = None if state.outcome is None else state.outcome.exception()
-    log.warning("shadow_waits_for_database", reason=str(error), tries=state.attempt_number)
+def _note_refusal(error: BaseException, tries: int) -> None:
+    log.warning("shadow_waits_for_database", reason=str(error), tries=tries)
 
 
 def _target(row: EventRow) -> str | None:
