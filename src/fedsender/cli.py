@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main", "run_command"]
 
 MIGRATION_SECONDS: Final = 600.0
-# Of the endpoint's refusals these are ours to put right: configuration and arguments.
+# The endpoint's refusals that the caller can put right: configuration and arguments.
 _USAGE_STATUSES: Final = (400, 401, 403, 413)
 _DASHBOARDS: Final = Path(__file__).parent / "dashboards"
 _USER_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}")
@@ -116,7 +116,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 def _code_of(error: BaseException) -> int | None:
     """The exit code of an error with words for an operator; None: it has none."""
-    # Only who has met an error waits for these.
+    # Imported here, so that only a command that failed waits for them.
     from fedsender.admin.client import AdminError
     from fedsender.config import ConfigError
     from fedsender.config.document import OUR_LACK, OutOfReach

@@ -56,7 +56,7 @@ SEGMENT_BYTES = 64 * 2**20
 """Large enough that two weeks of a busy sender are some hundred files."""
 SEGMENT_S = 3600.0
 """The pipeline reads closed segments, so this is how late it is at most."""
-"""Seconds between two tests of a disk that took no line."""
+"""Seconds between two tries of a disk that refused a line."""
 
 log = structlog.get_logger()
 
@@ -118,7 +118,7 @@ class TransactionRecord(NamedTuple):
     """The contents of a transaction: all items that an answer to it settles.
 
     The same record is stored with a frozen transaction, noted while an attempt is under way, and
-    written in the ledger's line. So an answer is settled in one way, also after a restart.
+    written in the ledger's line. So an answer is settled the same way after a restart.
 
     Attributes:
         edus: the number of EDUs that it carries, by type.
@@ -373,7 +373,7 @@ class Ledger:
             self._close_settled()
 
     def void(self) -> int:
-        """Forget the answers that the databases lack, and are not to have; returns their number."""
+        """Forget the answers that the databases lack and must not get; returns their number."""
         number = len(self._unsettled)
         self._unsettled.clear()
         self._unsettled_in.clear()
@@ -462,7 +462,7 @@ async def open_ledger(
             file.write(bytes(4096))
 
     async def retry_for_ever(ledger: Ledger) -> None:
-        # Who has nothing to send writes no line, and would never be ready again.
+        # With nothing to send no line is written, so nobody would notice that the disk works again.
         while True:
             if ledger.failing is None:
                 await ledger.failed.wait()

@@ -43,10 +43,10 @@ RecordType = Literal["A", "AAAA", "SRV"]
 MAX_DNS_BYTES = 4096
 MAX_DNS_RECORDS = 40
 MAX_DNS_LABELS = 512
-"""Of all names in an answer, each as often as it occurs. 40 records with names of 10 labels, and
-to read them takes 2 ms of the loop."""
+"""The most labels in all names of an answer, each counted as often as it occurs: 40 records with
+names of 10 labels, which take 2 ms of the loop to read."""
 
-# By type of record, what stands before each name in its data.
+# By record type: the bytes before each name in the record's data.
 _NAMES_IN: dict[int, tuple[int, ...]] = {
     dns.rdatatype.A: (),
     dns.rdatatype.AAAA: (),
@@ -63,7 +63,7 @@ class NameNotFound(Exception):
     """The DNS says with authority that there is no such name, or no such record under it.
 
     Attributes:
-        ttl_s: for how many seconds that may be believed.
+        ttl_s: how long that may be believed, in seconds.
     """
 
     def __init__(self, text: str, *, ttl_s: float) -> None:
@@ -76,12 +76,12 @@ class ResolveFailed(Exception):
 
 
 class CannotListen(OSError):
-    """The configured address is taken, or is none of ours."""
+    """The configured address is in use, or does not belong to this machine."""
 
 
 class OutOfResources(OSError):
-    """This process or this machine has no file descriptor, buffer or memory left for a socket: the
-    other side has no part in it."""
+    """This process or this machine has no file descriptor, buffer or memory left for a socket; the
+    other side is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Records:
     Attributes:
         values: each record as a zone file would show it: "192.0.2.1", "2001:db8::1", or for SRV
             "10 5 8448 matrix.example.org." (priority, weight, port, target).
-        ttl_s: for how many seconds they may be believed.
+        ttl_s: how long they may be believed, in seconds.
     """
 
     values: tuple[str, ...]
@@ -136,8 +136,8 @@ class Network(Protocol):
         ...
 
     async def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
-        """The idle TLS streams with peers that have closed, or sent unasked data; it waits for
-        turns, never for a peer."""
+        """The idle TLS streams whose peers have closed or sent data unasked; waits for turns, never
+        for a peer."""
         ...
 
 
@@ -177,7 +177,7 @@ class Runtime:
         entropy: random bytes of the operating system, for transaction ids and boot ids.
         run_sync: the thread seam.
         network: the socket seam.
-        turns: the time of the event loop, for what others can make dear.
+        turns: turns of the event loop, for work whose cost others decide.
     """
 
     now_ms: Callable[[], int]
@@ -189,8 +189,8 @@ class Runtime:
 
 
 class _Nameserver(Do53Nameserver):
-    """A DNS server whose answers are looked at before dnspython makes anything of them; they are
-    read in turns, for which the site of the name pays."""
+    """A DNS server whose answers we check before dnspython builds anything from them. They are read
+    in turns, and the site of the name pays."""
 
     def __init__(self, address: str, port: int, turns: Turns) -> None:
         super().__init__(address, port)
@@ -241,7 +241,7 @@ class _Nameserver(Do53Nameserver):
                     raise EOFError
                 data += more
                 if len(data) == 2:
-                    # An answer that is longer is refused for what of it is here.
+                    # A longer answer is refused, so its beginning is enough.
                     end += min(int.from_bytes(data, "big"), MAX_DNS_BYTES + 1)
             return data[2:]
 
@@ -249,7 +249,8 @@ class _Nameserver(Do53Nameserver):
 def check_dns_answer(wire: bytes) -> None:
     """Raise OSError for an answer that costs more to read than any that we need (RFC 1035, 4.1).
 
-    Raises dns.message.Truncated for one that says so: it is asked for by TCP, wherever it was cut.
+    Raises dns.message.Truncated for an answer marked so: we ask again over TCP, wherever it was
+    cut.
     dnspython makes a name of each owner and target, label by label, also where an answer of a few
     bytes points at the same long name again and again: 4 KiB take up to 435 ms of the loop. We
     count the labels that it would follow.
@@ -303,7 +304,7 @@ class RealNetwork:
     """Sockets and resolver of the operating system, TLS of the standard library."""
 
     def __init__(self, turns: Turns | None = None) -> None:
-        """Args: turns: in which is done what others can make dear; None: turns of its own."""
+        """Args: turns: for work whose cost others decide; None: turns of its own."""
         self._turns = turns or Turns(time.thread_time)
         self._outgoing = ssl.MemoryBIO()
         self._dns: tuple[int, dns.asyncresolver.Resolver] | None = None
@@ -327,7 +328,8 @@ class RealNetwork:
         server_hostname: str,
         payer: Payer | None = None,
     ) -> trio.abc.Stream:
-        # What serves us itself, Redis say, is not metered: it may send without a request for ever.
+        # Our own services, such as Redis, are not metered: they may send for ever without a
+        # request.
         metered = context.sslobject_class is MeteredTls
         if not metered or not isinstance(stream, trio.SocketStream):
             inner = trio.SSLStream(
@@ -391,7 +393,7 @@ class RealNetwork:
         by_descriptor: dict[int, tuple[trio.abc.Stream, TlsStream]] = {}
         poll = select.poll()
         for stream in streams:
-            # Of TLS in TLS the outer one is asked: in idle times nothing comes through it.
+            # For TLS in TLS we ask the outer stream: while idle, nothing comes through it.
             outer = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
             if isinstance(outer, TlsStream) and outer.socket.fileno() >= 0:
                 by_descriptor[outer.socket.fileno()] = (stream, outer)
@@ -419,7 +421,7 @@ _BAD_NAME_TTL_S = 3600.0
 
 
 def _negative_ttl(error: dns.resolver.NXDOMAIN) -> float:
-    """For how many seconds "no such name" holds, by the SOA that came with it."""
+    """The seconds for which "no such name" holds, by the SOA that came with it."""
     replies: list[dns.message.QueryMessage] = list(error.kwargs["responses"].values())
     try:
         return float(min(reply.resolve_chaining().minimum_ttl for reply in replies))
@@ -436,7 +438,8 @@ def _changed_at(path: Path) -> int:
 
 
 def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
-    """The addresses of a hosts(5) file by name and record type; nonsense in it is passed over."""
+    """The addresses of a hosts(5) file by name and record type; lines that make no sense are
+    skipped."""
     found: dict[tuple[str, RecordType], tuple[str, ...]] = {}
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -459,7 +462,7 @@ def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
 async def _run_in_thread(
     function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
 ) -> T:
-    # Trio wants no more of it than these two methods, whatever its annotation says.
+    # Trio calls only these two methods, whatever its annotation says.
     trios = cast(trio.CapacityLimiter, limiter)
     return await trio.to_thread.run_sync(function, limiter=trios, abandon_on_cancel=abandon)
 

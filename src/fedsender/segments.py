@@ -97,7 +97,7 @@ def _names(directory: Path) -> set[str]:
 
 
 def _either(path: Path) -> tuple[Path, os.stat_result] | None:
-    """The segment of this name, closed or open; None: it has gone by age."""
+    """The segment of this name, closed or open; None: it was deleted for its age."""
     # It may be closed between the first two looks.
     for suffix in ("jsonl", "open", "jsonl"):
         here = path.with_name(f"{path.name}.{suffix}")

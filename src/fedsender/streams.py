@@ -24,14 +24,14 @@ import trio
 Json = Any
 """A parsed JSON value; rows stay untyped until their parser reads them."""
 
-# Ids that a reader knows one by one above its linear token. They only pile up while a configured
-# writer is silent; past this many the later ones are not noted, and the token then moves by the
-# minimum alone, which is later but as true.
+# Ids above the linear token that a reader knows one by one. They pile up only while a configured
+# writer is silent. Past this many we note no more: the token then moves by the minimum alone, which
+# is later but just as correct.
 MAX_KNOWN_IDS = 100_000
 
 
 class UnknownWriter(ValueError):
-    """A position of a writer that is not configured: the linear token cannot be told any more."""
+    """A position of a writer that is not configured: we can no longer compute the linear token."""
 
 
 # --- handing a position on ------------------------------------------------------------------------
@@ -40,8 +40,8 @@ class UnknownWriter(ValueError):
 class Watermark:
     """A position that only rises; tasks can wait for it to rise.
 
-    A thousand advances while a reader was busy are one position to it. So there is no queue that
-    could grow, and a reader never delays the writer.
+    A busy reader sees a thousand advances as one position. So no queue can grow, and a reader never
+    delays the writer.
 
     It falls only with the database that it is a position in; whoever advances it then begins anew.
 
@@ -180,12 +180,12 @@ class StreamPositions:
 
 
 class HeardPositions(Watermark):
-    """A position in a stream without configured writers: each one that is heard counts.
+    """A position in a stream whose writers nobody configured: every writer that we hear counts.
 
-    It is the lowest of the writers' positions. But a writer that stays behind the others for
-    `HeardPositions.PATIENCE_S` is not waited for: it is gone, or has no facts, or a transaction of
-    it hangs. What it completes later, below the position, `hear` reports, so that a reader can go
-    back for it.
+    It is the lowest of the writers' positions. But we do not wait for a writer that stays behind
+    the others for `HeardPositions.PATIENCE_S`: it is gone, has no facts, or one of its transactions
+    hangs. If it completes something below the position later, `hear` reports that, so that a reader
+    can go back for it.
 
     Attributes:
         writers: the position of each writer. A reader that keeps those which were passed, and sets
@@ -210,7 +210,7 @@ class HeardPositions(Watermark):
         return self.hear(stored, now)
 
     def wait_anew(self, now: float) -> None:
-        """Wait for every writer anew: until `now` nobody could be heard."""
+        """Wait for every writer again, because we could hear none until `now`."""
         self._behind_since = dict.fromkeys(self._behind_since, now)
 
     def hear(self, positions: Mapping[str, int], now: float) -> list[tuple[str, int, int]]:

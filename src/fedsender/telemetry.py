@@ -1,9 +1,9 @@
 """Telemetry: the log and all metrics.
 
 Logs are structlog events, one line each, on standard error. Lines for systemd's journal begin with
-their priority (sd-daemon(3)). Metrics are declared here and nowhere
-else, in a registry per daemon, so that many daemons can live in one process. Metrics with names
-that begin with `synapse_` are read by Synapse's dashboards and rules, and mean the same as there.
+their priority (sd-daemon(3)). Metrics are declared here and nowhere else, in a registry per daemon,
+so that many daemons can live in one process. Synapse's dashboards and rules read the metrics whose
+names begin with `synapse_`, which mean the same as there.
 """
 
 import json
@@ -135,7 +135,7 @@ def _json_renderer(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
         line = json.dumps(dict(event), default=repr)
     if line.isprintable():
         return line
-    # JSON leaves as they are: DEL, control characters beyond ASCII, marks that turn text round.
+    # JSON does not escape DEL, control characters beyond ASCII, and marks that reverse text.
     return "".join(each if each.isprintable() else _escape(each) for each in line)
 
 
@@ -194,7 +194,8 @@ class _Lines:
 
     def _write(self, priority: str, text: str) -> None:
         if self._for_journal:
-            # The journal makes an entry of each line, such as those of a traceback.
+            # The journal makes an entry of every line, so each line of a traceback needs its
+            # priority.
             text = "\n".join(priority + line for line in text.split("\n"))
         with suppress(OSError, ValueError):
             self._out.write(text.encode(errors="backslashreplace") + b"\n")
@@ -288,8 +289,8 @@ class Rates:
 
 
 class Count:
-    """A number that rises. Only one thread changes it: the library's own locks and checks at each
-    step, and nine are touched for each transaction."""
+    """A number that rises, without the library's locks and checks, because only one thread changes
+    it and each transaction touches nine of them."""
 
     __slots__ = ("value",)
 
@@ -337,7 +338,7 @@ class _Family(Collector, Generic[T]):
         collect: Callable[[Mapping[tuple[str, ...], T]], Metric],
     ) -> None:
         self.children: dict[tuple[str, ...], T] = {}
-        # As the library's own metrics have them.
+        # The same as in the library's metrics.
         self._name, self._labelnames = name, tuple(labels)
         self._make = make
         self._collect = collect
@@ -354,7 +355,7 @@ class _Family(Collector, Generic[T]):
         yield self._collect(self.now())
 
     def now(self) -> Mapping[tuple[str, ...], T]:
-        """Those there are, copied in one step: another thread may add one at any time."""
+        """Copied in one step, because another thread may add one at any time."""
         return self.children.copy()
 
 
@@ -735,7 +736,8 @@ class _WithServerName(Collector):
             metric.samples = [
                 sample._replace(labels={**self._labels, **sample.labels})
                 for sample in metric.samples
-                # When a counter was made: read from a clock of the library's own, and of no use.
+                # The time at which a counter was made: the library reads its own clock, and nobody
+                # needs it.
                 if not sample.name.endswith("_created")
             ]
             yield metric

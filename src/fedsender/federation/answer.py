@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from fedsender.federation.transport import Response, words
 
-# Far beyond any wait that makes sense; what it really comes to is for the failure table to say.
+# A sanity cap; `failure.RULES` has the real bound.
 MAX_RETRY_AFTER_S: Final = 30 * 86_400.0
 _MAX_DATE: Final = 100
 _MAX_REFUSED: Final = 50

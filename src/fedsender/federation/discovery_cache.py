@@ -286,7 +286,7 @@ CREATE TABLE entries (
 CREATE INDEX by_expiry ON entries (expires_ms);
 PRAGMA user_version = {_VERSION};
 """
-# Beyond so many, those that lapse first.
+# Removes what has expired; beyond a number of entries, also what expires first.
 _TOO_MANY: Final = """
 DELETE FROM entries WHERE expires_ms < ? OR expires_ms <
     (SELECT expires_ms FROM entries ORDER BY expires_ms DESC LIMIT 1 OFFSET ?)

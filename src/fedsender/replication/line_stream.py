@@ -201,7 +201,7 @@ class Wire:
         while True:
             due = self._last_sent + PING_EVERY_S
             if trio.current_time() < due:
-                # Until a moment, not for a while: a clock may never reach the end of 1e-15 s.
+                # sleep_until, not sleep: for a tiny rest, rounding could make us spin for ever.
                 await trio.sleep_until(due)
             else:
                 await self.send(Ping(str(self._now_ms())))

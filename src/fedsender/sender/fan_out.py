@@ -239,7 +239,8 @@ class FanOut:
                 # Sorted, because a set's order would differ from one run to the next.
                 if item.pdu.room_id in gone_rooms:
                     continue
-                # What stands in for events that never came, catch-up sends: it says for which.
+                # Events that replace missing ones go through catch-up, which records what they
+                # replace.
                 tell = self._registry.owe if item.supersedes else self._registry.offer
                 for server in sorted(self._without(item)):
                     if (server, item.pdu.room_id) not in aside:

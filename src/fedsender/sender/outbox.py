@@ -105,8 +105,8 @@ class Outbox:
         self.stored_lsso: int | None = None
         self.given_up = 0
         self._context = context
-        # No method of ours: it would know us, and who has left would wait for Python's search for
-        # cycles, hundreds at a time.
+        # Not a bound method: the queues would keep the outbox alive in a cycle, and only the
+        # garbage collector would free it, hundreds at a time.
         self._count_dropped = partial(_count_dropped, context.metrics)
         self.queue = PduQueue(context.sending.queue_pdus, context.pdu_pool)
         self.ephemeral = EphemeralQueue[Ready](EPHEMERAL_KEYS, self._count_dropped)
@@ -116,7 +116,7 @@ class Outbox:
         self.owes_redeliveries = not level
         self._spilled_in_health = False
         self._redeliveries_first = False
-        # Offers and spills, counted: what a question to the database may not know of yet.
+        # Counts offers and spills: if it moved during a query, the query's answer is stale.
         self._news = 0
         self._news_seen = 0
         self._ahead: frozenset[str] = frozenset()

@@ -37,7 +37,7 @@ RESTORING = "restoring"
 """The version while other databases are still to be restored: see `store.backup`."""
 # A migration takes seconds; who waits for longer waits for a daemon that runs.
 WAIT_SECONDS = 20.0
-# What Alembic migrates is a global of its own.
+# Alembic keeps the connection that it migrates in a global.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -123,7 +123,7 @@ async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
     await database.check_whole()
     pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
     give_up = trio.current_time() + WAIT_SECONDS
-    # Looked at before each try: a daemon that has just migrated them runs on them at once.
+    # Checked before each try, because a daemon that has just migrated them runs on them at once.
     while not await database.read(lambda connection: is_newest(connection, line)):
         try:
             await lock.take_tables()
@@ -151,7 +151,7 @@ def claim_store(connection: Connection, server_name: str, *, relay: bool) -> Non
     owner = tables.store_owner
     query = select(owner.c.server_name, owner.c.is_relay)
     if connection.execute(query).first() is None:
-        # Another one may do so at this moment.
+        # Another process may do so at this moment.
         insert_rows(connection, owner, [{"id": 1, "server_name": server_name, "is_relay": relay}])
     name, is_relay = connection.execute(query).one()
     if (name, is_relay) != (server_name, relay):
