@@ -301,6 +301,28 @@ async def test_who_leads_may_be_cancelled(autojump_clock: MockClock) -> None:
     assert len(loop.turns._line) == 0
 
 
+async def test_a_loop_over_all_servers_lets_others_run_after_the_time_of_a_pass(
+    autojump_clock: MockClock,
+) -> None:
+    loop, others = Loop(), 0
+
+    async def run_beside() -> None:
+        nonlocal others
+        while True:
+            others += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_beside)
+        seen = []
+        async for number in loop.turns.with_breaks(range(1000)):
+            loop.work(0.001)
+            seen.append(number)
+        nursery.cancel_scope.cancel()
+    assert seen == list(range(1000))
+    assert 1 / PASS_S - 5 <= others <= 1 / PASS_S + 5
+
+
 async def test_every_second_time_goes_who_has_waited_for_thirty_seconds(
     autojump_clock: MockClock,
 ) -> None:

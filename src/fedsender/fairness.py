@@ -17,7 +17,7 @@ anybody could have any network pay.
 import ipaddress
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -486,6 +486,20 @@ class Turns(trio.abc.Instrument):
             return self._have(payers, usual, body, args)
         with for_us():
             return await self._wait(_Turn(payers, usual, body, args))
+
+    async def with_breaks(self, items: Iterable[T]) -> AsyncIterator[T]:
+        """These items, for a loop over all servers or rooms: after each `PASS_S` of CPU time other
+        tasks run.
+
+        A loop without breaks is one that others may not see half-way, and says so. What is iterated
+        must not change meanwhile.
+        """
+        began = self._cpu_s()
+        for item in items:
+            yield item
+            if self._cpu_s() - began >= PASS_S:
+                await trio.lowlevel.checkpoint()
+                began = self._cpu_s()
 
     def _have(
         self, payers: Payers, usual: Usual, body: Callable[..., T], args: tuple[object, ...]

@@ -66,7 +66,7 @@ async def ages(desk: Desk, server: str) -> tuple[float, float, float]:
     """The age of what this server is owed: in the list, by `why`, and by the metric (s)."""
     listed = await desk.get("destinations", behind=True)
     [entry] = [each for each in listed["destinations"] if each["destination"] == server]
-    metric = desk.world.sender.owed().oldest_s
+    metric = (await desk.world.sender.owed()).oldest_s
     why = await desk.get(f"why/{server}")
     return entry["oldest_owed_s"], why["oldest"]["age_s"], metric
 
@@ -81,7 +81,7 @@ async def test_redeliveries_are_owed_since_they_were_asked_for(
         for event in events:
             await world.apply(event)
         await trio.sleep(3000)
-        assert world.sender.owed() == (0, 0, 0, 0)
+        assert await world.sender.owed() == (0, 0, 0, 0)
         world.servers[A].down = True
         pairs = [(A, event.event_id) for event in events]
         assert await world.sender.operations.redeliver(pairs[1:]) == []
@@ -99,13 +99,13 @@ async def test_redeliveries_are_owed_since_they_were_asked_for(
     async with open_desk(world) as desk:
         await trio.sleep(600)
         [entry] = (await desk.get("destinations", behind=True))["destinations"]
-        assert entry["redeliveries"] == world.sender.owed().redeliveries == 3
+        assert entry["redeliveries"] == (await world.sender.owed()).redeliveries == 3
         assert await ages(desk, A) == pytest.approx((700, 700, 700), abs=20)
         world.servers[A].down = False
         world.sender.registry.wake([A], by_admin=True)
         await trio.sleep(20)
         assert (await desk.get("destinations", behind=True))["destinations"] == []
-        assert world.sender.owed() == (0, 0, 0, 0)
+        assert await world.sender.owed() == (0, 0, 0, 0)
         await trio.sleep(600)
         assert (await desk.get("destinations", behind=True))["destinations"] == []
 

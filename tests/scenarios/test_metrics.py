@@ -174,7 +174,7 @@ async def test_trouble_of_every_kind_shows_in_the_metrics(
             if number == 3:
                 sender.edus.typing(R2, [ALICE], 2)
                 await trio.sleep(1)
-                observe(sender, synapse.feed, metrics)
+                await observe(sender, synapse.feed, metrics)
                 waiting = touched(metrics)
         sender.edus.typing(R2, [], 3)
         await trio.sleep(200)
@@ -210,11 +210,10 @@ async def test_a_daemon_on_real_sockets_sets_all_the_others(tmp_path: Path) -> N
         async with open_core(load(world.config), real_runtime(), faults=fail_once) as daemon:
             metrics = daemon.metrics
 
-            def in_flight() -> bool:
-                observe(daemon.sender, daemon.feed, metrics)
-                return {"fedsender_in_flight", "fedsender_feed_connected"} <= touched(metrics)
-
-            await until(in_flight)
+            with trio.fail_after(60):
+                while not {"fedsender_in_flight", "fedsender_feed_connected"} <= touched(metrics):
+                    await observe(daemon.sender, daemon.feed, metrics)
+                    await trio.sleep(0.01)
             server.become(healthy())
             last = world.say()
             await until(lambda: last in server.received)
@@ -236,13 +235,13 @@ async def test_the_gauge_of_edus_counts_receipts_and_the_counters_what_was_answe
         await world.event("$e", R1, f"@x:{A}", age_s=1)
         await world.read(R1, ALICE)
         await trio.sleep(1)
-        observe(sender, synapse.feed, world.metrics)
+        await observe(sender, synapse.feed, world.metrics)
         found = values(world.metrics)
         # One that is under way, and the receipt behind it.
         assert found["synapse_federation_transaction_queue_pending_edus"] == 2
         assert found["synapse_federation_client_sent_edus"] == 0
         await trio.sleep(60)
-        observe(sender, synapse.feed, world.metrics)
+        await observe(sender, synapse.feed, world.metrics)
         found = values(world.metrics)
         assert found["synapse_federation_transaction_queue_pending_edus"] == 0
         assert found["synapse_federation_client_sent_edus"] >= 2

@@ -15,6 +15,8 @@ from tests.sender.synapse_world import ALICE, BOB, SynapseWorld, killed
 from trio.testing import MockClock
 
 from fedsender.replication.edu_streams import EduStreams
+from fedsender.sender.edus import flow
+from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.edus.receipts import ReceiptQueue, fill_page, key_of
 from fedsender.sender.failure import ServerState
 from fedsender.sender.sender import Sender
@@ -503,6 +505,36 @@ async def test_those_that_return_together_read_a_page_once_and_their_pdus_go_fir
         assert users == {ALICE: ["$first"], BOB: ["$last"]}
     assert len(pages) == len(set(pages)) + len(servers) - 1
     assert len(set(pages)) <= 8
+
+
+async def test_a_page_for_many_servers_is_given_out_in_steps(
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 receipts in rooms of 5,000 servers were 2.5 million steps without a break."""
+    steps: list[int] = []
+    give, put = EduFlow._pass_receipts, EduFlow._put
+
+    async def in_steps(self: EduFlow, *args: Any) -> int:
+        steps.append(0)
+        return await give(self, *args)
+
+    def count(self: EduFlow, *args: Any) -> None:
+        steps[-1] += 1
+        put(self, *args)
+
+    monkeypatch.setattr(flow, "MAX_OFFERS", 5)
+    monkeypatch.setattr(EduFlow, "_pass_receipts", in_steps)
+    monkeypatch.setattr(EduFlow, "_put", count)
+    users = [f"@u{number}:{HS}" for number in range(20)]
+    async with world.run():
+        await world.members(R1, ALICE, f"@x:{A}", f"@x:{B}")
+        for user in users:
+            await world.read(R1, user, tell=user == users[-1])
+        await trio.sleep(60)
+    assert max(steps) <= 6
+    assert sum(steps) == 2 * len(users)
+    for name in (A, B):
+        assert {user for edu in world.edus(name) for user in edu[R1]["m.read"]} == set(users)
 
 
 async def test_a_receipt_that_is_written_late_is_in_no_page_of_before(

@@ -4,9 +4,8 @@ import heapq
 import math
 import re
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final, Literal
 
 import trio
@@ -25,8 +24,6 @@ from fedsender.telemetry import Standing
 
 ROWS = 1_000
 """Rows of the destinations table that are read at once."""
-WITHOUT_A_BREAK: Final = 1_000
-"""Servers that are looked at between two turns of other tasks."""
 AGE_ENDS: Final = [end_s for _, end_s in AGES]
 
 
@@ -117,7 +114,13 @@ async def known_names(context: AdminContext, pattern: str) -> list[str]:
     while rows := await context.homeserver.known_destinations(after, ROWS):
         names.update(rows)
         after = rows[-1]
-    return sorted(name for name in names if matches(pattern, name))
+    return await matching(context, pattern, names)
+
+
+async def matching(context: AdminContext, pattern: str, names: Iterable[str]) -> list[str]:
+    """Those of these names that `pattern` covers, by name."""
+    breaks = context.runtime.turns.with_breaks
+    return sorted([name async for name in breaks(names) if matches(pattern, name)])
 
 
 async def chosen(context: AdminContext, request: Servers) -> list[str]:
@@ -139,22 +142,13 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
     return list(dict.fromkeys(request.servers))
 
 
-async def in_turns(names: Iterable[str]) -> AsyncIterator[Sequence[str]]:
-    """The names in parts. After each part it is the turn of other tasks."""
-    rest = iter(names)
-    while part := list(islice(rest, WITHOUT_A_BREAK)):
-        yield part
-        await trio.lowlevel.checkpoint()
-
-
 async def all_debts(context: AdminContext) -> dict[str, Debt]:
     """What each server is owed, from memory alone; without those that are owed nothing."""
     found: dict[str, Debt] = {}
     debt_of = context.sender.debt
-    async for names in in_turns(context.sender.registry.names()):
-        for name in names:
-            if (debt := debt_of(name)) is not None:
-                found[name] = debt
+    async for name in context.runtime.turns.with_breaks(context.sender.registry.names()):
+        if (debt := debt_of(name)) is not None:
+            found[name] = debt
     return found
 
 
@@ -200,13 +194,14 @@ async def list_page(
         return now_ms if debt.since_ms is None else debt.since_ms, 0, name
 
     keys: list[tuple[float, float, str]] = []
-    async for part in in_turns(names):
-        if listing.state is not None:
-            part = [name for name in part if registry.standing(name) is listing.state]
-        if listing.pattern != "*":
-            part = [name for name in part if matches(listing.pattern, name)]
-        total += len(part)
-        keys += [key(name) for name in part if name > start]
+    async for name in context.runtime.turns.with_breaks(names):
+        if listing.state is not None and registry.standing(name) is not listing.state:
+            continue
+        if listing.pattern != "*" and not matches(listing.pattern, name):
+            continue
+        total += 1
+        if name > start:
+            keys.append(key(name))
     chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
     shown = [name for _, _, name in chosen_keys[: listing.limit]]
     next_from: str | None = None

@@ -30,6 +30,7 @@ from fedsender.admin.destinations import (
     Sort,
     chosen,
     list_page,
+    matching,
 )
 from fedsender.admin.display import many
 from fedsender.admin.overview import Overview, overview
@@ -37,7 +38,6 @@ from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.http.application import Error, Refusal, not_found
-from fedsender.matrix import matches
 from fedsender.sender.operations import UNKNOWN, Freed
 from fedsender.store.records import Quarantined
 from fedsender.telemetry import Standing
@@ -74,8 +74,7 @@ async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
     if request.servers is not None:
         asked = list(dict.fromkeys(request.servers))
     else:
-        pattern = request.pattern or ""
-        asked = [name for name in context.sender.registry.known("*") if matches(pattern, name)]
+        asked = await matching(context, request.pattern or "", context.sender.registry.names())
     left = await context.sender.operations.wake(asked)
     return Woken([server for server in asked if server not in left], left)
 

@@ -8,7 +8,7 @@ import trio
 
 from fedsender import version
 from fedsender.admin.context import AdminContext
-from fedsender.admin.destinations import Listing, Page, age_class, all_debts, in_turns, list_page
+from fedsender.admin.destinations import Listing, Page, age_class, all_debts, list_page
 from fedsender.admin.display import AGES
 from fedsender.admin.probes import feed_lag_s, problems, warnings_of
 from fedsender.limits import of_daemon, resident_bytes
@@ -163,19 +163,17 @@ async def _by_age(
     registry, now_ms = context.sender.registry, context.runtime.now_ms()
     servers, rooms = Counter[str](), Counter[str]()
     failing: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    async for names in in_turns(debts):
-        for name in names:
-            debt = debts[name]
-            at = debt.since_ms
-            age = "unknown" if at is None else age_class((now_ms - at) / 1000)
-            servers[age] += 1
-            rooms[age] += debt.rooms
-    async for names in in_turns(registry.failing()):
-        for name in names:
-            state = registry.state_of(name)
-            if state.failing_since_ms is not None:
-                age = age_class((now_ms - state.failing_since_ms) / 1000)
-                failing[state.outcome or "unknown"][age] += 1
+    breaks = context.runtime.turns.with_breaks
+    async for debt in breaks(debts.values()):
+        at = debt.since_ms
+        age = "unknown" if at is None else age_class((now_ms - at) / 1000)
+        servers[age] += 1
+        rooms[age] += debt.rooms
+    async for name in breaks(registry.failing()):
+        state = registry.state_of(name)
+        if state.failing_since_ms is not None:
+            age = age_class((now_ms - state.failing_since_ms) / 1000)
+            failing[state.outcome or "unknown"][age] += 1
     classes = [*(name for name, _ in AGES), "unknown"]
     owed = {name: Owed(servers[name], rooms[name]) for name in classes}
     return owed, {outcome: dict(found) for outcome, found in sorted(failing.items())}

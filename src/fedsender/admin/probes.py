@@ -57,7 +57,7 @@ def feed_lag_s(sender: Sender, status: FeedStatus) -> float:
     return max(status.held_s, sender.fan_out.lag_s(sender.context.runtime.now_ms()))
 
 
-def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
+async def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     """Set the gauges, which are counted only for a request."""
     active, status = sender.active.values(), feed.status()
     metrics.pending_destinations.set(len(active))
@@ -69,7 +69,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
         metrics.destinations_by_state.labels(standing).set(counts[standing])
     for result, servers in sender.registry.lately()._asdict().items():
         metrics.servers_lately.labels(result).set(servers)
-    owed = sender.owed()
+    owed = await sender.owed()
     metrics.owed_rooms.set(owed.rooms)
     metrics.owed_redeliveries.set(owed.redeliveries)
     metrics.oldest_owed_seconds.set(owed.oldest_s)
@@ -143,7 +143,7 @@ def warnings_of(sender: Sender) -> Iterator[str]:
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(context: Reach) -> Response:
-    observe(context.sender, context.feed, context.metrics)
+    await observe(context.sender, context.feed, context.metrics)
     context.metrics.ready.set(next(problems(context), None) is None)
     # In a thread: with thousands of samples it would keep the loop from sending.
     text = await context.runtime.run_sync(context.metrics.exposition, limiter=context.rendering)

@@ -47,7 +47,7 @@ CHUNK = 100
 """Events that one database transaction fans out: a commit for many, and short enough for others to
 have their turn at the lock."""
 MAX_OFFERS = 15_000
-"""Of events to servers in a step, if it has more than one event. They are offered without a
+"""Of events or receipts to servers in a step, if it has more than one. They are offered without a
 checkpoint, in 0.1 to 0.2 s of the loop."""
 NEWEST = 2**63
 """A number above every stream ordering."""

@@ -74,7 +74,9 @@ class Operations:
     async def wake(self, servers: Sequence[str]) -> dict[str, str]:
         """Try these servers now, however often that was asked for; return those that are left
         alone, each with the reason. A server that is owed nothing gets the next event at once."""
-        left = self._registry.wake(servers, by_admin=True)
+        left: dict[str, str] = {}
+        async for server in self._context.runtime.turns.with_breaks(servers):
+            left |= self._registry.wake([server], by_admin=True)
         for server in left:
             if left[server] == NOTHING_OWED and not await self.is_known(server):
                 left[server] = UNKNOWN
@@ -301,9 +303,10 @@ class Operations:
     ) -> None:
         """Hold to it once it is durable: what could not be stored is not done, now or later."""
         state_of, on_the_wall = self._registry.own_state, self._context.clock.on_the_wall
-        said = [on_the_wall(change(state_of(server))) for server in servers]
+        breaks = self._context.runtime.turns.with_breaks
+        said = [on_the_wall(change(state_of(server))) async for server in breaks(servers)]
         await self._context.store.save_said(said)
-        for server in servers:
+        async for server in breaks(servers):
             # It may have failed, or answered, since.
             self._registry.hold(change(state_of(server)))
 

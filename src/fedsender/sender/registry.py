@@ -471,13 +471,19 @@ class Registry:
                 destination.spill()
 
     def spill_all(self) -> None:
-        """Give up all queues: owed PDUs may not have been offered; the database has them all."""
+        """Give up all queues: owed PDUs may not have been offered; the database has them all.
+
+        Without breaks: what is offered next must not follow upon what was not.
+        """
         self.complete = trio.Event()
         for destination in self.active.values():
             destination.spill()
 
     def use_policies(self) -> None:
-        """Follow changed policies: active servers from now on; servers newly allowed become due."""
+        """Follow changed policies: active servers from now on; servers newly allowed become due.
+
+        Without breaks: all servers change policies at once.
+        """
         for destination in self.active.values():
             name = destination.name
             allowed = self.policies.may_send_to(name)
@@ -660,6 +666,8 @@ class Registry:
         alive: Collection[str] = (),
     ) -> None:
         """Put all servers with owed items behind at start-up, the most useful first.
+
+        Without breaks: nobody may be reached for who is not behind yet.
 
         Args:
             lagging: servers with owed events, to-device messages or device lists in the

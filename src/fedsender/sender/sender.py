@@ -272,11 +272,12 @@ class Sender:
                 return None  # It would be kept in the registry also if it were level.
         return debt if again is None else replace(debt, again=again)
 
-    def owed(self) -> "Owed":
+    async def owed(self) -> "Owed":
         """How much all servers are owed, and for how long."""
         registry, now_ms = self.registry, self.context.runtime.now_ms()
         rooms, again, oldest_ms, healthy_ms = 0, 0, now_ms, now_ms
-        for server in {*self.context.debts, *registry.failing()}:
+        breaks = self.context.runtime.turns.with_breaks
+        async for server in breaks({*self.context.debts, *registry.failing()}):
             debt = self.debt(server)
             if debt is None:
                 continue

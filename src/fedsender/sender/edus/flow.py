@@ -21,6 +21,7 @@ from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
 from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
 from fedsender.sender.edus.typing import Typing, TypingRooms
+from fedsender.sender.fan_out import MAX_OFFERS
 from fedsender.sender.registry import Registry
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
@@ -156,7 +157,7 @@ class EduFlow:
 
     async def _owe_device_lists(self, after: int, upto: int) -> None:
         servers = await self._context.edus.changed_device_lists(after, upto)
-        for server in servers:
+        async for server in self._context.runtime.turns.with_breaks(servers):
             destination = self._registry.reach_for_edu(server)
             if destination is not None:
                 destination.owe_device_lists()
@@ -183,8 +184,12 @@ class EduFlow:
         now_ms = context.runtime.now_ms()
         if page:
             context.receipt_pages.came(page[0].stream_id)
+        offers = 0
         for receipt in page:
+            if offers > MAX_OFFERS:
+                return receipt.stream_id - 1
             wanted = servers[receipt.room_id]
+            offers += len(wanted)
             first = at_once(wanted, events.get(receipt.event_id), now_ms)
             self._put_now(receipt, sorted(first))
             self._registry.hurry(wanted)
@@ -197,7 +202,7 @@ class EduFlow:
         found = await self._context.homeserver.servers_now(rooms) if rooms else {}
         return {
             room_id: frozenset(server for server in servers if self._wants(server, "receipts"))
-            for room_id, servers in found.items()
+            async for room_id, servers in self._context.runtime.turns.with_breaks(found.items())
         }
 
     async def _read_events(
