@@ -23,7 +23,7 @@ from tests.store.ready_made import lay
 from fedsender.config import Config, Policies, Policy, from_values
 from fedsender.config.sections import Ledger as Settings
 from fedsender.embedded.facts import RelayRow
-from fedsender.embedded.store import own_store
+from fedsender.embedded.store import EmbeddedStore, own_store
 from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
@@ -257,7 +257,8 @@ class World:
                 announcer=Silence(),
             ) as self.sender,
         ):
-            self.token = max(self.token, await own_store(store.homeserver).feed_position())
+            if isinstance(store.homeserver, EmbeddedStore):
+                self.token = max(self.token, await store.homeserver.feed_position())
             self.sender.events.advance(self.token)
             yield self.sender
 
