@@ -23,7 +23,12 @@ import trio
 
 from fedsender.runtime import real_runtime
 from fedsender_lab.demo import process
-from fedsender_lab.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
+from fedsender_lab.demo.process import (
+    CATCH_UP_GAP_EVENTS,
+    DaemonProcess,
+    cpu_and_wait_s,
+    own_and_rss_kb,
+)
 from fedsender_lab.demo.report import ATTACKS, Report, judge, ledger_of, still_owed
 from fedsender_lab.testing.children import Child, open_child
 from fedsender_lab.testing.federation import open_federation
@@ -82,6 +87,8 @@ class _Run:
         settling, calm, hostile: latencies of each delivery to an honest server, in seconds: of
             messages with which rooms and connections begin; without hostile servers; with them.
         not_ready: what `/ready` said when it did not say 200.
+        loop_s: for how long the daemon's loop had a CPU among hostile servers, and waited for one:
+            where other programs keep it waiting, latencies say little.
         own_kb: the largest of the daemon's own memory, in KiB.
         moved: an honest server got a transaction.
     """
@@ -100,6 +107,7 @@ class _Run:
     hostile: list[float] = field(default_factory=list)
     not_ready: list[str] = field(default_factory=list)
     said: dict[str, tuple[float, list[float]]] = field(default_factory=dict)
+    loop_s: tuple[float, float] = (0.0, 0.0)
     own_kb: int = 0
     moved: trio.Event = field(default_factory=trio.Event)
 
@@ -153,7 +161,10 @@ async def run_hostile(
             nursery.start_soon(_watch_readiness, run)
             nursery.start_soon(_wake_the_hostile, run)
             nursery.start_soon(_attack_admin, directory)
+            used_s, waited_s = cpu_and_wait_s(run.daemon.pid)
             await _talk(run, everybody, seconds, run.hostile)
+            now_used_s, now_waited_s = cpu_and_wait_s(run.daemon.pid)
+            run.loop_s = now_used_s - used_s, now_waited_s - waited_s
             attacks = await run.attackers.ask("tell")
             longest_step_s = await _longest_step_s(run.daemon)
             nursery.cancel_scope.cancel()
@@ -386,6 +397,8 @@ def _conclude(
         "slowest_ms": _ms(max(run.hostile, default=math.inf)),
         "own_memory_mib": round(run.own_kb / 1024, 1),
         "longest_step_ms": _ms(longest_step_s),
+        "loop_cpu_s": round(run.loop_s[0], 1),
+        "loop_waited_for_cpu_s": round(run.loop_s[1], 1),
         "children_cpu_s": round(used.ru_utime + used.ru_stime, 1),
     }
     rows = [

@@ -264,6 +264,16 @@ def own_and_rss_kb(pid: int) -> tuple[int, int]:
     return kb["Private_Dirty"] + kb["Swap"], kb["Rss"]
 
 
+def cpu_and_wait_s(pid: int) -> tuple[float, float]:
+    """For how long a process's first thread has had a CPU, and waited for one, in seconds. Not all
+    kernels tell: then both are 0."""
+    try:
+        used_ns, waited_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+    except OSError:
+        return 0.0, 0.0
+    return used_ns / 1e9, waited_ns / 1e9
+
+
 def _appending(path: Path) -> Any:
     return path.open("ab")
 

@@ -1,5 +1,7 @@
 """The demo around the daemon: its plot, its options, its way of starting a process."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from fedsender_lab.demo.process import (
     CATCH_UP_GAP_EVENTS,
     DaemonDied,
     configuration,
+    cpu_and_wait_s,
     open_daemon_process,
     tcp_feed,
 )
@@ -86,3 +89,14 @@ async def test_a_daemon_that_ends_by_itself_is_noticed_with_its_last_words(tmp_p
     with pytest.RaisesGroup(pytest.RaisesExc(DaemonDied, match="ended by itself with [12]\n.+")):
         async with open_daemon_process(tmp_path, {"no such": "setting"}, "token") as daemon:
             await daemon.ended.wait()
+
+
+def test_a_loops_time_on_a_cpu_is_told_from_its_wait_for_one() -> None:
+    used_s, waited_s = cpu_and_wait_s(os.getpid())
+    began = time.thread_time()
+    while time.thread_time() - began < 0.05:
+        pass
+    now_used_s, now_waited_s = cpu_and_wait_s(os.getpid())
+    assert now_used_s - used_s >= 0.04
+    assert now_waited_s >= waited_s
+    assert cpu_and_wait_s(2**22 + 1) == (0, 0)
