@@ -100,6 +100,11 @@ class EmbeddedStore(HomeserverStore):
     def _tell_of_backoff(self, connection: Connection, destination: str) -> None:
         """Do nothing: no homeserver reads these rows."""
 
+    @reading
+    def event_writer_positions(self, connection: Connection) -> dict[str, int]:
+        """By configured writer of events the newest event: a feed brings them in their order."""
+        return dict.fromkeys(self._settings.event_writers, event_rows.newest(connection))
+
     # --- what only a Synapse knows ----------------------------------------------------------------
 
     async def forward_extremities(self, room_id: str) -> list[str]:

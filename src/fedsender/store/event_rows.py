@@ -63,6 +63,13 @@ class Schema:
     state_groups: bool = False
 
 
+def newest(connection: Connection) -> int:
+    """The highest stream ordering of an event; 0: there is none."""
+    query = select(func.coalesce(func.max(tables.events.c.stream_ordering), 0))
+    ordering: int = connection.execute(query).scalar_one()
+    return ordering
+
+
 def schema_of(connection: Connection) -> Schema:
     """What this Synapse's database has."""
     found = inspect(connection)

@@ -326,24 +326,9 @@ class HomeserverStore(ABC):
     def _write_mark(self, connection: Connection, mark: str) -> None:
         """Leave our mark, if there is room for one."""
 
-    @reading
-    def event_writer_positions(self, connection: Connection) -> dict[str, int]:
-        """By configured writer of events a lower bound of the position below which it is done.
-
-        A writer's row lags, and appears only after its first write. A writer without a row may be
-        writing its first event right now, so its bound is our own position. It announces itself on
-        the feed soon.
-        """
-        writers = self._settings.event_writers
-        found: dict[str, int] = {}
-        if _has_table(connection, "stream_positions"):
-            found = stream_positions(connection, "events")
-        if not found:
-            # With SQLite one process writes and keeps no positions: what is there is all there is.
-            query = select(func.coalesce(func.max(tables.events.c.stream_ordering), 0))
-            return dict.fromkeys(writers, connection.execute(query).scalar_one())
-        ours = positions.read_position(connection, "events", self._settings.instance)
-        return {writer: found.get(writer, ours) for writer in writers}
+    @abstractmethod
+    async def event_writer_positions(self) -> dict[str, int]:
+        """By configured writer of events a lower bound of the position below which it is done."""
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -958,16 +943,3 @@ def _settle(connection: Connection, settlements: Sequence[Settlement]) -> None:
     if gone:
         rows = [{"destination": name, "stream_id": row} for name, row in gone]
         connection.execute(_DELETE_MESSAGES, rows)
-
-
-def stream_positions(connection: Connection, stream: str) -> dict[str, int]:
-    """By writer the stream id up to which it has stored rows of the stream."""
-    stored = tables.stream_positions
-    rows = connection.execute(
-        select(stored.c.instance_name, stored.c.stream_id).where(stored.c.stream_name == stream)
-    )
-    return {row.instance_name: row.stream_id for row in rows}
-
-
-def _has_table(connection: Connection, name: str) -> bool:
-    return connection.dialect.has_table(connection, name)

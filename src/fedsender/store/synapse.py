@@ -10,10 +10,10 @@ import structlog
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, text
 
 from fedsender.runtime import Runtime
-from fedsender.store import event_rows, room_servers, tables
+from fedsender.store import event_rows, positions, room_servers, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import Database, reading, writing
-from fedsender.store.homeserver import HomeserverStore, NotGiven, stream_positions
+from fedsender.store.homeserver import HomeserverStore, NotGiven
 from fedsender.store.lock import AdvisoryLock
 from fedsender.store.opening import Homeserver, OpenDatabase, StoreConfig
 from fedsender.store.records import EventRow, HomeserverSettings, Hosts, PresenceState, Redelivery
@@ -101,12 +101,30 @@ class SynapseStore(HomeserverStore):
             await self._state_database.read(partial(check_tables, wanted=apart))
         self._schema = await self._database.read(event_rows.schema_of)
 
-    async def stream_positions(self, stream: str) -> dict[str, int]:
+    @reading
+    def event_writer_positions(self, connection: Connection) -> dict[str, int]:
+        """By configured writer of events a lower bound of the position below which it is done.
+
+        A writer's row lags, and appears only after its first write. A writer without a row may be
+        writing its first event right now, so its bound is our own position. It announces itself on
+        the feed soon.
+        """
+        writers, found = self._settings.event_writers, dict[str, int]()
+        if connection.dialect.has_table(connection, tables.stream_positions.name):
+            found = _stream_positions(connection, "events")
+        if not found:
+            # With SQLite one process writes and keeps no positions: what is there is all there is.
+            return dict.fromkeys(writers, event_rows.newest(connection))
+        ours = positions.read_position(connection, "events", self._settings.instance)
+        return {writer: found.get(writer, ours) for writer in writers}
+
+    @reading
+    def stream_positions(self, connection: Connection, stream: str) -> dict[str, int]:
         """By writer the stream id up to which it has stored rows of a stream (by Synapse's name).
 
         The ids lag, and a writer has none before its first write.
         """
-        return await self._database.read(partial(stream_positions, stream=stream))
+        return _stream_positions(connection, stream)
 
     async def forward_extremities(self, room_id: str) -> list[str]:
         """The ids of the room's newest events, the ten deepest."""
@@ -332,6 +350,12 @@ class SynapseStore(HomeserverStore):
             return newest
 
         return await self._database.read(look)
+
+
+def _stream_positions(connection: Connection, stream: str) -> dict[str, int]:
+    stored = tables.stream_positions.c
+    query = select(stored.instance_name, stored.stream_id).where(stored.stream_name == stream)
+    return {row.instance_name: row.stream_id for row in connection.execute(query)}
 
 
 def _check_given(connection: Connection, upto: int) -> None:
