@@ -144,10 +144,10 @@ def test_i5_no_pause_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_i6_whoever_was_once_in_a_room_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = HomeserverStore.servers_before
+    ask = EmbeddedStore.servers_before
     ever: dict[str, frozenset[str]] = {}
 
-    async def for_ever(self: HomeserverStore, events: Sequence[Any]) -> dict[str, Any]:
+    async def for_ever(self: EmbeddedStore, events: Sequence[Any]) -> dict[str, Any]:
         found: dict[str, Any] = dict(await ask(self, events))
         for event in events:
             now = found[event.event_id]
@@ -156,7 +156,7 @@ def test_i6_whoever_was_once_in_a_room_stays_there(monkeypatch: pytest.MonkeyPat
                 found[event.event_id] = ever[event.room_id]
         return found
 
-    monkeypatch.setattr(HomeserverStore, "servers_before", for_ever)
+    monkeypatch.setattr(EmbeddedStore, "servers_before", for_ever)
 
     assert goes_red("I6")
 
