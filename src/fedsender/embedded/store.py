@@ -3,10 +3,8 @@
 from collections.abc import (
     AsyncIterator,
     Callable,
-    Collection,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
@@ -35,9 +33,7 @@ from fedsender.store.records import (
     History,
     HomeserverSettings,
     Hosts,
-    PresenceState,
     Receipt,
-    Redelivery,
 )
 from fedsender.store.statements import replace_rows
 from fedsender.streams import HostsRow, RedactionRow
@@ -97,33 +93,10 @@ class EmbeddedStore(HomeserverStore):
         row = {"instance_name": self._settings.instance, "mark": mark}
         replace_rows(connection, tables.generation_marks, ("instance_name",), [row])
 
-    def _tell_of_backoff(self, connection: Connection, destination: str) -> None:
-        """Do nothing: no homeserver reads these rows."""
-
     @reading
     def event_writer_positions(self, connection: Connection) -> dict[str, int]:
         """By configured writer of events the newest event: a feed brings them in their order."""
         return dict.fromkeys(self._settings.event_writers, event_rows.newest(connection))
-
-    # --- what only a Synapse knows ----------------------------------------------------------------
-
-    async def forward_extremities(self, room_id: str) -> list[str]:
-        """None: a feed does not say which events have no successor."""
-        return []
-
-    async def sticky_backlog(self, sender: str, handles: Callable[[str], bool]) -> list[Redelivery]:
-        """None: no sender of Synapse's has been here."""
-        return []
-
-    async def forget_sticky_backlog(self, handles: Callable[[str], bool]) -> None:
-        """Do nothing."""
-
-    async def sticky_among(self, event_ids: Collection[str]) -> dict[str, int]:
-        """None: no sender of Synapse's has been here."""
-        return {}
-
-    async def leave_sticky(self, owed: Mapping[tuple[str, str], int]) -> None:
-        """Do nothing: none can be owed."""
 
     # --- servers in rooms -------------------------------------------------------------------------
 
@@ -354,28 +327,6 @@ def _move_hosts(rows: Iterable[RelayRow]) -> bool:
     return any(isinstance(row, HostsRow | ServersRow) for row in rows)
 
 
-class EmbeddedEdus(EduStore):
-    """The EDUs that a feed has brought. It does not say who is present, nor who is in a room."""
-
-    async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
-        """None."""
-        return [], 0
-
-    async def presence_said(self, server_name: str, after: int, upto: int) -> list[PresenceState]:
-        """None."""
-        return []
-
-    async def presence_of(self, users: Collection[str]) -> list[PresenceState]:
-        """None."""
-        return []
-
-    async def servers_of(
-        self, users: Collection[str], excluded_rooms: Collection[str]
-    ) -> dict[str, frozenset[str]]:
-        """None for each user."""
-        return dict.fromkeys(users, frozenset())
-
-
 @asynccontextmanager
 async def open_embedded(
     config: StoreConfig, runtime: Runtime, open_one: OpenDatabase
@@ -397,7 +348,7 @@ async def open_embedded(
             # A homeserver that feeds us has left out what others are not to know.
             yield Homeserver(
                 EmbeddedStore(main, runtime, config.homeserver, intake_lock),
-                EmbeddedEdus(main, device_names=True),
+                EduStore(main, device_names=True),
                 main,
                 lock_of(main.url, runtime, of_one=True),
             )

@@ -1,6 +1,7 @@
 """The sources of EDUs, as Synapse's database has them.
 
-An embedded store has the EDUs that a relay brings; it does not know the users in a room.
+An embedded store has the EDUs that a feed brings. It does not know the users in a room, nor who is
+present: what is asked of these is answered by `synapse.SynapseEdus`.
 
 Device lists: Synapse writes a row of `device_lists_outbound_pokes` for each (server, changed device
 or key). The change itself is not in the row. It is read when it is sent, so a device that changed
@@ -12,7 +13,6 @@ Receipts: only the newest one of each (room, type, user, thread) has a row, with
 its last change: a server that missed many finds one.
 """
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ def _no_changes() -> DeviceChanges:
     return DeviceChanges([], complete=True, devices={}, cross_signing={}, last_sent={})
 
 
-class EduStore(ABC):
+class EduStore:
     """Questions to the homeserver's database.
 
     Args:
@@ -140,25 +140,25 @@ class EduStore(ABC):
             query = query.where(table.c.instance_name == writer)
         return [Receipt(*row[:-1], _ts(row[-1])) for row in connection.execute(query)]
 
-    # --- presence ---------------------------------------------------------------------------------
+    # --- presence, of which a Synapse has tables ---------------------------------------------
 
-    @abstractmethod
     async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
         """The states of this server's users that are not offline, and the newest stream id then."""
+        return [], 0
 
-    @abstractmethod
     async def presence_said(self, server_name: str, after: int, upto: int) -> list[PresenceState]:
         """The states of this server's users with after < stream id <= upto, ascending."""
+        return []
 
-    @abstractmethod
     async def presence_of(self, users: Collection[str]) -> list[PresenceState]:
         """The states of these users, where they have one."""
+        return []
 
-    @abstractmethod
     async def servers_of(
         self, users: Collection[str], excluded_rooms: Collection[str]
     ) -> dict[str, frozenset[str]]:
         """By user the servers in the rooms that the user is in now, without the excluded rooms."""
+        return dict.fromkeys(users, frozenset())
 
 
 def changed_to_device(connection: Connection, after: int, upto: int) -> list[str]:

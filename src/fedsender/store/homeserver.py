@@ -400,10 +400,6 @@ class HomeserverStore(ABC):
         """For memberships set by another user: the target's one in the event's auth events."""
         return event_rows.auth_memberships(connection, events)
 
-    @abstractmethod
-    async def forward_extremities(self, room_id: str) -> list[str]:
-        """The ids of the room's newest events, the ten deepest; none where nobody knows them."""
-
     # --- sticky events (MSC4354) ------------------------------------------------------------------
 
     async def sticky_events(
@@ -427,23 +423,33 @@ class HomeserverStore(ABC):
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [(ordering, event_id) for ordering, event_id in rows]
 
-    @abstractmethod
+    # --- what only a Synapse knows ----------------------------------------------------------------
+
+    async def forward_extremities(self, room_id: str) -> list[str]:
+        """The ids of the room's newest events, the ten deepest; none where nobody knows them."""
+        return []
+
     async def sticky_backlog(self, sender: str, handles: Callable[[str], bool]) -> list[Redelivery]:
         """This server's unexpired sticky events that Synapse's sender has noted as owed to servers
         of our shard."""
+        return []
 
-    @abstractmethod
     async def forget_sticky_backlog(self, handles: Callable[[str], bool]) -> None:
         """Delete Synapse's notes of sticky events owed to our servers."""
+        await trio.lowlevel.checkpoint()
 
-    @abstractmethod
     async def sticky_among(self, event_ids: Collection[str]) -> dict[str, int]:
         """By id the stream ids of those of these events that Synapse's sender knows as sticky."""
+        return {}
 
-    @abstractmethod
     async def leave_sticky(self, owed: Mapping[tuple[str, str], int]) -> None:
         """Note for Synapse's sender from which sticky event on (its stream id) it owes each
         (destination, room). Rooms that are gone are left out."""
+        await trio.lowlevel.checkpoint()
+
+    def _tell_of_backoff(self, connection: Connection, destination: str) -> int | None:
+        """Note a changed backoff row for the homeserver's processes; the id to publish, or None."""
+        return None
 
     # --- servers in rooms -------------------------------------------------------------------------
 
@@ -834,10 +840,6 @@ class HomeserverStore(ABC):
             ).returning(destinations.c.destination)
         )
         return None if written.first() is None else self._tell_of_backoff(connection, destination)
-
-    @abstractmethod
-    def _tell_of_backoff(self, connection: Connection, destination: str) -> int | None:
-        """Note a changed backoff row for the homeserver's processes; the id to publish, or None."""
 
     async def backoff(self, destination: str) -> Backoff | None:
         """The destination's backoff row; None if it has none."""
