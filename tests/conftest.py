@@ -68,8 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         postgres = "postgres" in item.fixturenames or "postgresql" in map(str, parameters)
         if first or postgres:
             item.add_marker(pytest.mark.slow)
-        program = item.get_closest_marker("program")
-        if program is not None:
+        for program in list(item.iter_markers("program")):
             item.add_marker(pytest.mark.slow)
             name, package = program.args
             if shutil.which(name) is None and not os.environ.get("FEDSENDER_ALL_PROGRAMS"):

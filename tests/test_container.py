@@ -1,6 +1,6 @@
 """docs/Containerfile and docs/container.md fit the package, the defaults and each other.
 
-No container engine is needed: the image itself is not built here.
+`test_image.py` builds the image and runs it.
 """
 
 import json
