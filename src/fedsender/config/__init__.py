@@ -398,6 +398,7 @@ _GONE: Final[Mapping[str, str]] = {
     "federation.idle_connection": "a connection is closed after two minutes without use; remove it",
     "federation.max_answer_bytes": "an answer has 64 KiB, and 4 KiB more for each PDU; remove it",
     "feed.relay.fetch_parallel": "four connections fetch a snapshot; remove it",
+    "feed.tcp.name": "instance_name is the name there, too; remove it",
     "ledger.segment_bytes": "a file has 64 MiB, or a quarter of ledger.keep_bytes; remove it",
     "ledger.segment_every": "a new file begins each hour; remove it",
     "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",

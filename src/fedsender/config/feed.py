@@ -28,9 +28,6 @@ class TcpFeed(Section):
         default=TcpAddress("127.0.0.1", 9092),
         description='Where to connect: "host:port" or "unix:/path".',
     )
-    name: InstanceName | None = Field(
-        default=None, description="The name we give ourselves there; null takes instance_name."
-    )
     secret_file: SecretPath | None = Field(
         default=None, description="File with the secret that is asked for there."
     )
