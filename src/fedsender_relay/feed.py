@@ -80,12 +80,12 @@ PARTIAL: Final = ".part"
 PIECE: Final = 2**20
 """Bytes of a file that are collected in memory before they are written."""
 TRIES: Final = 3
-"""Broken connections in a row at which a fetch fails."""
+"""Broken connections in a row at which a fetch fails: the next one begins with the whole files."""
 RETRY_S: Final = 1.0
 
 
 class FetchFailed(Exception):
-    """The snapshot could not be fetched; the text gives the reason. The arrived bytes stay."""
+    """The snapshot could not be fetched; the text gives the reason. Whole files stay."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,6 @@ class Progress:
     Attributes:
         files, bytes: the totals of the snapshot, without the manifest.
         skipped: files that were here already.
-        resumed: files of which a part was here.
         again: files that had to be fetched twice, because their hash was wrong.
         fetched_bytes: bytes that came over the network.
     """
@@ -104,7 +103,6 @@ class Progress:
     bytes: int = 0
     done: int = 0
     skipped: int = 0
-    resumed: int = 0
     again: int = 0
     fetched_bytes: int = 0
 
@@ -167,9 +165,8 @@ class Fetcher:
                 path.unlink()
 
     def _tidy(self, info: SnapshotInfo) -> None:
-        """Delete all files that do not belong to this snapshot."""
-        names = {file.name for file in info.files}
-        self._remove_all(names | {name + PARTIAL for name in names} | {MANIFEST})
+        """Delete all files that do not belong to this snapshot, and parts of files."""
+        self._remove_all({file.name for file in info.files} | {MANIFEST})
 
     def _leave_room(self, info: SnapshotInfo) -> None:
         """Raise FetchFailed if the rest of the snapshot would use up the reserve.
@@ -267,43 +264,29 @@ class Fetcher:
         return False
 
     async def _fetch_file(self, wire: Wire, info: SnapshotInfo, file: FileInfo) -> None:
-        """Fetch the file, from the end of a part that is here; with a wrong hash once more."""
-        offset = await self._in_thread(partial(self._begun, file))
-        self.progress.resumed += offset > 0
+        """Fetch the file, from its beginning; with a wrong hash once more."""
         for attempt in range(2):
-            await self._receive(wire, info.id, file, offset)
+            await self._receive(wire, info.id, file)
             if await self._in_thread(partial(self._finish, file)):
                 return
             log.warning("relay_file_wrong", file=file.name, attempt=attempt)
             self.progress.again += 1
-            offset = 0
         raise BadSnapshot(f"{file.name}: its SHA-256 is wrong each time")
 
     def _partial(self, file: FileInfo) -> Path:
         return self.directory / (file.name + PARTIAL)
 
-    def _begun(self, file: FileInfo) -> int:
-        """The number of the file's bytes that are here."""
+    async def _receive(self, wire: Wire, snapshot: str, file: FileInfo) -> None:
         path = self._partial(file)
-        if path.exists() and path.stat().st_size <= file.bytes:
-            return path.stat().st_size
-        path.write_bytes(b"")
-        return 0
-
-    async def _receive(self, wire: Wire, snapshot: str, file: FileInfo, offset: int) -> None:
-        writing = _Writing(self._partial(file), self._in_thread, self._check_reserve)
-        asked = Fetch(snapshot, file.name, offset)
-        try:
-            await self._ask(wire, asked, file.bytes - offset, writing.take)
-        finally:
-            with trio.CancelScope(shield=True):
-                await writing.flush()
+        await self._in_thread(lambda: path.write_bytes(b""))
+        writing = _Writing(path, self._in_thread, self._check_reserve)
+        await self._ask(wire, Fetch(snapshot, file.name, 0), file.bytes, writing.take)
+        await writing.flush()
 
     def _finish(self, file: FileInfo) -> bool:
         """Whether the arrived bytes are the file; if so, it gets its name."""
         path = self._partial(file)
         if _digest(path) != file.sha256:
-            path.write_bytes(b"")
             return False
         path.rename(self.directory / file.name)
         return True

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Iterator,
@@ -18,7 +16,6 @@ from itertools import combinations
 from typing import Final
 
 import structlog
-import trio
 
 from fedsender.config import Config, ConfigError, read_secret
 from fedsender.embedded.facts import SERVER_UP, STREAM, Ephemeral, without_edus
@@ -278,11 +275,10 @@ class Session(LineSession):
             hub.registry.seen(name)
             hub.counts.fetched_files += 1
             file = File(asked.file, asked.offset, size - asked.offset)
-            async with (
-                aclosing(hub.snapshots.pieces(info, asked.file, asked.offset, size)) as pieces,
-                aclosing(hub.throttled(pieces)) as throttled,
-            ):
-                await self.wire.send_file(file, throttled)
+            found = hub.snapshots.pieces(info, asked.file, asked.offset, size)
+            async with aclosing(found) as pieces:
+                await self.wire.send_file(file, pieces)
+            hub.counts.fetched_bytes += file.length
 
     # --- what the client gets ---------------------------------------------------------------------
 
@@ -417,7 +413,6 @@ class Hub(LineServer[Session]):
         self.owners: dict[str, Session] = {}
         self._settings = config.relay
         self._ephemeral = 0
-        self._fetch_due = 0.0
 
     def make_session(self, wire: Wire, *, trusted: bool) -> Session:
         return Session(self, wire, trusted=trusted)
@@ -469,18 +464,3 @@ class Hub(LineServer[Session]):
                     " servers: start both by the same list, or forget the one that has handed back"
                     " (relay forget NAME)"
                 )
-
-    async def throttled(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Yield the same bytes, slowed down to the limit for all files together."""
-        rate = self._settings.fetch_bytes_per_second
-        async for piece in pieces:
-            # Little at a time: any byte is a sign of life, and others wait for their turn.
-            size = max(1, rate // 16) if rate else len(piece)
-            for begin in range(0, len(piece), size):
-                some = piece[begin : begin + size]
-                if rate:
-                    start = max(self._fetch_due, trio.current_time())
-                    self._fetch_due = start + len(some) / rate
-                    await trio.sleep_until(start)
-                self.counts.fetched_bytes += len(some)
-                yield some

@@ -11,7 +11,7 @@ import json
 import pytest
 import trio
 import trio.testing
-from tests.relay.log_support import pdu, runtime, to_device
+from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import Hands, World
 
 from fedsender.embedded.facts import prepare_ephemeral
@@ -20,7 +20,6 @@ from fedsender.replication.line_stream import Disconnected, Wire
 from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches
 from fedsender_lab.testing.clock import now_ms
 from fedsender_relay.line_server import MAX_CONNECTIONS
-from fedsender_relay.snapshot import SnapshotInfo
 from fedsender_relay.status import status_of
 
 Clock = trio.testing.MockClock
@@ -647,40 +646,3 @@ async def test_nothing_is_level_after_its_place_was_lost(autojump_clock: Clock) 
         for _ in range(2):
             line = str(await hands.hear_any())
             assert line.startswith("PING "), line
-
-
-async def test_a_slow_fetch_leaves_room_for_a_sign_of_life(autojump_clock: Clock) -> None:
-    """However little all fetches together may take, no connection is silent for so long that it is
-    taken for dead."""
-    settings = {"fetch_bytes_per_second": 20_000}
-    async with World(settings=settings).running() as world:
-        gaps: list[float] = []
-        info = await big_snapshot(world)
-        largest = max(info.files, key=lambda file: file.bytes)
-        assert largest.bytes > 600_000
-
-        async def fetch(hands: Hands) -> None:
-            await hands.introduce("sender-1")
-            await hands.say(f"FETCH {info.id} {largest.name} 0")
-            await hands.until("FILE ")
-            last = trio.current_time()
-            while trio.current_time() < 100:
-                await hands.stream.receive_some(65_536)
-                gaps.append(trio.current_time() - last)
-                last = trio.current_time()
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(4):
-                nursery.start_soon(fetch, world.connect())
-        assert max(gaps) < 15
-
-
-async def big_snapshot(world: World) -> SnapshotInfo:
-    noise = runtime(7).entropy(400_000).hex()
-    for number in range(4):
-        body = noise[number * 200_000 : number * 200_000 + 200_000]
-        await world.append_rows(["edu", ["to_device", "b.example", f"m{number}", {"body": body}]])
-        await world.append_rows(
-            ["edu", ["to_device", "b.example", f"n{number}", {"body": body[::-1]}]]
-        )
-    return await world.relay.snapshots.make()

@@ -232,7 +232,7 @@ async def test_a_snapshot_is_fetched_by_so_many_connections_at_once(
     autojump_clock: Clock, parallel: int
 ) -> None:
     """And no more, beside the one that asked for it; afterwards only that is left."""
-    world = World(settings={"fetch_bytes_per_second": 1000})
+    world = World()
     async with world.running():
         for number in range(20):
             await world.append_rows(hosts(number), pdu(number, 3000, f"!r{number}:hs.example"))
@@ -244,10 +244,12 @@ async def test_a_snapshot_is_fetched_by_so_many_connections_at_once(
             return sum(each.consumer == "sender-1" for each in world.relay.hub.sessions)
 
         most = 0
+        world.thread_s = 0.2
         async with shard.running():
             while shard.feed.state is not State.FOLLOWING:
                 await trio.sleep(0.05)
                 most = max(most, connections())
+            world.thread_s = 0.0
             await shard.level(world.relay.log.head)
             assert (most, connections()) == (1 + parallel, 1)
         assert world.relay.hub.counts.fetched_files > 8

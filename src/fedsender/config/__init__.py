@@ -404,6 +404,7 @@ _GONE: Final[Mapping[str, str]] = {
     "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
     "pipeline.service_share": "the goal is 99 % of the servers; remove it",
     "pipeline.service_within": "the goal is five seconds; remove it",
+    "relay.fetch_bytes_per_second": "a snapshot is fetched as fast as the network is; remove it",
     "relay.secret_file": "each consumer has its own, relay.consumers.NAME.secret_file",
     "sending.fan_out_chunk": "a transaction fans out 100 events; remove it",
 }

@@ -521,9 +521,6 @@ class Relay(Section):
         ge=1,
         description="A snapshot that was made for one sender is good for others for so long.",
     )
-    fetch_bytes_per_second: Bytes = Field(
-        default=0, ge=0, description="For all snapshots being fetched, together; 0 is no limit."
-    )
 
     def contradictions(self) -> Contradictions:
         tls = self.certificate_file is not None
