@@ -257,8 +257,11 @@ class World:
                 announcer=Silence(),
             ) as self.sender,
         ):
+            # As a feed does: it asks the database before it tells the sender anything.
             if isinstance(store.homeserver, EmbeddedStore):
                 self.token = max(self.token, await store.homeserver.feed_position())
+            else:
+                await store.homeserver.event_writer_positions()
             self.sender.events.advance(self.token)
             yield self.sender
 
