@@ -24,9 +24,11 @@ from fedsender.sender.failure import (
     judge_answer,
     judge_failure,
     shared_interval_ms,
+    states_of,
     take_wake,
     wait_s,
 )
+from fedsender.store.connections import WrongDatabase
 
 NOW = 1_800_000_000_000
 
@@ -283,3 +285,11 @@ def test_a_clock_that_was_set_back_does_not_make_the_steady_time_last() -> None:
     later = state(last_success_ms=NOW, failing_since_ms=NOW, failures=30)
 
     assert wait_s(Backoff(jitter=0.0), later, REFUSED, NOW - DAY_MS, random.Random(0)) == 3600.0
+
+
+@pytest.mark.parametrize("written", [{"asks": True}, {"suspect": "$mark"}, {}])
+def test_a_search_that_another_version_wrote_is_refused_by_name(written: dict[str, object]) -> None:
+    row = {"pdu_search": written, "edu_search": None}
+
+    with pytest.raises(WrongDatabase, match=r"not of this version: .* that b\.example refuses"):
+        states_of({"b.example": row})

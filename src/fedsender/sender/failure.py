@@ -22,6 +22,7 @@ from fedsender.federation.dialing import UnreachableKind
 from fedsender.federation.transport import FailureKind
 from fedsender.sender.isolation import AT_REST, Item, Kind, Search, left_s, of_json
 from fedsender.sender.transaction import Transaction
+from fedsender.store.connections import WrongDatabase
 
 DAY_MS = 86_400_000
 FOR_DAYS_S = 86_400.0
@@ -337,17 +338,22 @@ _TIMES: Final = tuple(
 
 
 def states_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, ServerState]:
-    """The states by server, from the store's columns."""
-    return {
-        server: ServerState(
-            **{
-                **row,
-                "pdu_search": of_json(row["pdu_search"]),
-                "edu_search": of_json(row["edu_search"]),
-            }
-        )
-        for server, row in rows.items()
-    }
+    """The states by server, from the store's columns.
+
+    Raises WrongDatabase for a search that another version wrote.
+    """
+    states: dict[str, ServerState] = {}
+    for server, row in rows.items():
+        try:
+            searches = {name: of_json(row[name]) for name in ("pdu_search", "edu_search")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise WrongDatabase(
+                f"the sender's database is not of this version: the search for the item that"
+                f" {server} refuses cannot be read ({error!r}); begin with an empty database, or go"
+                f" back to the version that wrote it"
+            ) from error
+        states[server] = ServerState(**{**row, **searches})
+    return states
 
 
 def well_lately(state: ServerState, now_ms: int) -> bool:
