@@ -139,21 +139,24 @@ async def open_store(
             yield database
 
     open_homeserver: OpenHomeserver = resolve_name(_OPENED_BY[config.homeserver.kind])
-    async with open_one(config.sender_url, "sender", ours=True) as own:
+    async with (
+        # A Synapse's first: if it is not there, nothing is made beside a mistyped path.
+        open_homeserver(config, runtime, open_one) as homeserver,
+        open_one(config.sender_url, "sender", ours=True) as own,
+    ):
         await own.read(refuse_a_synapses)
         await bring_up_to_date(own, "sender", lock_of(own.url, runtime))
-        async with open_homeserver(config, runtime, open_one) as homeserver:
-            lock = InstanceLock(await _locks(own, homeserver, runtime))
-            try:
-                yield Store(
-                    homeserver.store,
-                    SenderStore(own, runtime, lock, config.homeserver.instance),
-                    homeserver.edus,
-                    ReceiptRecords(own),
-                )
-            finally:
-                with trio.CancelScope(shield=True):
-                    await lock.release()
+        lock = InstanceLock(await _locks(own, homeserver, runtime))
+        try:
+            yield Store(
+                homeserver.store,
+                SenderStore(own, runtime, lock, config.homeserver.instance),
+                homeserver.edus,
+                ReceiptRecords(own),
+            )
+        finally:
+            with trio.CancelScope(shield=True):
+                await lock.release()
 
 
 async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:
