@@ -19,11 +19,11 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.pipeline.lakes import lake_of
 from tests.pipeline.test_health import attempt
 from tests.pipeline.worlds import US
 
 from fedsender_lab.bench.meter import cpu_s_of
-from fedsender_lab.testing.lakes import lake_of
 
 PATIENCE_S = 120
 BETWEEN_S = 2

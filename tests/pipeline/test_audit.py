@@ -8,9 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.worlds import US
-
-from fedsender_lab.testing.lakes import (
+from tests.pipeline.lakes import (
     DAY_MS,
     EVENT_MS,
     START_MS,
@@ -24,6 +22,8 @@ from fedsender_lab.testing.lakes import (
     pdu,
     write,
 )
+from tests.pipeline.worlds import US
+
 from fedsender_pipeline import PipelineError, Usage, schemas
 from fedsender_pipeline.audit import Audited, accept, audit, missing_pairs, read_accepted
 from fedsender_pipeline.lake import Lake, open_lake

@@ -17,6 +17,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from tests.pipeline.cluster import SETTINGS, Killer, open_cluster
+from tests.pipeline.lakes import line, write
 from tests.pipeline.test_ingest import config_of, move, read
 from tests.pipeline.worlds import US, driver_url, synapse_world
 from tests.servers import Databases
@@ -24,7 +25,6 @@ from tests.servers import Databases
 from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
 from fedsender.store import tables
-from fedsender_lab.testing.lakes import line, write
 from fedsender_pipeline import audit, ingest, ledger_lines, session
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.schemas import FATES, INTERVALS

@@ -8,9 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from fedsender.health import ServerHealth, read_health
-from fedsender_lab.testing.lakes import (
+from tests.pipeline.lakes import (
     NOW_MS,
     config_of,
     event,
@@ -20,6 +18,8 @@ from fedsender_lab.testing.lakes import (
     pdu,
     write,
 )
+
+from fedsender.health import ServerHealth, read_health
 from fedsender_pipeline import PipelineError, health, ledger_lines, schemas
 from fedsender_pipeline.health import (
     ALL,

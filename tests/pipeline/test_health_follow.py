@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.pipeline.lakes import ingest_ledger, lake_of, write
 from tests.pipeline.test_health import A, attempt, open_lake_again, rows, run
 from tests.pipeline.worlds import US
 
 from fedsender.cli import run_command
-from fedsender_lab.testing.lakes import ingest_ledger, lake_of, write
 from fedsender_pipeline import ledger_source, session
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+from tests.pipeline.lakes import DAY_MS, EVENT_MS, START_MS, attempt, event, note, pdu, write
 from tests.pipeline.test_audit import SERVERS
 from tests.pipeline.test_ingest import Killed
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
-from fedsender_lab.testing.lakes import DAY_MS, EVENT_MS, START_MS, attempt, event, note, pdu, write
 from fedsender_pipeline import accounts, intervals, schemas
 from fedsender_pipeline import audit as module
 from fedsender_pipeline import lake as lake_module

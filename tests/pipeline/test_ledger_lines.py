@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.test_ingest import Killed
-from tests.pipeline.worlds import US
-
-from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
-from fedsender.segments import segments
-from fedsender_lab.testing.lakes import (
+from tests.pipeline.lakes import (
     DAY_MS,
     NOW_MS,
     line,
     write,
 )
+from tests.pipeline.test_ingest import Killed
+from tests.pipeline.worlds import US
+
+from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
+from fedsender.segments import segments
 from fedsender_pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.ledger_lines import FIELDS, Read, new_segments, read_ledger

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from tests.pipeline.lakes import Rows, attempt, ingest_ledger, lake_of, pdu, write
 
 from fedsender.matrix import shard_of
-from fedsender_lab.testing.lakes import Rows, attempt, ingest_ledger, lake_of, pdu, write
 from fedsender_pipeline import PipelineError, Usage, plan
 from fedsender_pipeline.lake import open_lake
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.pipeline.lakes import config_of, event, lake_of, line, write
 
-from fedsender_lab.testing.lakes import config_of, event, lake_of, line, write
 from fedsender_pipeline import accounts, health, intervals, ledger_lines, plan, rebuild, schemas
 from fedsender_pipeline.accounts import Accounts, Look
 from fedsender_pipeline.intervals import few

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.test_audit import run as run_audit
-
-from fedsender_lab.testing.lakes import (
+from tests.pipeline.lakes import (
     Rows,
     attempt,
     config_of,
@@ -20,6 +18,8 @@ from fedsender_lab.testing.lakes import (
     pdu,
     write,
 )
+from tests.pipeline.test_audit import run as run_audit
+
 from fedsender_pipeline import PipelineError, schemas
 from fedsender_pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
 from fedsender_pipeline.lake import Lake, open_lake

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from tests.pipeline.lakes import config_of
 from tests.pipeline.worlds import US
 
-from fedsender_lab.testing.lakes import config_of
 from fedsender_pipeline.lake import open_lake
 from fedsender_pipeline.schemas import AUDIT_BY_SERVER, FATES
 from fedsender_pipeline.textfile import write_textfile

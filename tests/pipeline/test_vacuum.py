@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from tests.pipeline.lakes import ingest_ledger, lake_of, note, write
 from tests.pipeline.test_audit import counted, missing, run, sent, shared_room
 from tests.pipeline.worlds import US
 
-from fedsender_lab.testing.lakes import ingest_ledger, lake_of, note, write
 from fedsender_pipeline import vacuum as module
 from fedsender_pipeline.lake import Lake, in_days, open_lake
 from fedsender_pipeline.schemas import ATTEMPTS, PDUS, SEGMENTS, LakeTable

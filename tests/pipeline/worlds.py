@@ -7,11 +7,11 @@ from random import Random
 from typing import Any
 
 from sqlalchemy import Connection, Table, create_engine, insert
+from tests.pipeline.lakes import US
 from tests.store import synapse_schema
 
 from fedsender.store import tables
 from fedsender.store.migrations import upgrade
-from fedsender_lab.testing.lakes import US
 
 SERVERS = (US, "a.example", "b.example:8448", "c.example", "d.example")
 MEMBER = "m.room.member"

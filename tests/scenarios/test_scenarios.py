@@ -102,6 +102,7 @@ async def test_of_two_senders_exactly_one_sends_each_event(
             directory,
             instance_name=name,
             homeserver={"federation_sender_instances": senders},
+            feed={"kind": "tcp"},
         )
         async with world.run():
             for number in range(20):

@@ -234,10 +234,17 @@ class HostileServers:
 
     async def _answer_questions(self) -> int:
         """Start a name server on a free port of 127.0.0.1; return the port."""
-        tcp = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
-        port: int = tcp.socket.getsockname()[1]
-        udp = trio.socket.socket(type=trio.socket.SOCK_DGRAM)
-        await udp.bind(("127.0.0.1", port))
+        while True:
+            tcp = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
+            port: int = tcp.socket.getsockname()[1]
+            udp = trio.socket.socket(type=trio.socket.SOCK_DGRAM)
+            try:
+                await udp.bind(("127.0.0.1", port))
+            except OSError:  # Free for TCP, and not for UDP.
+                udp.close()
+                await tcp.aclose()
+            else:
+                break
         self._nursery.start_soon(self._name_server, udp)
         self._nursery.start_soon(trio.serve_listeners, self._name_server_by_tcp, [tcp])
         return port
