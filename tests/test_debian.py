@@ -5,7 +5,6 @@ how they are called.
 """
 
 import os
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +91,11 @@ def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_o
     assert list(etc.iterdir()) == []
 
     assert machine.run("--version").stdout == f"fedsender {version()}\n"
-    shutil.copy(root / "usr/share/doc/fedsender/config.example.yaml", etc / "config.yaml")
+    example = (root / "usr/share/doc/fedsender/config.example.yaml").read_text()
+    token = "token_file: append.token"
+    (etc / "config.yaml").write_text(example.replace("token_file: null", token, 1))
+    (etc / "append.token").write_text("a token of some length\n")
+    (etc / "append.token").chmod(0o600)
     (etc / "signing.key").write_text(f"ed25519 a_1 {'A' * 43}\n")
     (etc / "signing.key").chmod(0o600)
     checked = machine.run("config", "check", "-c", etc / "config.yaml")
@@ -110,7 +113,7 @@ def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_o
     assert state.exists()
     calls = machine.dpkg("-P", "fedsender")
     assert "deluser --system --quiet fedsender" in calls
-    assert [path.name for path in etc.iterdir()] == ["signing.key"]
+    assert sorted(path.name for path in etc.iterdir()) == ["append.token", "signing.key"]
     left = sorted(path.name for path in (root / "var/lib").glob("fedsender*"))
     assert left == ["fedsender-backup", "fedsender-relay"]
     assert list(wanted.iterdir()) == []
