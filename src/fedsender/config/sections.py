@@ -31,7 +31,6 @@ from fedsender.config.values import (
     parse_network,
 )
 
-KIB: Final = 2**10
 MIB: Final = 2**20
 GIB: Final = 2**30
 

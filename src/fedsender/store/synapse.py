@@ -222,13 +222,7 @@ class SynapseStore(HomeserverStore):
     async def read_to_route(
         self, after: int, upto: int, limit: int, wanted: Callable[[EventRow], bool]
     ) -> tuple[list[EventRow], dict[str, Hosts]]:
-        """`read_events`, and `servers_before` for the wanted ones among them, in one transaction.
-
-        Raises NotGiven if a PostgreSQL has not given all ids up to `upto` yet.
-
-        Args:
-            wanted: called in a worker thread.
-        """
+        """As the interface says; it is PostgreSQL that gives ids out of order."""
 
         def look(connection: Connection) -> tuple[list[EventRow], dict[str, Hosts]]:
             rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
