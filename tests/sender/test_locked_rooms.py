@@ -305,11 +305,16 @@ async def test_answers_that_wait_for_a_locked_table_hold_no_places(
     # Marks are late as soon as there are any, so all but the first answer are written at once.
     monkeypatch.setattr("fedsender.store.homeserver.MARKS_LATE_S", -1)
     first = world.server("first.example")
+    for each in (old, *servers):
+        each.down = True
     with trio.fail_after(30), psycopg.connect(world.url) as other:
         other.execute(b"LOCK TABLE device_federation_outbox IN SHARE MODE")
         async with world.run() as sender:
             admission = sender.context.admission
-            await until(lambda: len(first.answered) == 1)
+            await until(lambda: sender.active[first.name].frozen is None and first.answered)
+            for each in (old, *servers):
+                each.down = False
+            assert await sender.operations.wake(names) == {}
             await until(lambda: all(len(each.answered) == 1 for each in (old, *servers)))
             await until(lambda: admission.in_flight == 0)
             frozen = [sender.active[name].frozen for name in names]
