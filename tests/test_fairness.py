@@ -323,6 +323,28 @@ async def test_a_loop_over_all_servers_lets_others_run_after_the_time_of_a_pass(
     assert 1 / PASS_S - 5 <= others <= 1 / PASS_S + 5
 
 
+async def test_a_pass_of_the_loop_is_not_full_of_servers_that_wake_together(
+    autojump_clock: MockClock,
+) -> None:
+    loop, begun, step_s = Loop(), 0, 0.001
+
+    async def begin() -> None:
+        nonlocal begun
+        await loop.turns.not_all_at_once()
+        loop.work(step_s)
+        begun += 1
+
+    trio.lowlevel.add_instrument(loop.turns)
+    trio.lowlevel.add_instrument(loop)
+    async with trio.open_nursery() as nursery:
+        for _ in range(2000):
+            nursery.start_soon(begin)
+    trio.lowlevel.remove_instrument(loop)
+    trio.lowlevel.remove_instrument(loop.turns)
+    assert begun == 2000
+    assert max(loop.passes) <= 2 * PASS_S + step_s
+
+
 async def test_every_second_time_goes_who_has_waited_for_thirty_seconds(
     autojump_clock: MockClock,
 ) -> None:

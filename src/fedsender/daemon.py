@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-GARBAGE_AFTER = (10_000, 5, 5)
-"""Thresholds of the garbage collector: 10,000 new objects take a few MB at most, and surviving
+GARBAGE_AFTER = (5_000, 4, 12)
+"""Thresholds of the garbage collector: 5,000 new objects take a few MB at most, and surviving
 objects are searched again before there are a quarter of a million of them."""
 FEED_PATIENCE_S = 30.0
 LOCK_RENEWAL_S = 5.0

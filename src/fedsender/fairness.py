@@ -40,6 +40,10 @@ PATIENT_S: Final = 30.0
 """Of those served every second one is who waits longest, if that is for longer than this."""
 PASS_S: Final = 0.02
 """The CPU time of turns in one pass of the event loop."""
+_FULL_S: Final = 2 * PASS_S
+_STEP_S: Final = 0.00025
+"""After so much CPU time of a pass no server's task begins anything; those that wait come back one
+by one after so long, which is less than what one of them costs."""
 MEMORY_S: Final = 30.0
 """So long after anybody waited it is remembered who had how much."""
 LATE_S: Final = 0.5
@@ -465,6 +469,8 @@ class Turns(trio.abc.Instrument):
         self._late_until = -math.inf
         self._spent_s = 0.0
         self._led = False
+        self._full_at_s = math.inf
+        self._next_step = -math.inf
         self._had: dict[str, float] = {}
         self._tell_at = -math.inf
 
@@ -476,9 +482,24 @@ class Turns(trio.abc.Instrument):
         """
         return trio.current_time() < self._late_until
 
+    def after_io_wait(self, timeout: float) -> None:
+        """Note that a pass of the loop begins."""
+        self._full_at_s = self._cpu_s() + _FULL_S
+
     def before_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop has ended."""
         self._spent_s = 0.0
+
+    async def not_all_at_once(self) -> None:
+        """Wait while this pass of the loop is full; a checkpoint only if there is a wait.
+
+        An event for thousands of servers wakes the tasks of all of them in one pass, and answers
+        come in together. Without this, no socket would be looked at until the last of them had
+        done its step.
+        """
+        while self._cpu_s() >= self._full_at_s:
+            self._next_step = max(self._next_step, trio.current_time()) + _STEP_S
+            await trio.sleep_until(self._next_step)
 
     async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
         """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""

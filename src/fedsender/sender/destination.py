@@ -458,6 +458,7 @@ class Destination:
 
     async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
+        await self._context.runtime.turns.not_all_at_once()
         if self.frozen is None and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
         permit, now_ms = self._permit, self._context.clock.now_ms()
@@ -575,6 +576,7 @@ class Destination:
             )
         except SendFailed as error:
             return None, failure.judge_failure(error)
+        await self._context.runtime.turns.not_all_at_once()
         return answer, failure.judge_answer(answer)
 
     async def _may_say_nothing(self, peer: Peer, transaction: Transaction) -> bool:
