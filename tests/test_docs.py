@@ -20,12 +20,12 @@ from fedsender.config.sections import Ledger
 from fedsender.federation import answer, client, discovery, places, transport
 from fedsender.http import access, http1
 from fedsender.replication import resp
-from fedsender.replication.protocol import MAX_LINE_BYTES
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.telemetry import Metrics
 from fedsender_lab import bench, log_events
 from fedsender_relay import line_server
+from fedsender_relay.protocol import MAX_LINE_BYTES
 
 BY_ARGUMENT = {"simulate", "bench"}
 """Commands that parse the rest of the line themselves."""

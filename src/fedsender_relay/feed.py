@@ -33,24 +33,9 @@ import trio
 
 from fedsender.embedded.facts import STREAM
 from fedsender.files import free_bytes
+from fedsender.replication.commands import BadLine, Position, Rdata
+from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.feed_api import Sink
-from fedsender.replication.line_stream import Disconnected, Wire
-from fedsender.replication.protocol import (
-    Ack,
-    BadLine,
-    Command,
-    Error,
-    Fetch,
-    File,
-    Join,
-    Position,
-    Rdata,
-    Reason,
-    Relay,
-    Replicate,
-    Resync,
-    Snapshot,
-)
 from fedsender.runtime import Runtime
 from fedsender.store.records import History, Receipt
 from fedsender.streams import FeedStatus
@@ -63,7 +48,21 @@ from fedsender_relay.line_feed import (
     connect_relay,
     said,
 )
+from fedsender_relay.line_stream import Wire
 from fedsender_relay.load import Handles, Load
+from fedsender_relay.protocol import (
+    Ack,
+    Command,
+    Error,
+    Fetch,
+    File,
+    Join,
+    Reason,
+    Relay,
+    ReplicateFrom,
+    Resync,
+    Snapshot,
+)
 from fedsender_relay.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -516,7 +515,7 @@ class RelayFeed(EmbeddedFeed):
         self._turn(State.RESUMING)
         base = 0 if self._history is None else self._history.base
         self._head = max(self._head, relay.head + base)
-        await wire.send(Replicate(STREAM, token, epoch))
+        await wire.send(ReplicateFrom(STREAM, token, epoch))
 
     def _token(self) -> tuple[int, str]:
         history = self._history

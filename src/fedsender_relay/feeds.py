@@ -5,13 +5,13 @@ from functools import partial
 
 from fedsender.config import Config, TcpFeed, read_secret
 from fedsender.embedded.store import own_store
+from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.feed import FeedParts, tls_context
 from fedsender.replication.feed_api import Feed
-from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.protocol import Shard
 from fedsender_relay.feed import RelayFeed
 from fedsender_relay.line_feed import EmbeddedFeed, LineSettings, NoticeFeed
 from fedsender_relay.load import load_snapshot
+from fedsender_relay.protocol import Shard
 
 
 def relay_feed(parts: FeedParts) -> Feed:

@@ -19,8 +19,15 @@ import structlog
 
 from fedsender.config import Config, ConfigError, read_secret
 from fedsender.embedded.facts import SERVER_UP, STREAM, Ephemeral, without_edus
-from fedsender.replication.line_stream import SEND_PIECE, Wire
-from fedsender.replication.protocol import (
+from fedsender.replication.commands import Position
+from fedsender.runtime import Runtime
+from fedsender.store.engine import StoreError
+from fedsender.streams import Fact, Watermark
+from fedsender_relay.line_server import Counts, LineServer, Refused, TooFarBehind
+from fedsender_relay.line_server import Session as LineSession
+from fedsender_relay.line_stream import SEND_PIECE, Wire
+from fedsender_relay.log import Collected, RelayLog
+from fedsender_relay.protocol import (
     RELAY_VERSION,
     Ack,
     Command,
@@ -28,21 +35,14 @@ from fedsender.replication.protocol import (
     File,
     Join,
     Name,
-    Position,
     Reason,
     Relay,
-    Replicate,
+    ReplicateFrom,
     Resync,
     Server,
     Shard,
     Snapshot,
 )
-from fedsender.runtime import Runtime
-from fedsender.store.engine import StoreError
-from fedsender.streams import Fact, Watermark
-from fedsender_relay.line_server import Counts, LineServer, Refused, TooFarBehind
-from fedsender_relay.line_server import Session as LineSession
-from fedsender_relay.log import Collected, RelayLog
 from fedsender_relay.registry import Registry, TooManyConsumers, is_consumer_name
 from fedsender_relay.retention import Retention
 from fedsender_relay.snapshots import SnapshotFailed, Snapshots
@@ -104,7 +104,7 @@ class Session(LineSession):
                 self.shard = command
             case Ack(stream, token) if stream == STREAM:
                 self._take_ack(token)
-            case Replicate(stream, token, str(epoch)) if stream == STREAM:
+            case ReplicateFrom(stream, token, str(epoch)) if stream == STREAM:
                 await self._resume(token, epoch)
             case Join(stream) if stream == STREAM:
                 await self._join()
@@ -302,7 +302,7 @@ class Session(LineSession):
                     continue
                 if not self.level:
                     self.level = True
-                    await self.wire.send(Position(STREAM, None, self.sent, self.sent))
+                    await self.wire.send(Position(STREAM, "", self.sent, self.sent))
                 await hub.log.moved.wait_past(self.sent)
         except Collected:
             self.follows = self.level = False
@@ -315,7 +315,7 @@ class Session(LineSession):
             return []
         if not self.level:
             return super().beat()
-        return [*super().beat(), Position(STREAM, None, self.sent, self.sent)]
+        return [*super().beat(), Position(STREAM, "", self.sent, self.sent)]
 
 
 log = structlog.get_logger()

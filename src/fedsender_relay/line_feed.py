@@ -6,9 +6,9 @@ events position move. When the connection is lost it connects again, without lim
 interrupted batch comes again whole. It reads only while nothing waits to be stored. So the received
 rows that the store does not hold are those of one read and one batch.
 
-`EmbeddedFeed` follows a server with rows of facts, for a store of ours; the feed of a relay, in
-`relay_feed`, is one with more. `NoticeFeed` follows a server with rows that only name events; the
-events are in a database that we read in place.
+`EmbeddedFeed` follows a server with rows of facts, for a store of ours; that of a relay
+(`feed.RelayFeed`) is one with more. `NoticeFeed` follows a server with rows that only name events;
+the events are in a database that we read in place.
 """
 
 from __future__ import annotations
@@ -35,37 +35,35 @@ from fedsender.embedded.facts import (
     tell_ephemeral,
 )
 from fedsender.matrix import is_server_name
-from fedsender.replication.feed_api import Feed, Sink
-from fedsender.replication.line_stream import (
-    Disconnected,
-    Endpoint,
-    Wire,
-    connect,
-)
-from fedsender.replication.protocol import (
-    RELAY_VERSION,
-    Auth,
+from fedsender.replication.commands import (
     BadLine,
-    Command,
-    Error,
-    Name,
-    Ping,
     Position,
     Rdata,
     RdataBatches,
-    Relay,
     RemoteServerUp,
-    Replicate,
-    Resync,
-    Server,
-    Shard,
 )
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
 from fedsender.store.engine import FeedError
 from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus, Json
 from fedsender.waiting import BeginAnew, Pauses
+from fedsender_relay.line_stream import Wire
 from fedsender_relay.load import Handles
+from fedsender_relay.protocol import (
+    RELAY_VERSION,
+    Auth,
+    Command,
+    Error,
+    Name,
+    Ping,
+    Relay,
+    ReplicateFrom,
+    Resync,
+    Server,
+    Shard,
+)
 
 
 def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[RelayRow]:
@@ -342,7 +340,7 @@ class LineFeed(Feed):
         self._wire = wire
         self.note_connected()
         log.info("replication_connected", to=str(self._settings.endpoint.address))
-        await wire.send(Replicate(STREAM, self._position))
+        await wire.send(ReplicateFrom(STREAM, self._position))
         await self._listen(wire)
         raise Disconnected("the server sent RESYNC, which is a relay's: set feed.kind relay")
 
@@ -434,7 +432,7 @@ class LineFeed(Feed):
                 if receipt is not None:
                     receipts.append(receipt)
             case Position(stream, _, _, token) if stream == STREAM:
-                if self._batches.is_open(STREAM, None):
+                if self._batches.is_open(STREAM, ""):
                     # Its rows would be passed over, and nothing brings them again.
                     raise BadLine(f"POSITION inside a batch of {STREAM}")
                 self._check_position(token, facts[-1][0] if facts else self._position)

@@ -30,35 +30,33 @@ import trio
 
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
 from fedsender.matrix import network_of
-from fedsender.replication.line_stream import (
-    PING_EVERY_S,
-    SEND_PIECE,
-    Disconnected,
-    TooSlow,
-    Wire,
-)
-from fedsender.replication.protocol import (
-    WORKERS_WORDS,
-    Auth,
+from fedsender.replication.commands import (
     BadLine,
-    Command,
-    Dialect,
-    Error,
     FederationAck,
-    Name,
-    Ping,
     Position,
     Rdata,
     RemoteServerUp,
     Replicate,
-    Server,
     Unknown,
     UnsendableCommand,
-    format_command,
 )
+from fedsender.replication.endpoint import Disconnected
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Watermark
 from fedsender.waiting import pause_s
+from fedsender_relay.line_stream import PING_EVERY_S, SEND_PIECE, TooSlow, Wire
+from fedsender_relay.protocol import (
+    TODAY,
+    WORKERS_WORDS,
+    Auth,
+    Command,
+    Error,
+    Name,
+    Ping,
+    ReplicateFrom,
+    Server,
+    format_command,
+)
 
 log = structlog.get_logger()
 
@@ -138,7 +136,7 @@ class Session:
         self.slow = False
         self.wire = wire
         self._server = server
-        self._instance: str | None = None
+        self._instance = ""
         self._subscribed: set[str] = set()
         self._lines: deque[bytes] = deque()
         self._line_came = trio.Event()
@@ -244,9 +242,9 @@ class Session:
                 self.name = name[:200]
             case Error(text):
                 log.warning("replication_client_error", client=self.name, text=text[:200])
-            case Replicate(None):
+            case Replicate():
                 self._subscribe_today()
-            case Replicate(stream, token):
+            case ReplicateFrom(stream, token):
                 await self._subscribe(stream, token)
             case RemoteServerUp():
                 self._server.announce(command, but=self)
@@ -258,13 +256,13 @@ class Session:
             case _:
                 raise BadLine(f"invalid command: {type(command).__name__.upper()}")
 
-    async def _subscribe(self, stream: str | None, token: int | None) -> None:
+    async def _subscribe(self, stream: str, token: int | None) -> None:
         """`REPLICATE events 53`: send the missed rows, POSITION, and then new rows.
 
         Of a stream that is not here nothing is missed: a homeserver's worker asks for all that it
         knows, and waits for POSITION of each.
         """
-        for name in list(self._server.streams) if stream == "ALL" else [stream or ""]:
+        for name in list(self._server.streams) if stream == "ALL" else [stream]:
             if name in self._server.streams:
                 self.take_stream(name)
                 self.start(partial(self._follow, name, token))
@@ -274,7 +272,7 @@ class Session:
 
     def _subscribe_today(self) -> None:
         """Bare `REPLICATE`: send POSITION of every stream, then new rows, with writers named."""
-        self.wire.speak(Dialect.TODAY)
+        self.wire.speak(TODAY)
         self._instance = self._server.instance
         for name in self._server.streams:
             if name not in self._subscribed:
@@ -352,7 +350,7 @@ class Session:
 
     def _lines_of(self, stream: str, fact: Fact) -> list[bytes]:
         """The lines of one fact: a row each, all but the last with `batch` for a token."""
-        writer = None if self._instance is None else fact.writer
+        writer = fact.writer if self._instance else ""
         tokens = [None] * (len(fact.rows) - 1) + [fact.stream_id]
         return [
             self.wire.encode(Rdata(stream, writer, token, row))

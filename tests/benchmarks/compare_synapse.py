@@ -36,7 +36,7 @@ from tests.synapse.slow import PatientHomeserver, open_town
 from tests.synapse.world import INSTANCE
 
 from fedsender.console import say
-from fedsender.replication.protocol import Dialect, Rdata, parse_command
+from fedsender.replication.commands import SPOKEN, Rdata
 from fedsender.replication.resp import ReplyReader, request
 from fedsender_lab.bench.meter import Options, cpu_s_of, percentile, rss_kb
 from fedsender_lab.testing.children import BenchFailed
@@ -201,7 +201,7 @@ class Stage:
     def _note(self, line: str, now: float) -> None:
         if not line.startswith("RDATA events "):
             return
-        command = parse_command(line, Dialect.TODAY)
+        command = SPOKEN.parse(line)
         assert isinstance(command, Rdata)
         kind, content = command.row
         if kind == "ev":

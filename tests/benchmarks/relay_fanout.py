@@ -16,13 +16,13 @@ import trio
 from fedsender.config import Config, from_values
 from fedsender.config.values import parse_address
 from fedsender.embedded.facts import prepare
-from fedsender.replication.line_stream import SEND_PIECE
 from fedsender.runtime import real_runtime
 from fedsender_lab.bench.append import row
 from fedsender_lab.bench.meter import Meter, Options, median
 from fedsender_lab.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender_relay.daemon import RelayDaemon, open_relay
 from fedsender_relay.line_server import open_doors
+from fedsender_relay.line_stream import SEND_PIECE
 
 CONSUMERS: Final = (1, 4, 16)
 SERVER: Final = "hs.example"

@@ -20,7 +20,7 @@ from fedsender.config import UnixAddress, from_values
 from fedsender.embedded.facts import prepare
 from fedsender.embedded.intake import KEY_BYTES
 from fedsender.embedded.store import EmbeddedStore, own_store
-from fedsender.replication.line_stream import Endpoint
+from fedsender.replication.endpoint import Endpoint
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.streams import Json

@@ -22,8 +22,9 @@ from fedsender.embedded.facts import (
     rows_of,
     without_edus,
 )
-from fedsender.replication.protocol import Connection, Rdata, RdataBatches
+from fedsender.replication.commands import Rdata, RdataBatches
 from fedsender.streams import HostsRow, Json, PduRow
+from fedsender_relay.protocol import Connection
 
 KEY = {"keys": {"ed25519:PUB": "PUB"}}
 DEVICE = ["device_list", "b.example", "@a:hs.example", "DEV", None]

@@ -39,15 +39,8 @@ from fedsender.embedded.facts import (
     rows_of,
     without_edus,
 )
-from fedsender.replication.protocol import (
-    BadLine,
-    Connection,
-    Dialect,
-    Rdata,
-    RdataBatches,
-    UnsendableCommand,
-    parse_command,
-)
+from fedsender.replication.commands import BadLine, Rdata, RdataBatches, UnsendableCommand
+from fedsender_relay.protocol import OLD, Connection
 from fedsender_relay.snapshot import (
     BadSnapshot,
     FileInfo,
@@ -114,7 +107,7 @@ def fuzz_lines(rng: random.Random) -> None:
                     batches.add(command)
                     parse_relay_row(command.row)
                 said = peer.encode(command).decode().rstrip("\n")
-                assert parse_command(said, Dialect.OLD) == command, said
+                assert OLD.parse(said) == command, said
         except (BadLine, BadRow, UnsendableCommand):
             continue
         except ValueError as error:

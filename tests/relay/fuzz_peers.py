@@ -18,9 +18,9 @@ from tests.relay.log_support import hosts, pdu, runtime, to_device
 from fedsender.embedded.endpoint import PREFIX, build_app
 from fedsender.embedded.facts import Ephemeral, Record
 from fedsender.embedded.intake import Intake
-from fedsender.replication.line_stream import Wire
-from fedsender.replication.protocol import File, Snapshot, format_command
 from fedsender_relay.feed import Fetcher, FetchFailed
+from fedsender_relay.line_stream import Wire
+from fedsender_relay.protocol import File, Snapshot, format_command
 from fedsender_relay.snapshot import (
     COLUMNS,
     BadSnapshot,

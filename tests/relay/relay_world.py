@@ -14,8 +14,8 @@ from typing import Any
 
 import trio
 import trio.testing
+from tests.relay.lines import Netcat
 from tests.relay.log_support import pdu, runtime
-from tests.replication.support import Netcat
 
 from fedsender.config import Config, from_values
 from fedsender.embedded.facts import prepare

@@ -20,8 +20,8 @@ from tests.replication.support import RecordingSink
 from fedsender.config import UnixAddress
 from fedsender.embedded.facts import RelayRow
 from fedsender.embedded.store import EmbeddedStore
+from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.feed_api import Sink
-from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import Runtime
 from fedsender.store.records import History, Receipt
 from fedsender.streams import Json, PduRow

@@ -17,15 +17,15 @@ import trio
 import trio.testing
 import trustme
 from tests.proxy import open_proxy
+from tests.relay.lines import Netcat
 from tests.relay.log_support import pdu
 from tests.relay.relay_world import Hands, World, config_of
-from tests.replication.support import Netcat
 
 from fedsender.config import TcpAddress, UnixAddress, from_values
-from fedsender.replication import line_stream
-from fedsender.replication.line_stream import Endpoint, connect
+from fedsender.replication.endpoint import Endpoint, connect
 from fedsender.runtime import CannotListen, real_runtime
 from fedsender_lab.testing.appends import append_of
+from fedsender_relay import line_stream
 from fedsender_relay.daemon import RelayDaemon, open_relay
 from fedsender_relay.feeds import relay_settings
 from fedsender_relay.line_server import (

@@ -14,18 +14,11 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
-from tests.replication.support import (
-    ANYWHERE,
-    SERVER,
-    HandNetwork,
-    Log,
-    Netcat,
-    RecordingSink,
-    runtime_with,
-)
+from tests.relay.lines import Log, Netcat
+from tests.replication.support import ANYWHERE, SERVER, HandNetwork, RecordingSink, runtime_with
 
 from fedsender.config import TcpAddress
-from fedsender.replication.line_stream import Disconnected, Endpoint, connect
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.runtime import Runtime, listen_tcp, real_runtime
 from fedsender_lab.testing.clock import until
 from fedsender_relay.line_feed import Fact, LineFeed, LineSettings

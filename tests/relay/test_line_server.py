@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from tests.replication.support import SERVER, Log, Netcat
+from tests.relay.lines import Log, Netcat
+from tests.replication.support import SERVER
 
-from fedsender.replication.protocol import MAX_LINE_BYTES, RemoteServerUp
+from fedsender.replication.commands import RemoteServerUp
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender_relay.line_server import (
     MAX_WAITING,
@@ -20,6 +21,7 @@ from fedsender_relay.line_server import (
     TooFarBehind,
     open_replication_server,
 )
+from fedsender_relay.protocol import MAX_LINE_BYTES
 
 NO_SECRET = "ERROR AUTH a secret is needed, before anything else"
 

@@ -9,31 +9,30 @@ import trio
 import trio.testing
 from tests.relay.relay_world import World
 
-from fedsender.replication.protocol import (
+from fedsender.replication.commands import BadLine
+from fedsender_relay.protocol import (
+    OLD,
     Ack,
-    BadLine,
     Command,
     Connection,
-    Dialect,
     Fetch,
     File,
     Join,
     Ping,
     Reason,
     Relay,
-    Replicate,
+    ReplicateFrom,
     Resync,
     Shard,
     Snapshot,
-    parse_command,
 )
 
 EPOCH = "9f1c0a77d2e4b358"
 SHA256 = "6b1f" * 16
 WORDS: list[tuple[str, Command]] = [
     (f"RELAY 1 {EPOCH} events 120001 184220", Relay(1, EPOCH, "events", 120001, 184220)),
-    (f"REPLICATE events 184211 {EPOCH}", Replicate("events", 184211, EPOCH)),
-    (f"REPLICATE events NOW {EPOCH}", Replicate("events", None, EPOCH)),
+    (f"REPLICATE events 184211 {EPOCH}", ReplicateFrom("events", 184211, EPOCH)),
+    (f"REPLICATE events NOW {EPOCH}", ReplicateFrom("events", None, EPOCH)),
     ("ACK events 184220", Ack("events", 184220)),
     ("RESYNC events GAP 120001 184220", Resync("events", Reason.GAP, 120001, 184220)),
     ("JOIN events", Join("events")),
@@ -87,7 +86,7 @@ def test_word_is_read_and_written(line: str, command: Command) -> None:
 def test_a_word_with_other_fields_is_refused(line: str) -> None:
     """Names are never paths, counts never negative."""
     with pytest.raises(BadLine):
-        parse_command(line, Dialect.OLD)
+        OLD.parse(line)
 
 
 def test_raw_bytes_stand_between_lines() -> None:

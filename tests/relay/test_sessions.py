@@ -15,11 +15,13 @@ from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import Hands, World
 
 from fedsender.embedded.facts import prepare_ephemeral
-from fedsender.replication import line_stream
-from fedsender.replication.line_stream import Disconnected, Wire
-from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches
+from fedsender.replication.commands import Rdata, RdataBatches
+from fedsender.replication.endpoint import Disconnected
 from fedsender_lab.testing.clock import now_ms
+from fedsender_relay import line_stream
 from fedsender_relay.line_server import MAX_CONNECTIONS
+from fedsender_relay.line_stream import Wire
+from fedsender_relay.protocol import Connection, Ping
 from fedsender_relay.status import status_of
 
 Clock = trio.testing.MockClock
@@ -260,7 +262,7 @@ async def test_36_a_line_that_comes_byte_by_byte_is_no_silence(autojump_clock: C
 
         nursery.start_soon(trickle)
         assert await wire.next_command() == Ping("1")
-        assert await wire.next_command() == Rdata("events", None, 1, ["pdu"])
+        assert await wire.next_command() == Rdata("events", "", 1, ["pdu"])
     assert trio.current_time() > 100
 
 

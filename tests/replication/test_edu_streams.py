@@ -14,8 +14,8 @@ import trio.lowlevel
 import trio.testing
 from tests.replication.support import ANYWHERE, HandNetwork, RecordingEduSink, runtime_with
 
+from fedsender.replication.commands import Position
 from fedsender.replication.edu_streams import EduStreams
-from fedsender.replication.protocol import Position
 from fedsender.replication.stream_updates import NotFetched, Peers, fetch_missed
 from fedsender.store.records import PresenceState
 from fedsender.streams import Json

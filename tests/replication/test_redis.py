@@ -19,15 +19,8 @@ from tests.replication.support import ANYWHERE, SERVER, HandNetwork, runtime_wit
 from tests.servers import Valkey
 
 from fedsender.config import TcpAddress, UnixAddress
-from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.protocol import (
-    Command,
-    Position,
-    Rdata,
-    RemoteServerUp,
-    Replicate,
-    Unknown,
-)
+from fedsender.replication.commands import Position, Rdata, RemoteServerUp, Replicate, Unknown
+from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.redis import (
     RedisLink,
     RedisSettings,
@@ -36,6 +29,7 @@ from fedsender.replication.redis import (
 )
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender_lab.testing.clock import until
+from fedsender_relay.protocol import Command
 
 Heard = list[Command | Subscribed]
 

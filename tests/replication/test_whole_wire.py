@@ -11,21 +11,19 @@ from typing import cast
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
-import pytest
 import trio
 import trustme
 from tests.replication.pubsub import Process, forwarding, is_said
-from tests.replication.support import SERVER, Log, Netcat, RecordingSink
-from tests.replication.test_feed import SynapseTables, configured, homeserver_store, pdu
+from tests.replication.support import SERVER, RecordingSink
+from tests.replication.test_feed import SynapseTables
 from tests.servers import Valkey
 
-from fedsender.config import Config, ConfigError, from_values
+from fedsender.config import from_values
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.runtime import listen_tcp, listen_unix, real_runtime
+from fedsender.runtime import listen_tcp, real_runtime
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import until
-from fedsender_relay.line_server import open_replication_server
 
 ALICE = "@alice:hs.example"
 HOST = "127.0.0.1"
@@ -249,75 +247,3 @@ async def test_edus_of_the_homeservers_own_making(tmp_path: Path, valkey: Valkey
         await site.main.say(f"RDATA federation master 6 {row}")
         await until(is_said(site.main, "FEDERATION_ACK fed1 6"))
         assert edus.sent[2:] == [("b.example", "m.test", {}, None)]
-
-
-# --- the line protocol ----------------------------------------------------------------------------
-
-
-def tcp_config(directory: Path, port: int, secret: str) -> Config:
-    return configured(
-        directory,
-        kind="tcp",
-        tcp={
-            "address": f"{HOST}:{port}",
-            "tls": True,
-            "ca_file": "ca.pem",
-            "secret_file": written(directory / "secret", secret),
-        },
-    )
-
-
-async def test_line_protocol_inside_tls_with_a_secret(tmp_path: Path) -> None:
-    """Facts, and REMOTE_SERVER_UP both ways; a wrong secret is told in words."""
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert(HOST).configure_cert(tls)
-    (tcp,) = await listen_tcp(HOST, 0)
-    unix = await listen_unix(tmp_path / "r.sock")
-    port = tcp.socket.getsockname()[1]
-    log, sink = Log(), RecordingSink()
-    log.say(1, pdu(1))
-    async with (
-        homeserver_store(tmp_path) as store,
-        open_replication_server(
-            SERVER,
-            {"events": log},
-            [trio.SSLListener(tcp, tls), unix],
-            real_runtime(),
-            secrets=lambda: {"fed1": "s3cret"},
-        ),
-    ):
-        config = tcp_config(tmp_path, port, "s3cret\n")
-        async with open_feed(config, real_runtime(), store, sink) as feed:
-            await until(lambda: sink.events.value == 1)
-            netcat = Netcat.on(await trio.open_unix_socket(str(tmp_path / "r.sock")))
-            await netcat.say("NAME other", "REMOTE_SERVER_UP b.example", "REMOTE_SERVER_UP ../x")
-            await until(lambda: sink.up == ["b.example"])
-            await feed.publish_server_up("c.example")
-            assert await netcat.hear() == f"SERVER {SERVER}"
-            assert await netcat.hear() == "REMOTE_SERVER_UP c.example"
-            await netcat.stream.aclose()
-
-        config = tcp_config(tmp_path, port, "gue55\n")
-        async with open_feed(config, real_runtime(), store, sink) as feed:
-            await until(lambda: "the server says: AUTH" in str(feed.status().last_error))
-
-
-# --- what is wrong with files ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(None, "ca.pem: cannot be read"), ("x", "ca.pem: holds no certificates that can be used")],
-)
-async def test_authorities_that_cannot_be_used_are_a_configuration_error(
-    tmp_path: Path, content: str | None, words: str
-) -> None:
-    if content is not None:
-        (tmp_path / "ca.pem").write_text(content)
-    config = tcp_config(tmp_path, 1, "s")
-    async with homeserver_store(tmp_path) as store:
-        with pytest.raises(ConfigError, match=words):
-            async with open_feed(config, real_runtime(), store, RecordingSink()):
-                pass

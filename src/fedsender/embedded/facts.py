@@ -13,13 +13,13 @@ server):
 ["edu", ["device_list", destination, user_id, device_id, content]]    content null: resync
 ["edu", ["signing_key", destination, user_id, {"master_key": {...}, "self_signing_key": {...}}]]
 
-Ephemeral rows (typing, receipts, presence, servers that are up) never enter the log. They go to the
-consumers that are connected, as rows of streams of those names:
+Ephemeral rows (typing, receipts, presence, servers that are up) have no token; they are rows of
+streams of those names:
 
 typing     [room_id, [users that type now]]
 receipts   [room_id, receipt_type, user_id, event_id, thread_id or null, {"ts": ms}]
 presence   [user_id, state, last_active_ms, status or null, currently_active, [servers]]
-server_up  "server": the homeserver heard from this one; the relay sends REMOTE_SERVER_UP for it
+server_up  "server": the homeserver heard from this one
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import Final, NamedTuple
 
 from fedsender.matrix import canonical_json, is_server_name
 from fedsender.replication.feed_api import EduSink
-from fedsender.replication.protocol import MAX_LINE_BYTES
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.streams import FeedRow, HostsRow, Json, PduRow, RedactionRow
 
@@ -41,12 +40,12 @@ SERVER_UP: Final = "server_up"
 EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence", SERVER_UP)
 
 MAX_ROWS: Final = 10_000
-"""Rows of one record. A reader takes more (`protocol.RdataBatches`)."""
+"""Rows of one record."""
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
-MAX_ROW_BYTES: Final = MAX_LINE_BYTES - 64
-"""Bytes of one row as JSON; the rest of the line is `RDATA events` and the token."""
-
+MAX_ROW_BYTES: Final = 2**18 - 64
+"""Bytes of one row as JSON. It holds a whole PDU: 65,536 bytes by the specification, up to three
+times that when every character is escaped."""
 
 # The specification's bound for ids, and ones for texts that are not ids.
 MAX_ID_BYTES = 255

@@ -19,8 +19,8 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
+from fedsender.replication.commands import Position
 from fedsender.replication.feed_api import EduSink
-from fedsender.replication.protocol import Position
 from fedsender.replication.stream_updates import NotFetched
 from fedsender.store.records import PresenceState
 from fedsender.streams import HeardPositions, Json
@@ -64,7 +64,7 @@ class EduStreams:
         self._fetch = fetch
         self._acknowledge = acknowledge
         # Of the others, which have one writer at a time: who it is, and where it stands.
-        self._tokens: dict[str, tuple[str | None, int]] = {}
+        self._tokens: dict[str, tuple[str, int]] = {}
         self._connected: set[str] = set()
         self._missed: dict[str, _Missed] = {}
         self._asking: str | None = None
@@ -96,7 +96,7 @@ class EduStreams:
         """Take a writer's announced position."""
         stream = said.stream
         if stream in STORED_AS:
-            self._hear(stream, said.instance or "", said.token)
+            self._hear(stream, said.instance, said.token)
             return
         known = self._tokens.get(stream)
         self._tokens[stream] = (said.instance, said.token)
@@ -115,17 +115,17 @@ class EduStreams:
         if after < said.token and (anew or after < said.previous):
             if anew:
                 self._missed.pop(stream, None)
-            self._miss(stream, _Missed(said.instance or "", after, said.token))
+            self._miss(stream, _Missed(said.instance, after, said.token))
         elif stream == "federation":
             self._held.set()
 
-    def rows(self, stream: str, instance: str | None, token: int, rows: Sequence[Json]) -> bool:
+    def rows(self, stream: str, instance: str, token: int, rows: Sequence[Json]) -> bool:
         """Take the rows of one token.
 
         False: the writer counts anew, and its position must be asked for.
         """
         if stream in STORED_AS:
-            self._hear(stream, instance or "", token)
+            self._hear(stream, instance, token)
             return True
         if stream not in self._connected:
             return True
@@ -137,7 +137,7 @@ class EduStreams:
             self._tokens[stream] = (instance, token)
             if stream == "federation" and self._gap_open:
                 # What is missing comes first; and until we acknowledge this, it can be asked for.
-                self._miss(stream, _Missed(instance or "", known, token))
+                self._miss(stream, _Missed(instance, known, token))
                 return True
             for row in rows:
                 self._tell(stream, token, row)
@@ -177,7 +177,7 @@ class EduStreams:
         while True:
             await self._held.wait()
             self._held = trio.Event()
-            _, token = self._tokens.get("federation", (None, 0))
+            _, token = self._tokens.get("federation", ("", 0))
             # With a gap open, this is woken again when it is closed.
             if not self._gap_open:
                 await self._acknowledge(token)

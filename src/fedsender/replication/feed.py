@@ -1,8 +1,8 @@
 """The configured feed. This package has Redis; others bring more (`FeedParts`).
 
-Over TCP the homeserver (or a relay) sends the facts themselves, and they are stored before the
-events position moves. Over Redis, Synapse only announces the position of each of its writers: the
-facts are in the database that we share, and the position that moves is the linear one.
+Over Redis, Synapse only announces the position of each of its writers: the facts are in the
+database that we share, and the position that moves is the linear one. A feed into a store of ours
+brings the facts themselves, and they are stored before the events position moves.
 
 In both cases the sender sees a `Sink` with a rising `events`, and an operator sees a `FeedStatus`.
 The feed does not skip a row that it cannot understand: events stop there, with a reason in words.
@@ -30,8 +30,8 @@ from fedsender.config import (
     read_secret,
 )
 from fedsender.federation.signing import KeyRing
+from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.feed_api import Feed, Sink
-from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed

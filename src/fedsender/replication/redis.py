@@ -18,14 +18,8 @@ from dataclasses import dataclass, field
 import structlog
 import trio
 
-from fedsender.replication.line_stream import Disconnected, Endpoint, connect
-from fedsender.replication.protocol import (
-    BadLine,
-    Command,
-    Dialect,
-    format_command,
-    parse_command,
-)
+from fedsender.replication.commands import SPOKEN, BadLine, Command
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.resp import (
     BadReply,
     ErrorReply,
@@ -177,7 +171,7 @@ class RedisLink:
         Nothing is queued: the next POSITION makes up for a command that was not sent. Raises
         UnsendableCommand.
         """
-        line = format_command(command)
+        line = SPOKEN.format(command)
         async with self._publishing:
             session = self._session
             if session is None:
@@ -221,7 +215,7 @@ class RedisLink:
         if channel != self._settings.channel.encode():
             return None
         try:
-            return parse_command(line.decode(), Dialect.TODAY)
+            return SPOKEN.parse(line.decode())
         except (BadLine, UnicodeDecodeError) as bad:
             reason = str(bad) if isinstance(bad, BadLine) else "not UTF-8"
             log.warning("replication_bad_message", reason=reason)

@@ -21,7 +21,7 @@ from fedsender.federation.transport import (
     ExchangeFailed,
     header_lines,
 )
-from fedsender.replication.line_stream import Disconnected, Endpoint, connect
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.runtime import Runtime
 from fedsender.streams import Json
 

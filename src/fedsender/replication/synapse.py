@@ -17,9 +17,8 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
-from fedsender.replication.feed_api import Feed, Sink
-from fedsender.replication.protocol import (
+from fedsender.replication.commands import (
+    SPOKEN,
     BadLine,
     Command,
     FederationAck,
@@ -29,8 +28,9 @@ from fedsender.replication.protocol import (
     RdataBatches,
     RemoteServerUp,
     Replicate,
-    format_command,
 )
+from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
+from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
 from fedsender.replication.stream_updates import Peers, fetch_missed
 from fedsender.runtime import Runtime
@@ -118,11 +118,11 @@ class SynapseFeed(Feed):
         self._events = StreamPositions(self._writers)
         # (stream, writer) pairs that have said POSITION on this connection. A row of any other
         # tells of itself only: what its writer said while we were away is still unknown.
-        self._heard_from: set[tuple[str, str | None]] = set()
+        self._heard_from: set[tuple[str, str]] = set()
         fetch = partial(fetch_missed, peers, runtime)
         self._edus = EduStreams(sink.edus, fetch, self._acknowledge_federation)
         # Where each writer of hints stands. Outlives a connection, so that the gap shows.
-        self._tokens: dict[tuple[str, str | None], int] = {}
+        self._tokens: dict[tuple[str, str], int] = {}
         # Up to where the database had them when the sender looked at it, whoever wrote them.
         self._looked: dict[str, int] = {}
         self._batches = RdataBatches()
@@ -220,7 +220,7 @@ class SynapseFeed(Feed):
         if self._link is None or (self._shadow and command != Replicate()):
             return
         named = not isinstance(command, Replicate)
-        line = format_command(command)
+        line = SPOKEN.format(command)
         if named:
             self._echoes.said(line)
         if await self._link.publish(command) is None and isinstance(command, RemoteServerUp):
@@ -250,11 +250,11 @@ class SynapseFeed(Feed):
         """Whether we sent this. Raises InstanceTaken if another process sent it in our name."""
         match command:
             case RemoteServerUp():
-                return self._echoes.is_ours(format_command(command))
+                return self._echoes.is_ours(SPOKEN.format(command))
             case Rdata() | Position() | FederationAck() | LockReleased():
                 if command.instance != self._instance:
                     return False
-                if self._echoes.is_ours(format_command(command)):
+                if self._echoes.is_ours(SPOKEN.format(command)):
                     return True
                 raise InstanceTaken(
                     f"somebody else says {type(command).__name__.upper()} as"
@@ -303,11 +303,11 @@ class SynapseFeed(Feed):
         if unknown or (command.token is not None and heard):
             self._advance_events(command.instance, command.token or 0)
 
-    def _advance_events(self, writer: str | None, token: int) -> None:
+    def _advance_events(self, writer: str, token: int) -> None:
         if self.stopped is not None:
             return
         try:
-            linear = self._events.advance(writer or "", token, trio.current_time())
+            linear = self._events.advance(writer, token, trio.current_time())
         except UnknownWriter as unknown:
             self.stop_events(f"stream events: {unknown}: events could be left out unseen")
         else:
@@ -343,10 +343,10 @@ class SynapseFeed(Feed):
                 case [str(entity), *_] if stream == "to_device" and not entity.startswith("@"):
                     self._sink.to_device_changed(entity)
 
-    async def _fetch(self, stream: str, writer: str | None, after: int, upto: int) -> None:
+    async def _fetch(self, stream: str, writer: str, after: int, upto: int) -> None:
         """Tell the sink of the rows in (after, upto], which were sent while we did not listen."""
         if stream == "caches":
-            changed = partial(self._store.changed_backoffs, writer or "", after, upto)
+            changed = partial(self._store.changed_backoffs, writer, after, upto)
             for server in await self.insist(changed):
                 self._sink.backoff_changed(server)
         else:

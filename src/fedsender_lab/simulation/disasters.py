@@ -13,7 +13,7 @@ import orjson
 import trio
 
 from fedsender.daemon import Daemon
-from fedsender.replication.protocol import RemoteServerUp
+from fedsender.replication.commands import RemoteServerUp
 from fedsender.runtime import Runtime
 from fedsender_lab.simulation.behaviours import Mode
 from fedsender_lab.simulation.checks import CommitChecks

@@ -18,7 +18,7 @@ import trio
 
 from fedsender.config import UnixAddress
 from fedsender.embedded.facts import RelayRow, ToDeviceRow
-from fedsender.replication.line_stream import Endpoint
+from fedsender.replication.endpoint import Endpoint
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.streams import HeardPositions, PduRow, Watermark
 from fedsender_lab.simulation.daemon_life import Crash

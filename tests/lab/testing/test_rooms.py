@@ -11,10 +11,11 @@ from signedjson.key import decode_verify_key_bytes
 from signedjson.sign import verify_signed_json
 
 from fedsender.matrix import ROOM_VERSIONS, make_pdu, redact
-from fedsender.replication.protocol import Connection, Position, Rdata
+from fedsender.replication.commands import Position, Rdata
 from fedsender.runtime import real_runtime
 from fedsender_lab.testing.rooms import ALL_VERSIONS, STREAM, Homeserver, Signer, Step
 from fedsender_relay.line_server import open_replication_server
+from fedsender_relay.protocol import Connection
 
 NAME = "hs.example:8448"
 SERVERS = [f"127.0.0.1:{port}" for port in range(4000, 4010)]

@@ -1,4 +1,4 @@
-"""One TCP connection of the line protocol: whole lines out, commands in, both under deadlines.
+"""One connection of the line protocol: whole lines out, commands in, both under deadlines.
 
 Used by server and client. Nothing is queued here: a task that sends waits until the system has
 taken the bytes, and a peer that does not take them in time is disconnected.
@@ -6,95 +6,13 @@ taken the bytes, and a peer that does not take them in time is disconnected.
 
 from __future__ import annotations
 
-import ipaddress
-import ssl
 from collections.abc import AsyncIterable, Callable
-from dataclasses import dataclass
 
 import trio
 
-from fedsender.config.values import TcpAddress, UnixAddress
-from fedsender.federation.transport import reason
-from fedsender.replication.protocol import (
-    Auth,
-    Command,
-    Connection,
-    Dialect,
-    Error,
-    File,
-    Ping,
-)
-from fedsender.runtime import NameNotFound, ResolveFailed, Runtime
-
-CONNECT_S = 30.0
-
-
-class Disconnected(Exception):
-    """The peer cannot be reached, or is gone; the text gives the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """An address, and TLS if `tls` is given: the certificate must have the host's name."""
-
-    address: TcpAddress | UnixAddress
-    tls: ssl.SSLContext | None = None
-
-
-async def connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
-    """A new connection to `endpoint`; raises Disconnected, within CONNECT_S."""
-    try:
-        with trio.fail_after(CONNECT_S):
-            return await _connect(endpoint, runtime)
-    except trio.TooSlowError as slow:
-        raise Disconnected(f"no connection in {CONNECT_S:.0f} s ({endpoint.address})") from slow
-    except (OSError, trio.BrokenResourceError, NameNotFound, ResolveFailed) as error:
-        text = (
-            reason(error) if isinstance(error, OSError | trio.BrokenResourceError) else str(error)
-        )
-        raise Disconnected(f"{text} ({endpoint.address})") from error
-
-
-async def _connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
-    if isinstance(endpoint.address, UnixAddress):
-        return await runtime.network.open_unix(endpoint.address.path)
-    stream = await _open_tcp(endpoint.address, runtime)
-    if endpoint.tls is None:
-        return stream
-    try:
-        return await runtime.network.start_tls(stream, endpoint.tls, endpoint.address.host)
-    except BaseException:
-        await trio.aclose_forcefully(stream)
-        raise
-
-
-async def _open_tcp(address: TcpAddress, runtime: Runtime) -> trio.abc.Stream:
-    """Try the addresses of the host one after the other."""
-    failure: OSError = OSError("no address")
-    for numeric in await _addresses(address.host, runtime):
-        try:
-            return await runtime.network.open_tcp(numeric, address.port)
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-async def _addresses(host: str, runtime: Runtime) -> list[str]:
-    try:
-        return [str(ipaddress.ip_address(host))]
-    except ValueError:
-        pass
-    found: list[str] = []
-    missing: NameNotFound | None = None
-    for rdtype in ("A", "AAAA"):
-        try:
-            found += (await runtime.network.resolve(host, rdtype)).values
-        except NameNotFound as none:
-            missing = none
-    if not found and missing is not None:
-        raise missing
-    return found
-
+from fedsender.replication.commands import Vocabulary
+from fedsender.replication.endpoint import Disconnected
+from fedsender_relay.protocol import Auth, Command, Connection, Error, File, Ping
 
 # Something is sent this often; it is also what Synapse does.
 PING_EVERY_S = 5.0
@@ -130,7 +48,7 @@ class Wire:
         # What we proved ourselves with: a peer that quotes it is not to bring it into our log.
         self._secret: str | None = None
 
-    def speak(self, dialect: Dialect) -> None:
+    def speak(self, dialect: Vocabulary[Command]) -> None:
         """Read the peer's next lines in this dialect."""
         self._connection.dialect = dialect
 

@@ -9,30 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.replication.protocol import (
-    MAX_LINE_BYTES,
-    Auth,
+from fedsender.replication.commands import (
     BadLine,
-    Command,
-    Connection,
-    Dialect,
-    Error,
     FederationAck,
     LockReleased,
-    Name,
-    Ping,
     Position,
     Rdata,
-    RdataBatches,
     RemoteServerUp,
     Replicate,
-    Server,
     Unknown,
     UnsendableCommand,
-    parse_command,
+    Vocabulary,
 )
-
-OLD, TODAY = Dialect.OLD, Dialect.TODAY
+from fedsender_relay.protocol import (
+    MAX_LINE_BYTES,
+    OLD,
+    TODAY,
+    Auth,
+    Command,
+    Connection,
+    Error,
+    Name,
+    Ping,
+    ReplicateFrom,
+    Server,
+)
 
 # Each line is what its command is written as, and what is read back.
 BOTH: list[tuple[str, Command]] = [
@@ -43,8 +44,8 @@ BOTH: list[tuple[str, Command]] = [
     ("AUTH correct horse", Auth("correct horse")),
     ("ERROR Wrong remote", Error("Wrong remote")),
     ("REPLICATE ", Replicate()),
-    ("REPLICATE events 53", Replicate("events", 53)),
-    ("REPLICATE ALL NOW", Replicate("ALL")),
+    ("REPLICATE events 53", ReplicateFrom("events", 53)),
+    ("REPLICATE ALL NOW", ReplicateFrom("ALL")),
     ("REMOTE_SERVER_UP remote.example:8448", RemoteServerUp("remote.example:8448")),
     ("CLEAR_USER_SYNC abcde", Unknown("CLEAR_USER_SYNC", "abcde")),
     (
@@ -55,13 +56,13 @@ BOTH: list[tuple[str, Command]] = [
     ("FOO bar baz", Unknown("FOO", "bar baz")),
 ]
 ONLY_OLD: list[tuple[str, Command]] = [
-    ("POSITION events 53", Position("events", None, 53, 53)),
+    ("POSITION events 53", Position("events", "", 53, 53)),
     (
         'RDATA events 54 ["$foo1:bar.com","a b"]',
-        Rdata("events", None, 54, ["$foo1:bar.com", "a b"]),
+        Rdata("events", "", 54, ["$foo1:bar.com", "a b"]),
     ),
-    ("RDATA caches batch [null]", Rdata("caches", None, None, [None])),
-    ("FEDERATION_ACK 12", FederationAck(None, 12)),
+    ("RDATA caches batch [null]", Rdata("caches", "", None, [None])),
+    ("FEDERATION_ACK 12", FederationAck("", 12)),
 ]
 ONLY_TODAY: list[tuple[str, Command]] = [
     ("POSITION events ev2 24 25", Position("events", "ev2", 24, 25)),
@@ -81,7 +82,7 @@ LINES = [
 ]
 
 
-def commands_in(dialect: Dialect, pieces: Iterable[bytes]) -> list[Command]:
+def commands_in(dialect: Vocabulary[Command], pieces: Iterable[bytes]) -> list[Command]:
     connection = Connection(dialect=dialect)
     commands: list[Command] = []
     for piece in pieces:
@@ -92,7 +93,9 @@ def commands_in(dialect: Dialect, pieces: Iterable[bytes]) -> list[Command]:
 
 
 @pytest.mark.parametrize(("dialect", "line", "command"), LINES)
-def test_command_is_read_and_written(dialect: Dialect, line: str, command: Command) -> None:
+def test_command_is_read_and_written(
+    dialect: Vocabulary[Command], line: str, command: Command
+) -> None:
     raw = line.encode() + b"\n"
     assert Connection().encode(command) == raw
     assert commands_in(dialect, [raw]) == [command]
@@ -102,7 +105,7 @@ def test_command_is_read_and_written(dialect: Dialect, line: str, command: Comma
 
 @pytest.mark.parametrize(("dialect", "line", "command"), LINES)
 def test_rubbish_behind_a_command_does_not_touch_it(
-    dialect: Dialect, line: str, command: Command
+    dialect: Vocabulary[Command], line: str, command: Command
 ) -> None:
     connection = Connection(dialect=dialect)
     connection.receive_data(line.encode() + b"\n\xff\xfe\nPING 1\n")
@@ -113,7 +116,7 @@ def test_rubbish_behind_a_command_does_not_touch_it(
 
 
 def test_now_may_be_written_small() -> None:
-    assert parse_command("REPLICATE events now", OLD) == Replicate("events")
+    assert OLD.parse("REPLICATE events now") == ReplicateFrom("events")
 
 
 @pytest.mark.parametrize(
@@ -140,9 +143,11 @@ def test_now_may_be_written_small() -> None:
         (TODAY, 'LOCK_RELEASED ["master",1,"x"]'),
     ],
 )
-def test_bad_fields_are_an_error_that_names_the_word(dialect: Dialect, line: str) -> None:
+def test_bad_fields_are_an_error_that_names_the_word(
+    dialect: Vocabulary[Command], line: str
+) -> None:
     with pytest.raises(BadLine, match=f"failed to parse line: {line.split()[0]}: "):
-        parse_command(line, dialect)
+        dialect.parse(line)
 
 
 def test_error_about_a_row_does_not_show_it() -> None:
@@ -152,13 +157,13 @@ def test_error_about_a_row_does_not_show_it() -> None:
         "RDATA c m 1 syt_",
     ):
         with pytest.raises(BadLine) as caught:
-            parse_command(line, TODAY)
+            TODAY.parse(line)
         assert "syt_" not in str(caught.value)
 
 
 def test_secrets_are_not_in_a_command_that_is_shown() -> None:
     assert "horse" not in repr(Auth("horse"))
-    assert "tok" not in repr(parse_command('USER_IP @u:hs ["tok"]', OLD))
+    assert "tok" not in repr(OLD.parse('USER_IP @u:hs ["tok"]'))
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -189,9 +194,9 @@ def test_line_that_does_not_end_is_an_error_before_it_is_all_there() -> None:
         Name("a\nb"),
         Error("a\rb"),
         Rdata("events", "a b", 1, []),
-        Rdata("events", None, 1, [float("nan")]),
-        Rdata("events", None, 1, ["x" * MAX_LINE_BYTES]),
-        Rdata("events", None, 1, {1, 2}),
+        Rdata("events", "", 1, [float("nan")]),
+        Rdata("events", "", 1, ["x" * MAX_LINE_BYTES]),
+        Rdata("events", "", 1, {1, 2}),
         Ping("\ud800"),
     ],
 )
@@ -201,7 +206,7 @@ def test_command_that_is_no_line_is_not_sent(command: Command) -> None:
 
 
 def test_rows_are_compact_and_escaped() -> None:
-    assert Connection().encode(Rdata("s", None, 1, ["é", {"a": 1}])) == (
+    assert Connection().encode(Rdata("s", "", 1, ["é", {"a": 1}])) == (
         b'RDATA s 1 ["\\u00e9",{"a":1}]\n'
     )
 
@@ -225,10 +230,10 @@ old_commands = st.one_of(
     st.builds(Server, words),
     st.builds(Ping, words),
     st.builds(Replicate),
-    st.builds(Replicate, words, st.none() | tokens),
-    st.builds(lambda stream, token: Position(stream, None, token, token), words, tokens),
-    st.builds(Rdata, words, st.none(), st.none() | tokens, rows),
-    st.builds(FederationAck, st.none(), tokens),
+    st.builds(ReplicateFrom, words, st.none() | tokens),
+    st.builds(lambda stream, token: Position(stream, "", token, token), words, tokens),
+    st.builds(Rdata, words, st.just(""), st.none() | tokens, rows),
+    st.builds(FederationAck, st.just(""), tokens),
 )
 today_commands = st.one_of(
     st.builds(Position, words, words, tokens, tokens),
@@ -251,7 +256,7 @@ def cut(raw: bytes, places: list[int]) -> list[bytes]:
     st.lists(st.integers(0, 10_000), max_size=20),
 )
 def test_what_is_written_is_read_back_wherever_it_is_cut(
-    said: tuple[Dialect, list[Command]], places: list[int]
+    said: tuple[Vocabulary[Command], list[Command]], places: list[int]
 ) -> None:
     dialect, commands = said
     raw = b"".join(map(Connection().encode, commands))
@@ -290,7 +295,7 @@ alphabet = st.sampled_from(
     st.lists(st.integers(0, 10_000), max_size=20),
 )
 def test_no_bytes_raise_anything_but_bad_line_or_stay_in_memory(
-    dialect: Dialect, parts: list[bytes], places: list[int]
+    dialect: Vocabulary[Command], parts: list[bytes], places: list[int]
 ) -> None:
     connection = Connection(dialect=dialect, max_line=200)
     for piece in cut(b"".join(parts), places):
@@ -302,42 +307,3 @@ def test_no_bytes_raise_anything_but_bad_line_or_stay_in_memory(
             except BadLine:
                 more = True
     assert len(connection._buffer) <= 201
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_batch_come_out_together_at_its_token() -> None:
-    batches = RdataBatches()
-    assert batches.add(Rdata("caches", None, None, 1)) is None
-    assert batches.add(Rdata("caches", None, None, 2)) is None
-    assert batches.add(Rdata("caches", None, 54, 3)) == (54, (1, 2, 3))
-    assert batches.add(Rdata("caches", None, 55, 4)) == (55, (4,))
-
-
-def test_interleaved_batches_of_two_writers_stay_apart() -> None:
-    batches = RdataBatches()
-    assert batches.add(Rdata("events", "ev1", None, "a")) is None
-    assert batches.add(Rdata("events", "ev2", None, "b")) is None
-    assert batches.add(Rdata("events", "ev2", 8, "c")) == (8, ("b", "c"))
-    assert batches.add(Rdata("events", "ev1", 7, "d")) == (7, ("a", "d"))
-
-
-def test_discarded_batch_leaves_nothing_behind() -> None:
-    batches = RdataBatches(max_bytes=10)
-    for _ in range(5):
-        batches.add(Rdata("events", "ev1", None, "a", size=9))
-        batches.discard("events", "ev1")
-    assert batches.add(Rdata("events", "ev1", 7, "d")) == (7, ("d",))
-
-
-def test_batch_that_does_not_end_is_bounded_in_rows_and_bytes() -> None:
-    few = RdataBatches(max_rows=2)
-    few.add(Rdata("events", None, None, 1))
-    few.add(Rdata("events", None, None, 2))
-    with pytest.raises(BadLine, match="does not end"):
-        few.add(Rdata("events", None, None, 3))
-    small = RdataBatches(max_bytes=100)
-    small.add(Rdata("events", "a", None, 1, size=60))
-    with pytest.raises(BadLine, match="does not end"):
-        small.add(Rdata("events", "b", None, 1, size=60))

@@ -9,15 +9,9 @@ from typing import NamedTuple
 
 import trio
 import trio.testing
+from tests.relay.lines import Log, Netcat
 from tests.relay.shard import MemoryStore
-from tests.replication.support import (
-    ANYWHERE,
-    HandNetwork,
-    Log,
-    Netcat,
-    RecordingSink,
-    runtime_with,
-)
+from tests.replication.support import ANYWHERE, HandNetwork, RecordingSink, runtime_with
 
 from fedsender.runtime import real_runtime
 from fedsender_relay.line_feed import EmbeddedFeed, LineSettings, NoticeFeed
