@@ -17,7 +17,7 @@ from fedsender.admin import page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Sending
 from fedsender.config.sections import Ledger
-from fedsender.federation import answer, client, discovery, places, transport
+from fedsender.federation import answer, client, dialing, discovery, places, transport
 from fedsender.http import access, http1
 from fedsender.replication import resp
 from fedsender.sender import admission, isolation
@@ -161,11 +161,11 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"up to {client._PLACES + client._PLACES // 2} questions at once",
         f"{client._CACHE_ENTRIES:,} answers in all",
         f"`sending.max_in_flight` ({sending.max_in_flight:,}) in all",
-        f"`sending.in_flight_bytes` ({sending.in_flight_bytes // mib} MiB), and"
+        f"{limits.IN_FLIGHT_BYTES // mib} MiB in all, and"
         f" {admission._LEAST_BYTES // kib} KiB for each",
         f"`federation.max_connections` ({federation.max_connections:,})",
-        f"({sending.handshakes_per_second:.0f}) new ones; {federation.connect_timeout:.0f} s to"
-        f" connect, {federation.handshake_timeout:.0f} s for TLS",
+        f"({sending.handshakes_per_second:.0f}) new ones; {dialing.CONNECT_S:.0f} s to"
+        f" connect, {dialing.HANDSHAKE_S:.0f} s for TLS",
         f"({sending.queue_pdus:,}) for each, `sending.window_bytes`"
         f" ({sending.window_bytes // mib} MiB) for all",
         f"{ledger.keep / 86_400:.0f} days, {ledger.keep_bytes // 2**30} GiB",

@@ -169,10 +169,9 @@ def test_everything_is_carried_over(tmp_path: Path) -> None:
     ]
     assert federation.ip_ranges.permit("10.1.1.1")
     assert federation.user_agent_suffix == "ops@hs.example"
-    assert config.sending.trickle_per_second == 20
     assert config.metrics.per_destination == ("a.example",)
     backoff = config.policy_for("a.example").backoff
-    assert (backoff.first, backoff.multiplier, backoff.ceiling_dead) == (300, 3, 259_200)
+    assert (backoff.first, backoff.ceiling, backoff.ceiling_dead) == (300, 6 * 3600, 86_400)
     unchecked = [
         config.policy_for(name).verify_certificates
         for name in ("x.onion", "x.onion:8448", "lab.example", "lab.example:443", "a.example")

@@ -8,8 +8,7 @@ import pytest
 
 from fedsender.admin.display import mib
 from fedsender.config import Federation, Sending
-from fedsender.config.sections import Relay
-from fedsender.limits import of_daemon, of_relay, resident_bytes
+from fedsender.limits import MAX_CONSUMERS, OF_RELAY, of_daemon, resident_bytes
 
 MIB = 2**20
 
@@ -24,7 +23,7 @@ def test_the_caps_of_the_configuration_decide() -> None:
     assert 1000 * MIB < few.bytes < 2000 * MIB
     # What a connection costs with its transaction, 91 KB, and what may stand in queues.
     assert many.bytes > 20_000 * 91_000 + 512 * MIB + 256 * MIB
-    assert of_relay(Relay(max_consumers=1000)).files > 5 * of_relay(Relay()).files
+    assert OF_RELAY.files > 10 * MAX_CONSUMERS
 
 
 def test_the_memory_of_a_process_is_known_where_the_system_tells(

@@ -189,8 +189,8 @@ def systemd_unit(
     ] = False,
 ) -> int:
     """Print a hardened systemd unit."""
-    from fedsender.config import Federation, Relay, Sending
-    from fedsender.limits import of_daemon, of_relay
+    from fedsender.config import Federation, Sending
+    from fedsender.limits import OF_RELAY, of_daemon
     from fedsender.systemd import Kind, unit_text
 
     if relay + pipeline + template > 1:
@@ -211,7 +211,7 @@ def systemd_unit(
     sending = loaded.sending if loaded else Sending()
     limits = of_daemon(loaded.federation if loaded else Federation(), sending)
     if relay:
-        limits = of_relay(loaded.relay if loaded else Relay())
+        limits = OF_RELAY
     text = unit_text(
         kind,
         executable=str(command),

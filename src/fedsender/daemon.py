@@ -114,10 +114,8 @@ async def open_core(
     policies = Policies(config)
     admission = Admission(
         max_in_flight=config.sending.max_in_flight,
-        slow_share=config.sending.max_connections_slow_share,
         handshakes_per_second=config.sending.handshakes_per_second,
         loop=runtime.turns,
-        in_flight_bytes=config.sending.in_flight_bytes,
     )
     announcer = _Announcer()
     async with (

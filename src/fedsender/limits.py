@@ -1,4 +1,4 @@
-"""Limits of a daemon and of a relay, from their configuration: file descriptors and memory.
+"""Limits of a daemon and of a relay: file descriptors and memory.
 
 The units that `fedsender systemd-unit` prints have the same limits.
 """
@@ -11,7 +11,6 @@ from typing import Final
 import structlog
 
 from fedsender.config import Federation, Sending
-from fedsender.config.sections import Relay
 
 log = structlog.get_logger()
 
@@ -25,8 +24,14 @@ _CONNECTION_BYTES: Final = MIB // 4
 """Memory of a connection: some 50 KB in the common case, the rest for data on its way."""
 _OTHER_BYTES: Final = 1024 * MIB
 """Other memory: 100 MB at rest, and 4 to 10 KB for each known server."""
+MAX_CONSUMERS: Final = 64
+"""Senders that a relay knows at once: several times as many as any deployment of Synapse has."""
 _CONSUMER_FILES: Final = 16
 _CONSUMER_BYTES: Final = 16 * MIB
+IN_FLIGHT_BYTES: Final = 64 * MIB
+"""Memory for the transactions under way, and for what is read for one; the more of it is taken, the
+smaller are new ones. Enough for the 2,000 attempts of `sending.max_in_flight` at 32 KiB, many times
+a common transaction's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +53,16 @@ def of_daemon(federation: Federation, sending: Sending) -> Limits:
     return Limits(
         _OTHER_FILES + connections + MAX_CONNECTING,
         _OTHER_BYTES
-        + 2 * (sending.window_bytes + sending.in_flight_bytes)
+        + 2 * (sending.window_bytes + IN_FLIGHT_BYTES)
         + connections * _CONNECTION_BYTES,
     )
 
 
-def of_relay(relay: Relay) -> Limits:
-    """The limits of `fedsender relay` with this configuration."""
-    return Limits(
-        _OTHER_FILES + relay.max_consumers * _CONSUMER_FILES,
-        _OTHER_BYTES + relay.max_consumers * _CONSUMER_BYTES,
-    )
+OF_RELAY: Final = Limits(
+    _OTHER_FILES + MAX_CONSUMERS * _CONSUMER_FILES,
+    _OTHER_BYTES + MAX_CONSUMERS * _CONSUMER_BYTES,
+)
+"""The limits of `fedsender relay`."""
 
 
 def resident_bytes() -> int | None:

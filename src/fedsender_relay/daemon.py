@@ -25,7 +25,7 @@ from fedsender_relay.database import RelayStore, open_relay_store
 from fedsender_relay.hub import Hub
 from fedsender_relay.line_server import Door, open_server
 from fedsender_relay.log import RelayLog
-from fedsender_relay.registry import Registry
+from fedsender_relay.registry import Patience, Registry
 from fedsender_relay.retention import Retention
 from fedsender_relay.snapshots import Snapshots, open_shelf
 
@@ -73,6 +73,7 @@ async def open_relay(
     step: Callable[[], None] = lambda: None,
     free: Callable[[Path], int] = free_bytes,
     waits: Callable[[str], None] = lambda _: None,
+    patience: Patience | None = None,
 ) -> AsyncIterator[RelayDaemon]:
     """Open a relay without its HTTP endpoints. Waits while another one holds the database's lock.
 
@@ -80,6 +81,7 @@ async def open_relay(
         doors: the consumers' listeners (`open_doors`), opened once the lock is held; None: none.
         synchronous, faults, step, free: for simulations; see `open_relay_store`, `open_shelf`,
             `Retention`.
+        patience: with consumers that are away, for simulations; None: the usual one.
         waits: called with the reason if another relay holds the lock, or it cannot be taken yet.
 
     Raises:
@@ -100,7 +102,7 @@ async def open_relay(
         ) as store,
         _holding(store, runtime, waits),
         _open_log(RelayLog(store, runtime, await store.bounds(), await store.epochs())) as opened,
-        _open_registry(Registry(store, runtime, settings)) as registry,
+        _open_registry(Registry(store, runtime, patience)) as registry,
         open_shelf(
             settings.directory,
             store,

@@ -43,18 +43,18 @@ def tcp_settings(config: Config) -> LineSettings:
 
     Its limits are those of our own kind: only that kind has the rows of a store of ours.
     """
-    return _line_settings(config, config.feed.tcp, config.instance_name)
+    return _line_settings(config, config.feed.tcp)
 
 
 def relay_settings(config: Config, *, sends: bool = True) -> LineSettings:
     """The relay, and our name to it; a shadow sends nothing. Raises ConfigError."""
     return replace(
-        _line_settings(config, config.feed.relay, config.feed.relay.name or config.instance_name),
+        _line_settings(config, config.feed.relay),
         shard=_shard(config) if sends else None,
     )
 
 
-def _line_settings(config: Config, feed: TcpFeed, name: str) -> LineSettings:
+def _line_settings(config: Config, feed: TcpFeed) -> LineSettings:
     secret_file = feed.secret_file
 
     def secret() -> str | None:
@@ -64,7 +64,7 @@ def _line_settings(config: Config, feed: TcpFeed, name: str) -> LineSettings:
     return LineSettings(
         endpoint=Endpoint(feed.address, tls_context(feed.ca_file) if feed.tls else None),
         server_name=config.server_name,
-        name=name,
+        name=config.instance_name,
         secret=secret,
     )
 

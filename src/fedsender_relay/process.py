@@ -19,7 +19,7 @@ from fedsender.config import Config, ConfigError, load
 from fedsender.embedded.endpoint import serve_intake
 from fedsender.embedded.facts import Elsewhere
 from fedsender.http.serving import Admin, read_files
-from fedsender.limits import of_relay, raise_file_limit
+from fedsender.limits import OF_RELAY, raise_file_limit
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.signals import Signals
 from fedsender.systemd import Notifier, real_notifier
@@ -64,7 +64,7 @@ async def run(
     for text in config.warnings("relay", "admin"):
         log.warning("configuration_warning", reason=text)
     use_few_arenas()
-    raise_file_limit(of_relay(config.relay).files)
+    raise_file_limit(OF_RELAY.files)
     signals = Signals(STOP_S)
     async with signals.heard(notifier):
         notifier.status("starting")

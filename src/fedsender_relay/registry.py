@@ -16,12 +16,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
 import trio
 
-from fedsender.config import Relay
+from fedsender.limits import MAX_CONSUMERS
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender_relay.database import Consumer, Handed, RelayStore
@@ -31,6 +32,12 @@ log = structlog.get_logger()
 SAVE_EVERY_S: Final = 1.0
 AWAY_STEP_MS: Final = 60_000
 """The step in which a consumer's time away is stored."""
+CONSUMER_S: Final = 86_400.0
+"""The time away after which a sender loses its place in the log: a snapshot, which takes seconds,
+then costs it less than the log costs the disk."""
+JOIN_S: Final = 1800.0
+"""The time away after which one is forgotten that took a snapshot and did not come back: to load it
+takes minutes at most, and meanwhile the log behind it cannot go."""
 LOST_KEPT_S: Final = 7 * 86_400.0
 """The time away after which a lost consumer is forgotten; until then an operator can see it."""
 
@@ -41,6 +48,19 @@ _NAME: Final = re.compile(r"[a-z0-9_.-]{1,64}\Z")
 def is_consumer_name(name: str) -> bool:
     """Whether this may be a consumer's name."""
     return _NAME.match(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a relay waits for a consumer that is away, in seconds.
+
+    Attributes:
+        away_s: until it loses its place in the log.
+        joining_s: until one that took a snapshot is forgotten.
+    """
+
+    away_s: float = CONSUMER_S
+    joining_s: float = JOIN_S
 
 
 class TooManyConsumers(Exception):
@@ -58,11 +78,13 @@ class Registry:
         failing: the reason why the last attempt to store them failed; None: it did not.
     """
 
-    def __init__(self, store: RelayStore, runtime: Runtime, settings: Relay) -> None:
+    def __init__(
+        self, store: RelayStore, runtime: Runtime, patience: Patience | None = None
+    ) -> None:
         self.failing: str | None = None
         self._store = store
         self._runtime = runtime
-        self._settings = settings
+        self._patience = patience or Patience()
         self._consumers: dict[str, Consumer] = {}
         self._connections: Counter[str] = Counter()
         self._stale: set[str] = set()
@@ -134,7 +156,7 @@ class Registry:
 
     def check_room(self, name: str) -> None:
         """Raises TooManyConsumers if this name would be one too many."""
-        if name not in self._consumers and len(self._consumers) >= self._settings.max_consumers:
+        if name not in self._consumers and len(self._consumers) >= MAX_CONSUMERS:
             raise TooManyConsumers(f"there are {len(self._consumers)} consumers already")
 
     def acked(self, name: str) -> int | None:
@@ -182,7 +204,7 @@ class Registry:
             if consumer.away_ms // AWAY_STEP_MS > before_ms // AWAY_STEP_MS:
                 self._stale.add(consumer.name)
             away_s = consumer.away_ms / 1000
-            if consumer.handed is not None and away_s >= self._settings.join_ttl:
+            if consumer.handed is not None and away_s >= self._patience.joining_s:
                 log.warning(
                     "relay_join_lapsed", consumer=consumer.name, snapshot=consumer.handed.snapshot
                 )
@@ -236,7 +258,7 @@ class Registry:
         return min((one.acked or 0 for one in self._consumers.values()), default=0)
 
     def _patience_s(self, consumer: Consumer) -> float:
-        return LOST_KEPT_S if consumer.lost else self._settings.consumer_ttl
+        return LOST_KEPT_S if consumer.lost else self._patience.away_s
 
     def _record(self, name: str) -> Consumer:
         self.check_room(name)

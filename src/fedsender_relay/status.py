@@ -196,7 +196,7 @@ def problems(relay: RelayDaemon) -> Iterator[str]:
 
 
 class RelayMetrics:
-    """The status as Prometheus reads it. Labels are bounded: by `max_consumers`, and by us."""
+    """The status as Prometheus reads it. Labels are bounded: by `MAX_CONSUMERS`, and by us."""
 
     def __init__(self) -> None:
         self._of_status = _OfStatus()

@@ -32,7 +32,9 @@ from fedsender.admin import reach
 from fedsender.admin.reach import Report, Step
 from fedsender.cli import run_command
 from fedsender.config import Config, Policy, from_values
+from fedsender.federation import client
 from fedsender.federation.client import open_client
+from fedsender.federation.dialing import Dialer
 from fedsender.federation.discovery_cache import Delegation
 from fedsender.runtime import Records, RecordType, ResolveFailed
 from fedsender.telemetry import Metrics
@@ -407,7 +409,12 @@ async def test_a_server_without_tls_ends_there(tmp_path: Path) -> None:
     ],
 )
 async def test_a_silent_server_ends_where_it_falls_silent(
-    tmp_path: Path, free_tcp_port: int, plain: bool, name: str, reason: str
+    tmp_path: Path,
+    free_tcp_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    plain: bool,
+    name: str,
+    reason: str,
 ) -> None:
     async def silent(stream: trio.abc.Stream) -> None:
         while await stream.receive_some():
@@ -415,7 +422,8 @@ async def test_a_silent_server_ends_where_it_falls_silent(
 
     async with open_stage(tmp_path, plain=plain, converse=silent) as stage:
         stage.network.ports[IP, 443] = free_tcp_port
-        stage.settings["federation"] = {"handshake_timeout": "300ms", "request_timeout": "300ms"}
+        monkeypatch.setattr(client, "Dialer", functools.partial(Dialer, handshake_s=0.3))
+        stage.settings["federation"] = {"request_timeout": "300ms"}
         report = await stage.probe()
     assert reason in failed_at(report, name).lines[0]
 

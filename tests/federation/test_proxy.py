@@ -425,7 +425,8 @@ async def test_a_silent_proxy_is_named_and_is_not_waited_for_without_end(tmp_pat
     async def silent(stream: trio.abc.Stream) -> None:
         await trio.sleep_forever()
 
-    async with refusing(tmp_path, silent, connect_timeout=0.4) as (client, name):
+    async with refusing(tmp_path, silent) as (client, name):
+        client().dialer.connect_s = 0.4
         with trio.fail_after(5), pytest.raises(Unreachable) as caught:
             await connect(client())
     assert caught.value.kind == "timeout"

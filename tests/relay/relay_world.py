@@ -23,6 +23,7 @@ from fedsender.runtime import Limiter, Runtime
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import now_ms
 from fedsender_relay.daemon import DATABASE, RelayDaemon, open_relay
+from fedsender_relay.registry import Patience
 
 SERVER = "hs.example"
 MIB = 2**20
@@ -133,6 +134,7 @@ class World:
 
     directory: Path = field(default_factory=new_directory)
     settings: Mapping[str, object] = field(default_factory=dict)
+    patience: Patience | None = None
     thread_s: float = 0.0
     faults: Callable[[str], None] = lambda _: None
     free: int = 2**40
@@ -153,6 +155,7 @@ class World:
             synchronous="OFF",
             faults=lambda point: self.faults(point),
             free=lambda _: self.free,
+            patience=self.patience,
             **more,
         )
         async with trio.open_nursery() as nursery, opened as relay:

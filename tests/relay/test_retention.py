@@ -19,13 +19,13 @@ from tests.relay.relay_world import World, config_of
 from fedsender.embedded.writer import Full
 from fedsender_relay import retention
 from fedsender_relay.daemon import open_relay
-from fedsender_relay.registry import Connected
+from fedsender_relay.registry import Connected, Patience
 from fedsender_relay.retention import TIDY_EVERY_S
 from fedsender_relay.status import problems
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.
-SHORT = {"consumer_ttl": "24m", "join_ttl": "30s"}
+SHORT = Patience(away_s=24 * 60, joining_s=30)
 HOUR, DAY = 60.0, 24 * 60.0
 
 
@@ -99,8 +99,8 @@ async def test_45_a_consumer_that_is_gone_keeps_its_segments_until_it_is_forgott
 
 
 async def test_45_a_consumer_that_stays_away_loses_its_place(autojump_clock: Clock) -> None:
-    """45: after `consumer_ttl` the log does not wait for it any more, by itself."""
-    async with World(settings=SHORT).running() as world:
+    """45: after a while the log does not wait for it any more, by itself."""
+    async with World(patience=SHORT).running() as world:
         await world.stopped("sender-1", 0)
         await world.append(5)
         await world.append()
@@ -146,7 +146,7 @@ async def test_47_the_stored_pin_follows_and_the_log_below_it_goes(autojump_cloc
 
 async def test_48_58_a_restart_forgets_neither_the_pin_nor_the_time(autojump_clock: Clock) -> None:
     """48, 50, 58: the record is as it was, its segments too, and its lapse goes on."""
-    world = World(settings=SHORT)
+    world = World(patience=SHORT)
     async with world.running():
         await world.append(5)
         await world.stopped("sender-1", 2)
@@ -166,7 +166,7 @@ async def test_a_consumer_that_was_there_when_the_power_went_has_its_whole_time(
     autojump_clock: Clock,
 ) -> None:
     """58: one that was connected for days does not lapse because nothing was written since."""
-    world = World(settings=SHORT)
+    world = World(patience=SHORT)
     async with world.running():
         hands = await world.follow("sender-1")
         for _ in range(int(3 * DAY / 10)):
@@ -181,7 +181,7 @@ async def test_a_consumer_that_was_there_when_the_power_went_has_its_whole_time(
 
 async def test_a_clock_that_jumps_forgets_nobody(autojump_clock: Clock) -> None:
     """45: the wall clock is set ahead by a month, while the relay runs and while it does not."""
-    world = World(settings=SHORT)
+    world = World(patience=SHORT)
     async with world.running():
         await world.append(5)
         await world.stopped("sender-1", 2)

@@ -20,9 +20,11 @@ from tests.relay.shard import Line, MemoryStore, Shard, forget_log
 
 from fedsender.runtime import real_runtime
 from fedsender.streams import Json
+from fedsender_relay import registry
 from fedsender_relay.daemon import open_relay
 from fedsender_relay.feed import Fetcher, State
 from fedsender_relay.load import Handles, Loaded, LoadedSnapshot
+from fedsender_relay.registry import Patience
 from fedsender_relay.retention import TIDY_EVERY_S
 from fedsender_relay.snapshot import MANIFEST, SnapshotInfo, stream_part
 from fedsender_relay.snapshots import SHARED_S
@@ -30,7 +32,7 @@ from fedsender_relay.status import problems, status_of
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.
-SHORT = {"consumer_ttl": "24m", "join_ttl": "30s"}
+SHORT = Patience(away_s=24 * 60, joining_s=30)
 HOUR, DAY = 60.0, 24 * 60.0
 CONSUMERS = Path("/relay/consumers.json")
 
@@ -43,8 +45,8 @@ async def look(world: World) -> None:
 async def test_54_one_that_only_took_a_snapshot_holds_the_log_behind_it_for_a_while(
     autojump_clock: Clock,
 ) -> None:
-    """54: pinned at the snapshot's token; gone after `join_ttl`, with a line in the log."""
-    async with World(settings=SHORT).running() as world:
+    """54: pinned at the snapshot's token; gone after half a minute, with a line in the log."""
+    async with World(patience=SHORT).running() as world:
         await world.append(5)
         hands, _, token = await world.join("sender-1")
         assert (world.state("sender-1"), world.pin("sender-1")) == ("JOIN", token)
@@ -64,7 +66,7 @@ async def test_54_one_that_only_took_a_snapshot_holds_the_log_behind_it_for_a_wh
 @pytest.mark.slow
 async def test_55_56_nobody_lapses_while_connected(autojump_clock: Clock) -> None:
     """55, 56: neither during a slow fetch or load nor idle for longer than any limit."""
-    async with World(settings=SHORT).running() as world:
+    async with World(patience=SHORT).running() as world:
         await world.append(5)
         joined, snapshot, _ = await world.join("joining")
         idle = await world.follow("idle", 5)
@@ -86,7 +88,7 @@ async def test_11_a_join_that_comes_to_nothing_leaves_the_earlier_record(
     autojump_clock: Clock,
 ) -> None:
     """11: until its own position is accepted again nothing that it had is given up."""
-    async with World(settings=SHORT).running() as world:
+    async with World(patience=SHORT).running() as world:
         await world.append(5)
         await world.stopped("sender-1", 2)
         hands, _, token = await world.join("sender-1")
@@ -151,9 +153,12 @@ async def test_4_5_many_that_join_at_once_share_one_snapshot(autojump_clock: Clo
         assert world.relay.hub.counts.full_syncs == {"ASKED": 8}
 
 
-async def test_62_there_is_room_for_so_many_consumers_and_no_more(autojump_clock: Clock) -> None:
+async def test_62_there_is_room_for_so_many_consumers_and_no_more(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """62: the next one is refused; once one is forgotten it is accepted."""
-    async with World(settings={"max_consumers": 2}).running() as world:
+    monkeypatch.setattr(registry, "MAX_CONSUMERS", 2)
+    async with World().running() as world:
         await world.append()
         await world.stopped("sender-1", 1)
         await world.stopped("sender-2", 1)
@@ -189,7 +194,7 @@ async def test_edus_that_only_a_forgotten_consumer_lacked_are_gone_from_the_next
     autojump_clock: Clock,
 ) -> None:
     """Forgotten by an operator, or after its time: nobody will come for them."""
-    async with World(settings=SHORT).running() as world:
+    async with World(patience=SHORT).running() as world:
         await world.append_rows(to_device(1))
         await world.stopped("sender-1", 0)
         await world.stopped("sender-2", 1)
@@ -329,8 +334,8 @@ def edus(info: SnapshotInfo) -> int:
 
 
 async def test_to_device_messages_outlive_the_place_in_the_log(autojump_clock: Clock) -> None:
-    """`consumer_ttl` frees the log. What nobody could fetch again stays in the snapshots."""
-    async with World(settings={"consumer_ttl": "24m", "join_ttl": "30s"}).running() as world:
+    """Time frees the log. What nobody could fetch again stays in the snapshots."""
+    async with World(patience=SHORT).running() as world:
         await world.stopped("sender-1", 0)
         other = await world.follow("sender-2", 0)
         await world.append_rows(to_device(1))

@@ -40,7 +40,6 @@ HS = "hs.example"
 EPOCH_MS = 1_800_000_000_000
 SENDING = {
     "max_in_flight": 100,
-    "max_connections_slow_share": 0.25,
     # There is no network, so that what is measured is something else.
     "handshakes_per_second": 10_000,
 }
@@ -194,6 +193,7 @@ class World:
         self.directory = directory
         self.servers: dict[str, RemoteServer] = {}
         self.settings = settings
+        self.slow_share = 0.25
         self.token = 0
         self.set_by_ms = 0
         self.sender: Sender
@@ -232,7 +232,7 @@ class World:
         self.client = FakeClient(self.servers)
         self.admission = Admission(
             max_in_flight=config.sending.max_in_flight,
-            slow_share=config.sending.max_connections_slow_share,
+            slow_share=self.slow_share,
             handshakes_per_second=config.sending.handshakes_per_second,
             loop=self.runtime.turns,
         )

@@ -20,6 +20,7 @@ from fedsender.fairness import Turns
 from fedsender.federation.client import Exchange, FederationClient
 from fedsender.sender.admission import (
     QUICK_S,
+    SLOW_SHARE,
     Admission,
     Lane,
     Pace,
@@ -32,10 +33,7 @@ from fedsender.waiting import Alarms
 from fedsender_lab.testing.clock import turns_cpu
 
 BIG, SMALL = "!big:hs.example", "!small:hs.example"
-DEFAULTS = {
-    name: getattr(Sending(), name)
-    for name in ("max_in_flight", "max_connections_slow_share", "handshakes_per_second")
-}
+DEFAULTS = {name: getattr(Sending(), name) for name in ("max_in_flight", "handshakes_per_second")}
 
 
 def admission_of(
@@ -815,6 +813,7 @@ async def test_slow_servers_do_not_hold_back_quick_ones(
 ) -> None:
     """600 of 620 servers answer after 30 s, at the default limits."""
     world = World(tmp_path, sending=DEFAULTS)
+    world.slow_share = SLOW_SHARE
     slow = [f"a.slow{number}" for number in range(600)]
     quick = [f"a.quick{number}" for number in range(20)]
     for name in slow:
@@ -857,8 +856,8 @@ async def test_servers_that_are_quick_now_and_then_do_not_hold_back_those_that_a
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """Half as many again as there are places, of no common site: in each lane they wait 2 s."""
-    limits = {"max_in_flight": 40, "max_connections_slow_share": 0.5}
-    world = World(tmp_path, sending=limits)
+    world = World(tmp_path, sending={"max_in_flight": 40})
+    world.slow_share = 0.5
     moody = [f"a.moody{number}" for number in range(60)]
     quick = [f"a.quick{number}" for number in range(20)]
     world.servers.update((name, Moody(name)) for name in moody)
@@ -888,8 +887,7 @@ async def test_servers_that_are_back_do_not_wait_for_slow_ones(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """Thrice as many slow servers as places, with a message each 3 s; 20 are back after an hour."""
-    limits = {"max_in_flight": 40, "max_connections_slow_share": 0.25}
-    world = World(tmp_path, sending=limits)
+    world = World(tmp_path, sending={"max_in_flight": 40})
     slow = [f"a.slow{number}" for number in range(120)]
     back = [f"a.back{number}" for number in range(20)]
     for name in slow:

@@ -15,6 +15,7 @@ from tests.sender.synapse_world import ALICE, BOB, SynapseWorld, killed
 from trio.testing import MockClock
 
 from fedsender.ledger import DevicePoke
+from fedsender.sender import destination
 from fedsender.sender.edus import device_lists
 from fedsender.sender.edus.device_lists import count
 from fedsender.sender.transaction import Edu
@@ -280,11 +281,11 @@ async def test_after_pruning_one_update_makes_the_server_ask_for_all(
 
 
 async def test_pruning_beneath_a_transaction_in_flight_cuts_the_chain(
-    world: SynapseWorld, autojump_clock: MockClock
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was pruned was never told; a chain over the gap would hide that for good."""
     world.servers[A].latency = 10
-    world.settings["destinations"] = {"defaults": {"max_edus": 1}}
+    monkeypatch.setattr(destination, "MAX_EDUS", 1)
     async with world.run():
         await world.poke(ALICE, "D1", "D2", "D3", servers=[A])
         await trio.sleep(3)
@@ -460,16 +461,3 @@ async def test_names_of_devices_are_told_only_where_configured(
     first, second = world.edus(A, UPDATE)
     assert "device_display_name" not in first
     assert second["device_display_name"] == "My phone"
-
-
-async def test_a_server_whose_policy_has_no_device_lists_is_left_alone(
-    world: SynapseWorld, autojump_clock: MockClock
-) -> None:
-    world.settings["destinations"] = {"overrides": [{"match": A, "edus": {"device_lists": False}}]}
-    world.server(B)
-    async with world.run():
-        await world.poke(ALICE, "D1", servers=[A, B])
-        await trio.sleep(400)
-
-    assert world.edus(A) == []
-    assert len(world.edus(B)) == 1

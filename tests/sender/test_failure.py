@@ -124,10 +124,17 @@ def fail(before: ServerState, verdict: Verdict, now_ms: int = NOW) -> ServerStat
 REFUSED = Verdict(Outcome.UNREACHABLE, "refused")
 
 
+class Level(random.Random):
+    """No jitter."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
 def test_the_first_wait_is_seconds_and_each_further_one_twice_as_long() -> None:
     """W10: a first failure must not cost minutes."""
-    policy = Backoff(jitter=0.0)
-    waits = [wait_s(policy, state(failures=n), REFUSED, NOW, random.Random(0)) for n in range(5)]
+    policy = Backoff()
+    waits = [wait_s(policy, state(failures=n), REFUSED, NOW, Level()) for n in range(5)]
 
     assert waits == [5.0, 10.0, 20.0, 40.0, 80.0]
 
@@ -142,7 +149,7 @@ def test_the_ceiling_follows_how_lately_the_server_was_healthy(
     last = None if healthy_ago_ms is None else NOW - healthy_ago_ms
     long_dead = state(failures=1000, last_success_ms=last)
 
-    assert wait_s(Backoff(jitter=0.0), long_dead, REFUSED, NOW, random.Random(0)) == ceiling
+    assert wait_s(Backoff(), long_dead, REFUSED, NOW, Level()) == ceiling
 
 
 def test_retry_after_is_honoured_and_clamped() -> None:
@@ -260,10 +267,10 @@ def test_two_time_outs_of_a_transaction_make_it_a_suspect() -> None:
 
 
 def test_a_server_that_was_well_lately_is_tried_steadily_and_then_less_and_less() -> None:
-    policy = Backoff(jitter=0.0)
+    policy = Backoff()
     now, waits, current = NOW, [], state(last_success_ms=NOW)
     while now < NOW + 3600_000:
-        current = after_failure(policy, current, REFUSED, now, random.Random(0))
+        current = after_failure(policy, current, REFUSED, now, Level())
         assert current.next_attempt_ms is not None
         waits.append((current.next_attempt_ms - now) // 1000)
         now = current.next_attempt_ms
@@ -276,15 +283,15 @@ def test_attempts_that_take_long_end_the_steady_time_all_the_same() -> None:
     """Twelve time-outs of a minute each would hold a place in the slow lane for a quarter hour."""
     since = state(last_success_ms=NOW, failing_since_ms=NOW, failures=3)
 
-    assert wait_s(Backoff(jitter=0.0), since, REFUSED, NOW + 119_000, random.Random(0)) == 10.0
-    assert wait_s(Backoff(jitter=0.0), since, REFUSED, NOW + 240_000, random.Random(0)) == 140.0
+    assert wait_s(Backoff(), since, REFUSED, NOW + 119_000, Level()) == 10.0
+    assert wait_s(Backoff(), since, REFUSED, NOW + 240_000, Level()) == 140.0
 
 
 def test_a_clock_that_was_set_back_does_not_make_the_steady_time_last() -> None:
     """I5: the count of failures bounds it too."""
     later = state(last_success_ms=NOW, failing_since_ms=NOW, failures=30)
 
-    assert wait_s(Backoff(jitter=0.0), later, REFUSED, NOW - DAY_MS, random.Random(0)) == 3600.0
+    assert wait_s(Backoff(), later, REFUSED, NOW - DAY_MS, Level()) == 3600.0
 
 
 @pytest.mark.parametrize("written", [{"asks": True}, {"suspect": "$mark"}, {}])

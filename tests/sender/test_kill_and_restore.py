@@ -158,8 +158,8 @@ async def test_a_transaction_that_gave_way_is_sent_again_as_it_was(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """Also after a kill: it may have arrived (I3)."""
-    limits = {"max_in_flight": 4, "max_connections_slow_share": 0.5}
-    world = World(tmp_path, sending=limits)
+    world = World(tmp_path, sending={"max_in_flight": 4})
+    world.slow_share = 0.5
     slow = [f"a.slow{number}" for number in range(3)]
     for name in slow:
         world.server(name, latency=30)

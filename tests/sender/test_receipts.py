@@ -226,10 +226,10 @@ async def test_in_a_large_room_a_fresh_event_is_worth_telling_all_at_once(
 
 
 async def test_in_a_large_room_an_old_event_is_told_to_its_sender_and_to_the_others_in_turn(
-    world: SynapseWorld, autojump_clock: MockClock
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Synapse's S5."""
-    world.settings["sending"] = {"trickle_per_second": 2}
+    monkeypatch.setattr(flow, "TRICKLE_PER_S", 2)
     async with world.run():
         await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
         await world.event("$e", R1, "@x:host1", age_s=300)
@@ -246,10 +246,10 @@ async def test_in_a_large_room_an_old_event_is_told_to_its_sender_and_to_the_oth
 
 
 async def test_a_receipt_that_waits_for_its_turn_does_not_come_after_a_newer_one(
-    world: SynapseWorld, autojump_clock: MockClock
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who reads an old event and then a fresh one would be said to have gone back."""
-    world.settings["sending"] = {"trickle_per_second": 0.1}
+    monkeypatch.setattr(flow, "TRICKLE_PER_S", 0.1)
     async with world.run():
         await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
         await world.event("$old", R1, "@x:host1", age_s=300)
@@ -266,9 +266,9 @@ async def test_a_receipt_that_waits_for_its_turn_does_not_come_after_a_newer_one
 
 
 async def test_the_line_moves_faster_when_it_is_long(
-    world: SynapseWorld, autojump_clock: MockClock
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.settings["sending"] = {"trickle_per_second": 0.1}
+    monkeypatch.setattr(flow, "TRICKLE_PER_S", 0.1)
     async with world.run():
         await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(40)))
         await world.read(R1, ALICE)
@@ -448,9 +448,9 @@ async def test_a_receipt_for_a_server_in_a_long_wait_goes_when_the_wait_ends(
 
 
 async def test_a_receipt_whose_turn_came_while_its_server_was_denied_goes_when_it_is_allowed(
-    world: SynapseWorld, autojump_clock: MockClock
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.settings["sending"] = {"trickle_per_second": 2}
+    monkeypatch.setattr(flow, "TRICKLE_PER_S", 2)
     async with world.run() as sender:
         await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
         await world.event("$e", R1, "@x:host1", age_s=300)

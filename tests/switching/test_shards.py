@@ -97,7 +97,7 @@ def settings_of(
         "feed": {"kind": "redis", "redis": {"host": "127.0.0.1", "port": 1}},
         "federation": {"ip_allow": ["127.0.0.0/8"]}
         | ({} if ca_file is None else {"ca_file": str(ca_file)}),
-        "destinations": {"defaults": {"backoff": {"first": "1s", "multiplier": 2}}},
+        "destinations": {"defaults": {"backoff": {"first": "1s"}}},
         "ledger": {"directory": str(directory / f"ledger-{name}")},
     }
 

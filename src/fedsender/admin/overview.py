@@ -56,7 +56,7 @@ class Memory:
         resident: of the process; null: the system does not tell.
         most: `MemoryMax` of the unit that `fedsender systemd-unit` prints.
         queued: events in queues; at most `sending.window_bytes`, but for the newest event.
-        bodies: transactions under way; at most `sending.in_flight_bytes`, and 64 KiB for each.
+        bodies: transactions under way; at most `IN_FLIGHT_BYTES`, and 64 KiB for each.
     """
 
     resident: int | None
@@ -153,7 +153,7 @@ def _memory(context: AdminContext) -> Memory:
         inner.pdu_pool.bytes,
         config.sending.window_bytes,
         inner.admission.bodies,
-        config.sending.in_flight_bytes,
+        inner.admission.in_flight_bytes,
     )
 
 

@@ -6,6 +6,7 @@ file, line, column and setting. Whoever needs a part of it gets that section, no
 
 import difflib
 import os
+import re
 import ssl
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,7 @@ from fedsender.config.policy import (
     leaves,
 )
 from fedsender.config.sections import (
+    CONSUMER_NAME,
     Admin,
     Consumer,
     Federation,
@@ -304,6 +306,8 @@ class Config(Section):
         if self.feed.kind == "push" and several and _file_of(self.homeserver.database) is not None:
             place = ("homeserver", "federation_sender_instances")
             yield place, "has several senders: with feed.kind push they need a PostgreSQL database"
+        if self.feed.kind == "relay" and not re.search(CONSUMER_NAME, self.instance_name):
+            yield ("instance_name",), "must be 1 to 64 of a-z 0-9 _ . - where feed.kind is relay"
         if self.pipeline.relay is not None and self.feed.kind != "relay":
             yield ("pipeline", "relay"), "is of use where feed.kind is relay"
         senders = self.homeserver.federation_sender_instances
@@ -395,20 +399,38 @@ def _checked(document: Document, directory: Path) -> Config:
 
 
 _GONE: Final[Mapping[str, str]] = {
+    "destinations.defaults.backoff.ceiling_dead": "it is a day, or backoff.ceiling; remove it",
+    "destinations.defaults.backoff.jitter": "a wait is up to 20 % longer or shorter; remove it",
+    "destinations.defaults.backoff.multiplier": "each wait is twice the one before; remove it",
+    "destinations.defaults.backoff.steady": "it is ten seconds, or backoff.first; remove it",
+    "destinations.defaults.edus.device_lists": "encryption needs them; remove it",
+    "destinations.defaults.edus.to_device": "encryption needs them; remove it",
+    "destinations.defaults.max_edus": "a transaction has the 100 that Matrix allows; remove it",
+    "federation.connect_timeout": "it is ten seconds; remove it",
+    "federation.handshake_timeout": "it is 15 seconds; remove it",
     "federation.idle_connection": "a connection is closed after two minutes without use; remove it",
     "federation.max_answer_bytes": "an answer has 64 KiB, and 4 KiB more for each PDU; remove it",
     "feed.relay.fetch_parallel": "four connections fetch a snapshot; remove it",
+    "feed.relay.name": "instance_name is the name there, too; remove it",
     "feed.tcp.name": "instance_name is the name there, too; remove it",
     "ledger.segment_bytes": "a file has 64 MiB, or a quarter of ledger.keep_bytes; remove it",
     "ledger.segment_every": "a new file begins each hour; remove it",
     "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
     "pipeline.service_share": "the goal is 99 % of the servers; remove it",
     "pipeline.service_within": "the goal is five seconds; remove it",
+    "relay.consumer_ttl": "a sender keeps its place in the log for a day; remove it",
     "relay.fetch_bytes_per_second": "a snapshot is fetched as fast as the network is; remove it",
+    "relay.join_ttl": "a snapshot that nobody goes on from is forgotten in 30 min; remove it",
+    "relay.max_consumers": "64 senders are known at once; remove it",
     "relay.secret_file": "each consumer has its own, relay.consumers.NAME.secret_file",
     "sending.fan_out_chunk": "a transaction fans out 100 events; remove it",
+    "sending.in_flight_bytes": "transactions under way have 64 MiB; remove it",
+    "sending.max_connections_slow_share": "slow and failing servers have half; remove it",
+    "sending.trickle_per_second": "50 servers a second are told of receipts; remove it",
 }
 """Settings that an older release knew, and what to do instead."""
+_OVERRIDE: Final = re.compile(r"^destinations\.overrides\[\d+\]")
+"""An override has the settings of the defaults."""
 
 
 def _problems(document: Document, error: ErrorDetails) -> Iterator[str]:
@@ -419,7 +441,7 @@ def _problems(document: Document, error: ErrorDetails) -> Iterator[str]:
         for place, text in cause.found:
             yield document.problem(place, text)
     elif kind == "extra_forbidden":
-        gone = _GONE.get(dotted(location))
+        gone = _GONE.get(_OVERRIDE.sub("destinations.defaults", dotted(location)))
         text = f"unknown setting{_suggestion(location)}" if gone is None else f"is gone: {gone}"
         yield document.problem(location, text, at_key=True)
     else:

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedsender.config.policy import Contradictions, Section, leaves
-from fedsender.config.sections import CONSUMER_NAME, GIB
+from fedsender.config.sections import GIB
 from fedsender.config.values import (
     Address,
     Bytes,
@@ -62,11 +62,6 @@ class RelayFeed(TcpFeed):
     address: Address = Field(
         default=TcpAddress("127.0.0.1", 9093),
         description='Where it listens: "host:port" or "unix:/path".',
-    )
-    name: InstanceName | None = Field(
-        default=None,
-        pattern=CONSUMER_NAME,
-        description="The name by which it remembers us; null takes instance_name.",
     )
     directory: FilePath = Field(
         default=Path("snapshot"), description="Where a snapshot's files wait until they are loaded."

@@ -44,6 +44,7 @@ _NOTHING_LIKE_IT: Final = {
     "http_proxy": "other servers are reached by https_proxy",
     "worker_log_config": "the log goes to standard error: see log",
     "worker_listeners": "metrics and health are at admin.listen",
+    "federation_rr_transactions_per_room_per_second": "50 servers a second are told of receipts",
     "modules": "what a module does in a sender, such as to route presence, is not done",
     "sentry": "errors are in the log",
     "use_insecure_ssl_client_just_for_testing_do_not_use": "see federation.verify_certificates",
@@ -212,7 +213,6 @@ class _Making:
             "homeserver": self.homeserver(roles),
             "feed": {"kind": "redis", "redis": self.redis()} | self.http(roles),
             "federation": federation_of(settings, self.note) | self.proxy(),
-            "sending": self.sending(),
             "destinations": destinations_of(settings, self.note),
             "metrics": self.metrics(),
         }
@@ -399,10 +399,6 @@ class _Making:
         return found[:MAX_NO_PROXY]
 
     # --- the rest ---------------------------------------------------------------------------------
-
-    def sending(self) -> dict[str, Any]:
-        pace = self.settings.number("federation_rr_transactions_per_room_per_second")
-        return {} if pace is None else {"trickle_per_second": min(max(pace, 0.01), 10_000.0)}
 
     def metrics(self) -> dict[str, Any]:
         domains = self.settings.texts("federation_metrics_domains") or ()

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedsender.config.document import Location
 from fedsender.config.values import Bytes, FilePath, FixedAddress, Seconds, ServerPattern
-from fedsender.matrix import MAX_EDUS, MAX_PDUS, matching
+from fedsender.matrix import MAX_PDUS, matching
 
 MAX_DAILY_ATTEMPTS: Final = 60
 """Attempts in any 24 h to a server that never answers, by our own timers (I5)."""
@@ -21,6 +21,15 @@ QUICK_ATTEMPTS: Final = 6
 """So many of them may follow a refusal at once, to find a poisonous item: no wait counts them."""
 GAP_EVENTS: Final = 400
 """Catch-up reads so many events of a room to see how large its gap is."""
+
+STEADY_S: Final = 10.0
+"""A server that was healthy in the last 24 h is tried each 10 s at first: most are being restarted,
+and a restart takes a minute or two."""
+MULTIPLIER: Final = 2.0
+"""Each further wait is twice as long as the one before, as Synapse and Dendrite have it."""
+JITTER: Final = 0.2
+"""Each wait is longer or shorter by up to this share of it: servers that failed at one moment, as
+behind a broken proxy, are not all tried at one moment again."""
 
 _DAY: Final = 86_400.0
 
@@ -59,25 +68,16 @@ class Section(BaseModel):
 class Backoff(Section):
     """How long to wait after failed attempts in a row."""
 
-    steady: Seconds = Field(
-        default=10.0,
-        ge=1,
-        description="Wait between the first attempts at a server that was healthy in the last 24 h;"
-        " or first, if that is longer.",
-    )
     steady_for: Seconds = Field(
         default=120.0,
         ge=0,
-        description="For so long; then waits grow from there. 0 is not at all.",
+        description="For so long a server that was healthy in the last 24 h is tried each 10 s, or"
+        " each first if that is longer; then waits grow from there. 0 is not at all.",
     )
     first: Seconds = Field(
-        default=5.0, ge=1, description="Wait after the first failed attempt at any other server."
-    )
-    multiplier: float = Field(
-        default=2.0,
+        default=5.0,
         ge=1,
-        le=10,
-        description="How much longer each further wait is than the one before.",
+        description="Wait after the first failed attempt; each further wait is twice as long.",
     )
     ceiling_healthy: Seconds = Field(
         default=3600.0,
@@ -89,26 +89,24 @@ class Backoff(Section):
         ge=1,
         description="Longest wait while the server was healthy in the last week.",
     )
-    ceiling_dead: Seconds = Field(
-        default=_DAY, ge=1, description="Longest wait for a server that was not healthy for a week."
-    )
-    jitter: float = Field(
-        default=0.2,
-        ge=0,
-        le=0.5,
-        description="Each wait is longer or shorter by up to this share of it.",
-    )
+
+    @property
+    def ceiling_dead(self) -> float:
+        """Longest wait for a server that was not healthy for a week, in seconds.
+
+        One attempt a day costs nobody anything, and finds a server again that was given up.
+        """
+        return max(self.ceiling, _DAY)
 
     def contradictions(self) -> Contradictions:
-        if not self.first <= self.ceiling_healthy <= self.ceiling <= self.ceiling_dead:
-            yield (), "first <= ceiling_healthy <= ceiling <= ceiling_dead does not hold"
+        if not self.first <= self.ceiling_healthy <= self.ceiling:
+            yield (), "first <= ceiling_healthy <= ceiling does not hold"
         attempts = self.daily_attempts()
         if attempts > MAX_DAILY_ATTEMPTS:
             yield (
                 (),
                 f"a server that never answers would see more than {MAX_DAILY_ATTEMPTS} attempts in"
-                " 24 h: raise steady, first, multiplier or ceiling_healthy, or lower steady_for or"
-                " jitter",
+                " 24 h: raise first or ceiling_healthy, or lower steady_for",
             )
 
     def wait(self, failures: int, elapsed: float, *, steady: bool) -> float:
@@ -121,15 +119,15 @@ class Backoff(Section):
         """
         # 2**40 seconds is past every ceiling; without the bound the power overflows.
         if not steady or not self.steady_for:
-            return self.first * self.multiplier ** min(failures, 40)
-        pause = max(self.steady, self.first)
-        most = math.ceil(self.steady_for / max(1.0, pause * (1 - self.jitter)))
+            return self.first * MULTIPLIER ** min(failures, 40)
+        pause = max(STEADY_S, self.first)
+        most = math.ceil(self.steady_for / (pause * (1 - JITTER)))
         if elapsed < self.steady_for and failures < most:
             return pause
         # By time, because attempts may last as long as waits; by count, because clocks are set.
         later = elapsed - self.steady_for
-        by_time = pause * self.multiplier + later * (self.multiplier - 1)
-        by_count: float = pause * self.multiplier ** min(max(0, failures - most), 40)
+        by_time = pause * MULTIPLIER + later * (MULTIPLIER - 1)
+        by_count: float = pause * MULTIPLIER ** min(max(0, failures - most), 40)
         return max(by_time, by_count)
 
     def daily_attempts(self) -> int:
@@ -143,7 +141,7 @@ class Backoff(Section):
         failures = 0
         while attempts <= MAX_DAILY_ATTEMPTS:
             sooner = min(self.wait(failures, elapsed, steady=kind) for kind in (True, False))
-            elapsed += max(1.0, min(sooner, self.ceiling_healthy) * (1 - self.jitter))
+            elapsed += max(1.0, min(sooner, self.ceiling_healthy) * (1 - JITTER))
             if elapsed > _DAY:
                 break
             attempts += 1
@@ -157,10 +155,6 @@ class EduKinds(Section):
     typing: bool = Field(default=True, description="Who is typing.")
     receipts: bool = Field(default=True, description="Who has read up to where.")
     presence: bool = Field(default=True, description="Who is online.")
-    to_device: bool = Field(default=True, description="Messages to devices; encryption needs them.")
-    device_lists: bool = Field(
-        default=True, description="Changed devices and keys; encryption needs them."
-    )
 
 
 class Policy(Section):
@@ -168,9 +162,6 @@ class Policy(Section):
 
     max_pdus: int = Field(
         default=MAX_PDUS, ge=1, le=MAX_PDUS, description="PDUs in one transaction."
-    )
-    max_edus: int = Field(
-        default=MAX_EDUS, ge=1, le=MAX_EDUS, description="EDUs in one transaction."
     )
     max_transaction_bytes: Bytes = Field(
         default=2**20, ge=128 * 2**10, le=64 * 2**20, description="Size of one transaction's body."

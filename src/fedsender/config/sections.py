@@ -195,10 +195,6 @@ class Federation(Section):
     minimum_tls_version: Annotated[Literal["1.2", "1.3"], BeforeValidator(_tls_version)] = Field(
         default="1.2", description="Oldest TLS version that is spoken."
     )
-    connect_timeout: Seconds = Field(
-        default=10.0, gt=0, description="For one TCP connection to stand."
-    )
-    handshake_timeout: Seconds = Field(default=15.0, gt=0, description="For its TLS handshake.")
     request_timeout: Seconds = Field(
         default=60.0, gt=0, description="For one attempt, from sending it to the end of the answer."
     )
@@ -251,34 +247,14 @@ class Sending(Section):
     max_in_flight: int = Field(
         default=2000, ge=3, le=100_000, description="Attempts under way at once."
     )
-    max_connections_slow_share: float = Field(
-        default=0.5,
-        gt=0,
-        lt=1,
-        description="Share of them for servers that fail or take long, half of it for each, so that"
-        " they never hold back the others.",
-    )
     handshakes_per_second: float = Field(
         default=150.0, gt=0, le=10_000, description="New connections per second."
-    )
-    in_flight_bytes: Bytes = Field(
-        default=64 * MIB,
-        ge=MIB,
-        description="Memory for the transactions under way, and for what is read for one; the more"
-        " of it is taken, the smaller are new ones (but 64KiB is always allowed).",
     )
     ramp_per_second: float = Field(
         default=100.0,
         gt=0,
         le=10_000,
         description="Destinations with a backlog started per second.",
-    )
-    trickle_per_second: float = Field(
-        default=50.0,
-        gt=0,
-        le=10_000,
-        description="Servers that are told per second what can wait: receipts in large rooms,"
-        " presence (Synapse's federation_rr_transactions_per_room_per_second).",
     )
     queue_pdus: int = Field(
         default=10_000,
@@ -501,19 +477,6 @@ class Relay(Section):
         ge=0,
         description="So much of an SQLite's disk stays free, in the same way; then nothing is"
         " taken in.",
-    )
-    consumer_ttl: Seconds = Field(
-        default=86_400.0,
-        ge=1,
-        description="A sender that is away for longer loses its place in the log.",
-    )
-    join_ttl: Seconds = Field(
-        default=1800.0,
-        ge=1,
-        description="One that took a snapshot and did not come back is forgotten.",
-    )
-    max_consumers: int = Field(
-        default=64, ge=1, le=10_000, description="Senders that are known at once."
     )
     snapshot_every: Seconds = Field(
         default=3600.0,

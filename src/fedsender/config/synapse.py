@@ -432,7 +432,6 @@ def _checked(settings: Settings, name: str, address: str) -> str:
 
 HEALTHY_S: Final = 3600.0
 LATELY_S: Final = 6 * 3600.0
-MAX_MULTIPLIER: Final = 10.0
 MAX_MORE_CA_FILES: Final = 100
 MAX_OVERRIDES: Final = 10_000
 
@@ -517,22 +516,17 @@ def _backoff(settings: Settings, note: Note) -> dict[str, float | str]:
     section = settings.section("federation")
     first = section.seconds("destination_min_retry_interval")
     longest = section.seconds("destination_max_retry_interval")
-    multiplier = section.number("destination_retry_multiplier")
     values: dict[str, float] = {}
     if first is not None:
         values["first"] = max(1.0, clamped(first))
-    if multiplier is not None:
-        values["multiplier"] = min(max(multiplier, 1.0), MAX_MULTIPLIER)
     if longest is not None:
         last = max(1.0, clamped(longest))
         least = values.get("first", 0.0)
         values["ceiling_healthy"] = max(least, min(last, HEALTHY_S))
         values["ceiling"] = max(values["ceiling_healthy"], min(last, LATELY_S))
-        values["ceiling_dead"] = max(values["ceiling"], last)
     elif first is not None:
         values["ceiling_healthy"] = max(first, HEALTHY_S)
         values["ceiling"] = max(first, LATELY_S)
-        values["ceiling_dead"] = max(first, 86_400.0)
     if values and any(Backoff.model_validate(values).contradictions()):
         note(
             "federation.destination_*retry*",
@@ -542,10 +536,10 @@ def _backoff(settings: Settings, note: Note) -> dict[str, float | str]:
     if values:
         note(
             "federation.destination_*retry*",
-            "is carried over; without it (destinations.defaults.backoff) a server that was well is"
-            " tried again after seconds",
+            "is carried over, but for the multiplier, which is 2; without it"
+            " (destinations.defaults.backoff) a server that was well is tried again after seconds",
         )
-    return {k: v if k == "multiplier" else in_seconds(v) for k, v in values.items()}
+    return {name: in_seconds(value) for name, value in values.items()}
 
 
 def clamped(seconds: float) -> float:

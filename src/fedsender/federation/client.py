@@ -195,9 +195,7 @@ class FederationClient:
         self.memory = AnswerMemory()
         self.user_agent = _user_agent(config.user_agent_suffix)
         proxy = _proxy_of(config, runtime)
-        self.dialer = Dialer(
-            runtime.network, config.connect_timeout, config.handshake_timeout, proxy
-        )
+        self.dialer = Dialer(runtime.network, proxy=proxy)
         self.discovery = Discovery(
             runtime.network,
             runtime.random,

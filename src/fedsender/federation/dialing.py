@@ -32,6 +32,10 @@ from fedsender.tls import GROUPS, MeteredTls, set_groups
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known", "gone"]
 Address = tuple[str, int]
 
+CONNECT_S: Final = 10.0
+"""For one TCP connection to stand: three retransmissions of a lost SYN take seven seconds."""
+HANDSHAKE_S: Final = 15.0
+"""For its TLS handshake: a busy server's takes seconds, and it is two trips at most."""
 # How long one address gets before the next is tried beside it; the delay that RFC 8305 recommends.
 _STAGGER_S: Final = 0.25
 _CLOSING_S: Final = 1.0
@@ -107,8 +111,8 @@ class Dialer:
     """
 
     network: Network
-    connect_s: float
-    handshake_s: float
+    connect_s: float = CONNECT_S
+    handshake_s: float = HANDSHAKE_S
     proxy: Proxy | None = None
     _contexts: dict[TlsPolicy, ssl.SSLContext] = field(default_factory=dict)
     _worked: LRUCache[str, str] = field(default_factory=lambda: LRUCache(maxsize=_REMEMBERED))

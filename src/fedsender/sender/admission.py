@@ -33,10 +33,15 @@ import trio
 from cachetools import LRUCache
 
 from fedsender.fairness import Accounts, Line, Payer, Payers, Turns, Usual, for_us, nothing
+from fedsender.limits import IN_FLIGHT_BYTES
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
 """Two of the last three answers above this make a server slow, two below `QUICK_S` quick."""
+SLOW_SHARE: Final = 0.5
+"""The share of the places for servers that fail or take long, half of it for each, so that they
+never hold back the others. They are many and wait most of the time; the quick ones, done within a
+second, need no more than the other half."""
 FEW: Final = 20
 """An item for at most this number of servers goes first."""
 _REMEMBERED: Final = 65_536
@@ -700,12 +705,16 @@ class Admission:
         self,
         *,
         max_in_flight: int,
-        slow_share: float,
+        slow_share: float = SLOW_SHARE,
         handshakes_per_second: float,
         loop: Turns,
-        in_flight_bytes: int = 2**26,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
     ) -> None:
-        """Args: loop: the time of the event loop, which new connections cost most of."""
+        """
+        Args:
+            slow_share: of the places, for servers that fail or take long; half of it for each.
+            loop: the time of the event loop, which new connections cost most of.
+        """
         aside = min(max(2, int(max_in_flight * slow_share)), max_in_flight - 1)
         quick = max_in_flight - aside
         self.gate = Gate()

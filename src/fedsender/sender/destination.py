@@ -32,7 +32,7 @@ import trio
 from fedsender.config import Policy
 from fedsender.fairness import fail_after
 from fedsender.federation.client import Answer, Exchange, GaveWay, Peer, SendFailed, Unreachable
-from fedsender.matrix import Pdu
+from fedsender.matrix import MAX_EDUS, Pdu
 from fedsender.runtime import OutOfResources
 from fedsender.sender import failure
 from fedsender.sender.admission import nobody_told, not_now
@@ -252,15 +252,13 @@ class Destination:
 
     def owe_to_device(self) -> None:
         """Note that the database has to-device messages for it."""
-        if self.policy.edus.to_device:
-            self.outbox.owes_to_device = True
-            self._edu_came()
+        self.outbox.owes_to_device = True
+        self._edu_came()
 
     def owe_device_lists(self) -> None:
         """Note that the database has changed devices or keys for it."""
-        if self.policy.edus.device_lists:
-            self.outbox.owes_device_lists = True
-            self._edu_came()
+        self.outbox.owes_device_lists = True
+        self._edu_came()
 
     def owe_redeliveries(self) -> None:
         """Note that there are events to send it again."""
@@ -691,7 +689,7 @@ class Destination:
         self._permit.carries(0)
         size = self._permit.body_bytes(policy.max_transaction_bytes)
         pdus, size = self.state.search(Kind.PDUS).most(policy.max_pdus, size, now_ms)
-        edus, size = self.state.search(Kind.EDUS).most(policy.max_edus, size, now_ms)
+        edus, size = self.state.search(Kind.EDUS).most(MAX_EDUS, size, now_ms)
         return Draft(
             max_pdus=0 if only is Kind.EDUS else pdus,
             max_edus=0 if only is Kind.PDUS else edus,

@@ -16,10 +16,11 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
-from fedsender.config.policy import QUICK_ATTEMPTS, Backoff, Policy
+from fedsender.config.policy import JITTER, QUICK_ATTEMPTS, Backoff, Policy
 from fedsender.federation.client import Answer, SendFailed, Unreachable
 from fedsender.federation.dialing import UnreachableKind
 from fedsender.federation.transport import FailureKind
+from fedsender.matrix import MAX_EDUS
 from fedsender.sender.isolation import AT_REST, Item, Kind, Search, left_s, of_json
 from fedsender.sender.transaction import Transaction
 from fedsender.store.connections import WrongDatabase
@@ -390,7 +391,7 @@ def wait_s(
     steady = steadily and rule.shared and not rule.ceiling_s and well_lately(state, now_ms)
     elapsed = max(0, now_ms - since_ms) / 1000
     grown = policy.wait(state.failures, elapsed, steady=steady) * rule.first_factor
-    jittered = min(grown, ceiling) * rng.uniform(1 - policy.jitter, 1 + policy.jitter)
+    jittered = min(grown, ceiling) * rng.uniform(1 - JITTER, 1 + JITTER)
     if verdict.retry_after_s is not None:
         jittered = max(jittered, min(verdict.retry_after_s, policy.ceiling_healthy))
     return max(MIN_GAP_SECONDS, jittered)
@@ -450,7 +451,7 @@ def after_answer(
     state = after_success(state, now_ms)
     if state.pdu_search is None and state.edu_search is None:
         return state
-    most = {Kind.PDUS: policy.max_pdus, Kind.EDUS: policy.max_edus}
+    most = {Kind.PDUS: policy.max_pdus, Kind.EDUS: MAX_EDUS}
     for kind in Kind:
         search = state.search(kind)
         marks = [item.mark for item in transaction.items_by_kind.get(kind, ())]

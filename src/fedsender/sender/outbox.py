@@ -293,10 +293,10 @@ class Outbox:
         if draft.max_edus > 0:
             again = self.owe_keys
             if self.owes_to_device:
-                await self._unless_locked("to-device", again, self._fill_to_device, draft, policy)
+                await self._unless_locked("to-device", again, self._fill_to_device, draft)
             if self.owes_device_lists:
                 fill = self._fill_device_lists
-                await self._unless_locked("device lists", again, fill, draft, policy)
+                await self._unless_locked("device lists", again, fill, draft)
         if draft.max_pdus > 0 and self.level and not (self.owes_redeliveries or self._locks):
             self.queue.fill(draft)  # All from memory, as mostly.
         elif draft.max_pdus > 0:
@@ -438,11 +438,9 @@ class Outbox:
         if not kinds.presence:
             self.presence.drop(presence.PRESENCE)
 
-    async def _fill_to_device(self, draft: Draft, policy: Policy) -> None:
+    async def _fill_to_device(self, draft: Draft) -> None:
         # Cleared before the read, so that a message that arrives during it asks for another look.
         self.owes_to_device = False
-        if not policy.edus.to_device:
-            return
         room = draft.max_edus
         if self.owes_device_lists:
             room = max(1, room - RESERVED_EDUS)
@@ -467,13 +465,11 @@ class Outbox:
                 draft.add_edu(edu, anyway=True)
         self.owes_to_device |= len(rows) >= room
 
-    async def _fill_device_lists(self, draft: Draft, policy: Policy) -> None:
+    async def _fill_device_lists(self, draft: Draft) -> None:
         room = draft.edu_room
         if not room:
             return
         self.owes_device_lists = False
-        if not policy.edus.device_lists:
-            return
         changes = await self._context.edus.device_changes(
             self.destination, self._context.device_lists.value
         )

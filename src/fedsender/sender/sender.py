@@ -15,6 +15,7 @@ import trio
 
 from fedsender.config import Policies
 from fedsender.federation.client import FederationClient
+from fedsender.federation.dialing import CONNECT_S, HANDSHAKE_S
 from fedsender.ledger import Ledger
 from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
@@ -440,7 +441,7 @@ async def open_sender(
         context = Context(
             origin=config.server_name,
             sending=sending,
-            connect_deadline=2 * (federation.connect_timeout + federation.handshake_timeout),
+            connect_deadline=2 * (CONNECT_S + HANDSHAKE_S),
             request_timeout=federation.request_timeout,
             runtime=runtime,
             clock=SteadyClock(runtime),

@@ -28,8 +28,6 @@ RESTART: dict[str, dict[str, Any]] = {
     "federation": {"max_connections": CONNECTIONS},
     "sending": {
         "max_in_flight": CONNECTIONS,
-        # There are far fewer places than by default, and nobody is known to be slow.
-        "max_connections_slow_share": 0.1,
         "handshakes_per_second": 200,
         "ramp_per_second": 200,
     },

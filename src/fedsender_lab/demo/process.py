@@ -82,13 +82,11 @@ def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Ma
         "federation": {
             "ca_file": os.path.relpath(ca_file, directory),
             "ip_allow": ["127.0.0.0/8"],
-            "connect_timeout": "3s",
-            "handshake_timeout": "5s",
             "request_timeout": "4s",
         },
         "destinations": {
             "defaults": {
-                "backoff": {"first": "1s", "multiplier": 1.5, "steady_for": 0},
+                "backoff": {"first": "1s", "steady_for": 0},
                 "catch_up_gap_events": CATCH_UP_GAP_EVENTS,
             }
         },

@@ -164,8 +164,6 @@ SETTINGS: Final[Mapping[str, object]] = {
     "keep_min": 30,
     "log_cap": 256 * 1024,
     "disk_reserve": 64 * 1024,
-    "consumer_ttl": 1200,
-    "join_ttl": 300,
     "snapshot_every": 300,
 }
 CONSUMERS: Final[Mapping[str, ConsumerBehaviour]] = {

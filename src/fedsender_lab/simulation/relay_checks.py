@@ -18,6 +18,7 @@ from fedsender.streams import Json
 from fedsender_lab.simulation.observations import Violation
 from fedsender_lab.testing.clock import Trace
 from fedsender_relay.daemon import DATABASE, RelayDaemon
+from fedsender_relay.registry import Patience
 from fedsender_relay.retention import EDU_SHARE
 from fedsender_relay.snapshot import MANIFEST, SnapshotInfo
 from fedsender_relay.snapshots import DIRECTORY
@@ -284,6 +285,8 @@ SETTLE_S: Final = 30.0
 """For so long after there was too little room records may go because of that."""
 PATIENCE_S: Final = 60.0
 """The log may be above its cap for so long while anything is still taken in."""
+PATIENCE: Final = Patience(away_s=1200, joining_s=300)
+"""Of the simulated relay: short, so that both ends are met."""
 ROUNDING_S: Final = 1.0
 
 
@@ -403,8 +406,7 @@ class RelayChecks:
         """
         standing, known = self._views.standings[name], relay.registry.get(name)
         away_s = trio.current_time() - standing.fed_at
-        settings = self._settings
-        patience_s = settings.join_ttl if standing.joined else settings.consumer_ttl
+        patience_s = PATIENCE.joining_s if standing.joined else PATIENCE.away_s
         if away_s > patience_s or (known is not None and known.lost):
             return False
         token = self._views.token_of(standing)

@@ -25,7 +25,7 @@ from fedsender.config import Config
 from fedsender.embedded.facts import rows_of
 from fedsender.runtime import Limiter, real_runtime
 from fedsender_lab.simulation.daemon_life import Crash, copy_files, disk_full
-from fedsender_lab.simulation.relay_checks import Files, RelayChecks, RelayViews, name_of
+from fedsender_lab.simulation.relay_checks import PATIENCE, Files, RelayChecks, RelayViews, name_of
 from fedsender_lab.testing.clock import derived, virtual_runtime
 from fedsender_lab.testing.network import MemoryStream, memory_connection
 from fedsender_relay.daemon import RelayDaemon, open_relay
@@ -288,6 +288,7 @@ class RelayStation:
                 faults=self._at_commit,
                 step=lambda: self._steps.step("snapshot", writes=True),
                 free=lambda _: self._free,
+                patience=PATIENCE,
             ) as relay,
             trio.open_nursery() as nursery,
         ):

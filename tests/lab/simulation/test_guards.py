@@ -218,8 +218,8 @@ def test_i9_an_answer_that_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> No
 def test_i10_content_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = Outbox._fill_to_device
 
-    async def talkative(self: Outbox, draft: Any, policy: Any) -> None:
-        await fill(self, draft, policy)
+    async def talkative(self: Outbox, draft: Any) -> None:
+        await fill(self, draft)
         structlog.get_logger().info("filled", rows=[edu.wire for edu in draft.edus])
 
     monkeypatch.setattr(Outbox, "_fill_to_device", talkative)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import trio
 
@@ -33,6 +33,9 @@ RECEIPT_PAGE = 500
 LONGEST_TRAIL = 10_000
 """The most events positions for which it is known which receipts were read before."""
 SAVE_EVERY_S = 5.0
+TRICKLE_PER_S: Final = 50
+"""Servers that are told per second what can wait: receipts in large rooms, presence. Synapse's
+default for receipts; a longer line moves faster anyway."""
 LONGEST_TRICKLE_S = 30.0
 """The longest wait of a server for its turn; a longer line moves faster."""
 MAX_TRICKLING = 100_000
@@ -268,7 +271,7 @@ class EduFlow:
             self._trickling -= len(waiting)
             for item in waiting.values():
                 self._put(item, server)
-            pace = 1 / self._context.sending.trickle_per_second
+            pace = 1 / TRICKLE_PER_S
             await trio.sleep(min(pace, LONGEST_TRICKLE_S / (len(self._later) + 1)))
 
     def _put_now(self, item: Receipt | PresenceState, servers: Iterable[str]) -> None:
