@@ -1,12 +1,13 @@
 """Slots: who gets the next free one; and tries that are repeated."""
 
+import random
 from contextlib import nullcontext
 
 import pytest
 import trio
 import trio.testing
 
-from fedsender.waiting import Pauses, Slots, again, right_of_way
+from fedsender.waiting import Slots, again, doubling, right_of_way
 
 
 class Line:
@@ -97,12 +98,40 @@ async def test_a_service_is_asked_again_after_growing_pauses(
 ) -> None:
     service = _Service(OSError("one"), OSError("two"), OSError("three"))
     noted: list[tuple[str, int]] = []
-    pauses = Pauses(first=1.0, longest=3.0)
-    insists = again(OSError, pauses, note=lambda error, tries: noted.append((str(error), tries)))
     begun = trio.current_time()
-    assert await insists(service.ask) == "answer"
+    answer = await again(
+        service.ask,
+        OSError,
+        doubling(1.0, 3.0),
+        note=lambda error, failures: noted.append((str(error), failures)),
+    )
+    assert answer == "answer"
     assert [at - begun for at in service.asked_at] == pytest.approx([0, 1, 3, 6])
     assert noted == [("one", 1), ("two", 2), ("three", 3)]
+
+
+async def test_after_a_calm_time_the_pauses_begin_with_the_shortest_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    service = _Service(*[OSError("gone")] * 4)
+
+    async def ask() -> str:
+        if len(service.errors) == 2:
+            await trio.sleep(60.5)
+        return await service.ask()
+
+    begun = trio.current_time()
+    assert await again(ask, OSError, doubling(1.0, 30.0), calm_s=60.0) == "answer"
+    # The third call fails after its calm time: what follows is 1 s again, and then 2 s.
+    assert [at - begun for at in service.asked_at] == pytest.approx([0, 1, 63.5, 64.5, 66.5])
+
+
+async def test_jitter_takes_up_to_half_off_a_pause() -> None:
+    pause = doubling(1.0, 30.0, random.Random(1))
+    pauses = [pause(3) for _ in range(100)]
+    assert 4.0 <= min(pauses) < 4.5
+    assert 7.5 < max(pauses) <= 8.0
+    assert pause(10_000) <= 30.0
 
 
 async def test_an_error_that_does_not_pass_is_raised_at_once(
@@ -110,9 +139,8 @@ async def test_an_error_that_does_not_pass_is_raised_at_once(
 ) -> None:
     for error, wrong in ((KeyError(), KeyError), (FileNotFoundError(), FileNotFoundError)):
         service = _Service(error)
-        insists = again(OSError, Pauses(first=1.0, longest=1.0), unless=FileNotFoundError)
         with pytest.raises(wrong):
-            await insists(service.ask)
+            await again(service.ask, OSError, 1.0, unless=FileNotFoundError)
         assert len(service.asked_at) == 1
 
 
@@ -121,12 +149,26 @@ async def test_after_so_many_tries_the_last_error_is_raised(
 ) -> None:
     service = _Service(OSError("one"), OSError("two"), OSError("three"))
     with pytest.raises(OSError, match="two"):
-        await again(OSError, Pauses(first=1.0, longest=1.0), tries=2)(service.ask)
+        await again(service.ask, OSError, 1.0, tries=2)
+
+
+async def test_an_error_that_is_noted_by_raising_it_ends_the_tries(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    service = _Service(OSError("one"), OSError("two"), OSError("three"))
+
+    def note(error: BaseException, failures: int) -> None:
+        if failures == 2:
+            raise error
+
+    with pytest.raises(OSError, match="two"):
+        await again(service.ask, OSError, 1.0, note=note)
+    assert len(service.asked_at) == 2
 
 
 async def test_a_cancelled_wait_for_a_service_ends(autojump_clock: trio.testing.MockClock) -> None:
     service = _Service(*[OSError("away")] * 100)
     with trio.move_on_after(2.5) as scope:
-        await again(OSError, Pauses(first=1.0, longest=1.0))(service.ask)
+        await again(service.ask, OSError, 1.0)
     assert scope.cancelled_caught
     assert len(service.asked_at) == 3

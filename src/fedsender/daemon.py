@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,7 @@ from fedsender.store.lock import SendersDiffer
 from fedsender.switching.shards import take_shard
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging, note_start
-from fedsender.waiting import Pauses, again
+from fedsender.waiting import again
 
 if TYPE_CHECKING:
     from fedsender.http.serving import Admin
@@ -176,13 +177,6 @@ async def _hold_instance(
     """Hold the lock of this instance name; while it is lost, no attempt starts."""
     instance = config.instance_name
     already_owed = await take_shard(store, config, boot_id)
-    # Only who must not send at all gives up; any other error is the database's, and may pass.
-    until_taken = again(
-        (StoreError, OSError),
-        Pauses(first=LOCK_RENEWAL_S, longest=LOCK_RENEWAL_S),
-        unless=(LockHeld, SchemaDiffers, SendersDiffer),
-        note=_note_lock_refused,
-    )
 
     async def keep() -> None:
         while True:
@@ -191,7 +185,14 @@ async def _hold_instance(
                 continue
             log.error("instance_lock_lost", instance=instance)
             admission.gate.shut()
-            await until_taken(store.sender.take_lock, instance, boot_id)
+            await again(
+                partial(store.sender.take_lock, instance, boot_id),
+                # We give up only if we must not send at all; any other error may pass.
+                (StoreError, OSError),
+                LOCK_RENEWAL_S,
+                unless=(LockHeld, SchemaDiffers, SendersDiffer),
+                note=_note_lock_refused,
+            )
             log.info("instance_lock_retaken", instance=instance)
             with suppress(StoreError):
                 # A connection is lost in a failover, too; who is idle would not look for minutes.

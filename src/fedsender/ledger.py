@@ -20,8 +20,9 @@ import os
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
@@ -43,7 +44,7 @@ from fedsender.segments import (
 )
 from fedsender.streams import Watermark
 from fedsender.telemetry import Count
-from fedsender.waiting import Signal
+from fedsender.waiting import Signal, again
 
 LINE_VERSION = 2
 EVERY_SERVER = "*"
@@ -467,9 +468,9 @@ async def open_ledger(
             if ledger.failing is None:
                 await ledger.failed.wait()
             await trio.sleep(RETRY_SECONDS)
-            with suppress(OSError):
-                await runtime.run_sync(write_something, limiter=limiter)
-                ledger.recover()
+            write = partial(runtime.run_sync, write_something, limiter=limiter)
+            await again(write, OSError, RETRY_SECONDS)
+            ledger.recover()
 
     last_number, torn, last_words = await runtime.run_sync(prepare, limiter=limiter)
     ledger = Ledger(

@@ -20,6 +20,7 @@ import structlog
 import trio
 
 from fedsender.config.document import OUR_LACK
+from fedsender.waiting import again
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -156,7 +157,6 @@ class _Door(trio.abc.Listener[trio.SocketStream]):
         self._listener = listener
         self._places = places
         self._connections = connections
-        self._lacking = False
 
     async def accept(self) -> trio.SocketStream:
         stream = await self._accept()
@@ -172,19 +172,7 @@ class _Door(trio.abc.Listener[trio.SocketStream]):
 
         trio would try ten times a second, each time with a traceback in the log.
         """
-        while True:
-            try:
-                stream = await self._listener.accept()
-            except OSError as error:
-                if error.errno not in OUR_LACK:
-                    raise
-                if not self._lacking:
-                    log.error("connection_not_accepted", reason=str(error))
-                self._lacking = True
-                await trio.sleep(LACK_SECONDS)
-            else:
-                self._lacking = False
-                return stream
+        return await again(self._listener.accept, OSError, LACK_SECONDS, note=_note_lack)
 
     async def _place(self) -> None:
         """Take a place: a free one, or that of a client that has kept us waiting for too long."""
@@ -199,6 +187,14 @@ class _Door(trio.abc.Listener[trio.SocketStream]):
 
     async def aclose(self) -> None:
         await self._listener.aclose()
+
+
+def _note_lack(error: BaseException, failures: int) -> None:
+    """Have the log say it once; raise an error that is no lack of ours."""
+    if not isinstance(error, OSError) or error.errno not in OUR_LACK:
+        raise error
+    if failures == 1:
+        log.error("connection_not_accepted", reason=str(error))
 
 
 class _Connection:

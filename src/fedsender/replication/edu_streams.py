@@ -24,6 +24,7 @@ from fedsender.replication.feed_api import EduSink
 from fedsender.replication.stream_updates import NotFetched
 from fedsender.store.records import PresenceState
 from fedsender.streams import HeardPositions, Json
+from fedsender.waiting import again, doubling
 
 log = structlog.get_logger()
 
@@ -183,25 +184,25 @@ class EduStreams:
                 await self._acknowledge(token)
 
     async def _make_up(self, stream: str, gap: _Missed) -> None:
-        reason = ""
-        for attempt in range(FETCHES):
-            await trio.sleep(2.0**attempt - 1)
+        async def fetch() -> Sequence[tuple[int, Json]]:
             try:
                 with trio.fail_after(FETCH_S):
-                    found = await self._fetch(stream, gap.instance, gap.after, gap.upto)
-            except NotFetched as error:
-                reason = str(error)
+                    return await self._fetch(stream, gap.instance, gap.after, gap.upto)
             except trio.TooSlowError:
-                reason = f"no answer in {FETCH_S:.0f} s"
-            else:
-                for token, row in found:
-                    self._tell(stream, token, row)
-                return
+                raise NotFetched(f"no answer in {FETCH_S:.0f} s") from None
+
+        try:
+            found = await again(fetch, NotFetched, doubling(1.0, 4.0), tries=FETCHES)
+        except NotFetched as error:
             newer = self._missed.get(stream)
-            if newer is not None:
+            if newer is None:
+                reason = str(error)
+                log.warning("missed_rows_lost", stream=stream, writer=gap.instance, reason=reason)
+            else:
                 self._missed[stream] = newer.with_older(gap)
-                return
-        log.warning("missed_rows_lost", stream=stream, writer=gap.instance, reason=reason)
+            return
+        for token, row in found:
+            self._tell(stream, token, row)
 
     def _tell(self, stream: str, token: int, row: Json) -> None:
         match row:

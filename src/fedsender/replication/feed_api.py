@@ -15,7 +15,7 @@ from fedsender.runtime import Runtime
 from fedsender.store.engine import FeedError, StoreError
 from fedsender.store.records import PresenceState
 from fedsender.streams import FeedStatus, HeardPositions, Watermark
-from fedsender.waiting import BeginAnew, Pauses, again
+from fedsender.waiting import BeginAnew, again, doubling
 
 if TYPE_CHECKING:
     from fedsender.config import Config
@@ -171,13 +171,12 @@ class Feed(ABC):
         then wait for a restart. One task at a time. Raises FeedError for rows of the homeserver
         that can never be stored, and BeginAnew.
         """
-        pauses = Pauses(self._runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
-        passes = again(StoreError, pauses, unless=(FeedError, BeginAnew), note=self._note_refusal)
+        pause = doubling(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._runtime.random)
+        final = FeedError, BeginAnew
         try:
-            answer: T = await passes(ask)
+            return await again(ask, StoreError, pause, unless=final, note=self._note_refusal)
         finally:
             self._refusal = None
-        return answer
 
     def _note_refusal(self, error: BaseException, tries: int) -> None:
         since = trio.current_time() if self._refusal is None else self._refusal[1]

@@ -28,7 +28,7 @@ from fedsender.replication.resp import (
     request,
 )
 from fedsender.runtime import Runtime
-from fedsender.waiting import Pauses, again
+from fedsender.waiting import again, doubling
 
 log = structlog.get_logger()
 
@@ -152,8 +152,9 @@ class RedisLink:
         self._nursery = nursery
         self._session: _Session | None = None
         self._publishing = trio.Lock()
-        self._pauses = Pauses(runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
-        self._reconnecting = again(Disconnected, self._pauses)
+        self._pause = doubling(FIRST_PAUSE_S, LONGEST_PAUSE_S, runtime.random)
+        # In a row: also of connections that came about and ended before a command came.
+        self._failures = 0
 
     @property
     def connected(self) -> bool:
@@ -162,8 +163,11 @@ class RedisLink:
 
     async def next(self) -> Command | Subscribed:
         """Wait for the next command, or for a new connection, without a time limit."""
-        heard: Command | Subscribed = await self._reconnecting(self._hear)
-        return heard
+        return await again(self._hear, Disconnected, self._next_pause)
+
+    def _next_pause(self, _: int) -> float:
+        self._failures += 1
+        return self._pause(self._failures - 1)
 
     async def publish(self, command: Command) -> int | None:
         """Publish a command; returns the number of subscribers it reached, None without Redis.
@@ -198,7 +202,7 @@ class RedisLink:
             while True:
                 command = self._command_in(await session.subscriber.receive())
                 if command is not None:
-                    self._pauses.reset()
+                    self._failures = 0
                     return command
         except Disconnected as error:
             gone = error

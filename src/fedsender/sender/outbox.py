@@ -55,7 +55,7 @@ from fedsender.store.engine import Locked, not_waiting_for_locks
 from fedsender.store.homeserver import Settlement
 from fedsender.store.records import PresenceState
 from fedsender.telemetry import Metrics
-from fedsender.waiting import pause_s
+from fedsender.waiting import doubling
 
 log = structlog.get_logger()
 P = ParamSpec("P")
@@ -332,8 +332,8 @@ class Outbox:
                 found = await look(*args, **kwargs)
         except Locked:
             _, tries = self._locks.get(lane, (0.0, 0))
-            pause = pause_s(tries, LOCK_FIRST_S, LOCK_LONGEST_S)
-            self._locks[lane] = trio.current_time() + pause, tries + 1
+            pause = doubling(LOCK_FIRST_S, LOCK_LONGEST_S)
+            self._locks[lane] = trio.current_time() + pause(tries), tries + 1
             if undo is not None:
                 undo()
             return None

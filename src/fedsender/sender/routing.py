@@ -39,7 +39,7 @@ from fedsender.matrix import (
 from fedsender.store.event_rows import membership_in
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, Hosts, HostsUnknown, stands_above
-from fedsender.waiting import Locks, Pauses, again
+from fedsender.waiting import Locks, again, doubling
 
 FIRST_WAIT_S = 0.1
 """The first wait for an event's servers that are not known yet; each further wait is longer."""
@@ -313,7 +313,7 @@ class Router:
 
         await trio.sleep(FIRST_WAIT_S)
         with suppress(_NotYet):
-            await again(_NotYet, Pauses(first=2 * FIRST_WAIT_S, longest=1.0), tries=3)(ask_again)
+            await again(ask_again, _NotYet, doubling(2 * FIRST_WAIT_S, 1.0), tries=3)
         return found
 
     async def load(self, event_ids: Sequence[str]) -> dict[str, Routed | Bad]:

@@ -501,8 +501,7 @@ async def _run_loops(
         while True:
             await _run_until_set_back(sender)
             name = "the beginning anew"
-            again = sender.begin_anew
-            await supervise(again, name, context.metrics.crashes.inc, context.troubles, once=True)
+            await supervise(sender.begin_anew, name, context.metrics.crashes.inc, context.troubles)
 
 
 async def _run_until_set_back(sender: Sender) -> None:
@@ -518,7 +517,7 @@ async def _run_until_set_back(sender: Sender) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_end_when_set_back, context.homeserver, nursery.cancel_scope)
         name = "the look for what is owed"
-        await supervise(load, name, context.metrics.crashes.inc, context.troubles, once=True)
+        await supervise(load, name, context.metrics.crashes.inc, context.troubles)
         for name, loop in loops.items():
             nursery.start_soon(
                 supervise, loop, name, context.metrics.crashes.inc, context.troubles, name=name

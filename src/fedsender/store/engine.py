@@ -58,7 +58,7 @@ from fedsender.store.connections import (
     words,
 )
 from fedsender.store.statements import having_rows
-from fedsender.waiting import Slots, pause_s
+from fedsender.waiting import Slots, doubling
 
 __all__ = [
     "Database",
@@ -615,25 +615,25 @@ class Database:
 
     def _pause_after(self, lane: _Lane, error: Exception, tries: int) -> float:
         """Seconds until the next try; raises errors that another try does not cure."""
-        kind = kind_of(error)
+        kind, pause = kind_of(error), doubling(FIRST_PAUSE_S, LAST_PAUSE_S)
         if kind == "conflict" and tries < MAX_CONFLICTS:
             self._meter.retried()
             return min(1.0, 0.01 * 2.0**tries) * self._runtime.random.uniform(0.5, 1.5)
         if kind == "slow" and tries < MAX_SLOW:
             self._meter.retried()
             log.warning("database_slow", database=self.name, lane=lane.kind, reason=words(error))
-            return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
+            return pause(tries)
         if kind == "locked":
             self._meter.retried()
             self._note_back(lane)
             if not tries:
                 log.warning("lock_awaited", database=self.name, lane=lane.kind, reason=words(error))
-            return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
+            return pause(tries)
         # One that has let us in is the right one: it is being restored, or its password changed.
         if kind == "away" or (kind == "wrong" and self._worked):
             self._meter.retried()
             self._note_away(lane, error)
-            return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
+            return pause(tries)
         if isinstance(error, DBAPIError):
             if _sqlite_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise self._damaged(words(error)) from None

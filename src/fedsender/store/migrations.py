@@ -19,11 +19,11 @@ from sqlalchemy.types import TypeEngine
 
 import fedsender
 from fedsender.store import tables
-from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
+from fedsender.store.connections import FIRST_PAUSE_S
 from fedsender.store.engine import Database, StoreError, WrongDatabase
 from fedsender.store.lock import Lock, LockHeld, LockUnknown
 from fedsender.store.statements import insert_rows
-from fedsender.waiting import Pauses
+from fedsender.waiting import again, doubling
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -120,26 +120,27 @@ async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
         SchemaDiffers: they are newer, or differ from their noted version.
         StoreError: the database is damaged.
     """
-    await database.check_whole()
-    pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
     give_up = trio.current_time() + WAIT_SECONDS
-    # Checked before each try, because a daemon that has just migrated them runs on them at once.
-    while not await database.read(lambda connection: is_newest(connection, line)):
+
+    async def migrate() -> None:
+        # Another one that has just migrated them runs on them at once.
+        if await database.read(lambda connection: is_newest(connection, line)):
+            return
+        await lock.take_tables()
         try:
-            await lock.take_tables()
-        except LockHeld:
-            if trio.current_time() >= give_up:
-                raise
-            await trio.sleep(FIRST_PAUSE_S)
-        except LockUnknown as error:
+            await database.write(lambda connection: upgrade(connection, line))
+        finally:
+            with trio.CancelScope(shield=True):
+                await lock.release()
+
+    def note(error: BaseException, _failures: int) -> None:
+        if isinstance(error, LockUnknown):
             log.warning("tables_not_locked", reason=str(error))
-            await trio.sleep(pauses.next())
-        else:
-            try:
-                await database.write(lambda connection: upgrade(connection, line))
-            finally:
-                with trio.CancelScope(shield=True):
-                    await lock.release()
+        elif trio.current_time() >= give_up:
+            raise error
+
+    await database.check_whole()
+    await again(migrate, (LockHeld, LockUnknown), doubling(FIRST_PAUSE_S, 1.0), note=note)
     await database.read(lambda connection: check(connection, line))
 
 

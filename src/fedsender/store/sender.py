@@ -10,10 +10,10 @@ another list gives these entries to all senders on that list.
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import structlog
-import trio
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -46,12 +46,14 @@ from fedsender.store.records import (
     StoredGeneration,
 )
 from fedsender.store.statements import in_chunks, insert_rows, replace_rows, select_rows
-from fedsender.waiting import Pauses
+from fedsender.waiting import again, doubling
 
 MAX_REASON = 500
 """The most characters of a reason that are stored."""
 
 log = structlog.get_logger()
+
+_LOCK_PAUSE: Final = doubling(FIRST_PAUSE_S, LAST_PAUSE_S)
 
 T = TypeVar("T")
 quarantine = tables.quarantine
@@ -754,9 +756,7 @@ class SenderStore:
         they were migrated since the store was opened.
         """
         self._held_as = (instance, boot_id)
-        pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
-        while not await self._try_lock(instance, boot_id):  # noqa: ASYNC110
-            await trio.sleep(pauses.next())
+        await again(partial(self._try_lock, instance, boot_id), LockUnknown, _LOCK_PAUSE)
         # From here on nobody can migrate them; before, somebody may have.
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
         row = {"instance_name": instance, "holder": boot_id, "seen_ms": self._now_ms()}
@@ -766,18 +766,17 @@ class SenderStore:
             )
         )
 
-    async def _try_lock(self, instance: str, boot_id: str) -> bool:
+    async def _try_lock(self, instance: str, boot_id: str) -> None:
         try:
             await self._lock.take(instance)
         except LockUnknown as error:
             log.warning("instance_lock_not_taken", instance=instance, reason=str(error))
-            return False
-        except LockHeld:
+            raise
+        except LockHeld as held:
             holder = await self.lock_holder(instance)
             if holder is None or holder[0] != boot_id:
                 raise
-            return False
-        return True
+            raise LockUnknown("our own earlier connection holds it") from held
 
     async def agree_on_senders(self, homeserver: str, senders: Sequence[str]) -> None:
         """Say our list of senders while we hold the lock.
@@ -803,14 +802,16 @@ class SenderStore:
 
         The lock is lost with the database, so it is taken again.
         """
-        pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
-        while True:
+
+        async def ask_with_lock() -> T:
             try:
                 return await ask()
             except LockUnknown as error:
                 log.warning("other_senders_unreadable", reason=str(error))
-            await trio.sleep(pauses.next())
-            await self.take_lock(*self._held_as)
+                await self.take_lock(*self._held_as)
+                raise
+
+        return await again(ask_with_lock, LockUnknown, _LOCK_PAUSE)
 
     async def renew_lock(self) -> bool:
         """Whether we still hold the lock. False: its connection is gone; take the lock again."""

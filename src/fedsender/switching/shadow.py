@@ -30,7 +30,7 @@ from fedsender.streams import HeardPositions, Watermark
 from fedsender.switching.comparison import Comparison, Expected, Report
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
-from fedsender.waiting import Pauses, again
+from fedsender.waiting import again, doubling
 
 T = TypeVar("T")
 
@@ -172,9 +172,7 @@ class Shadow:
 
 async def _insist(ask: Callable[[], Awaitable[T]]) -> T:
     """The database's answer to `ask`, which is repeated as long as it fails."""
-    pauses = Pauses(first=1.0, longest=LONGEST_PAUSE_S)
-    answer: T = await again(StoreError, pauses, note=_note_refusal)(ask)
-    return answer
+    return await again(ask, StoreError, doubling(1.0, LONGEST_PAUSE_S), note=_note_refusal)
 
 
 def _note_refusal(error: BaseException, tries: int) -> None:

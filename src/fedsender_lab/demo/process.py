@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import tenacity
 import trio
 import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedsender.waiting import again
 from fedsender_lab.testing.rooms import Signer
 
 DAEMON = (sys.executable, "-m", "fedsender")
@@ -223,11 +223,8 @@ class DaemonProcess:
 
     async def _ask_when_up(self, request: bytes) -> bytes:
         """The endpoint's answer, once there is an endpoint: the daemon may just have started."""
-        connecting = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(OSError), wait=tenacity.wait_fixed(0.1)
-        )
-        socket = str(self.directory / "admin.sock")
-        stream: trio.SocketStream = await connecting(trio.open_unix_socket, socket)
+        connect = partial(trio.open_unix_socket, str(self.directory / "admin.sock"))
+        stream = await again(connect, OSError, 0.1)
         async with stream:
             await stream.send_all(request)
             return b"".join([bytes(piece) async for piece in stream])
