@@ -1,4 +1,4 @@
-"""Slots: who gets the next free one; and tries that are repeated."""
+"""Slots and seats: who gets the next one; and tries that are repeated."""
 
 import random
 from contextlib import nullcontext
@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from fedsender.waiting import Slots, again, doubling, right_of_way
+from fedsender.waiting import Seats, Slots, again, doubling, right_of_way
 
 
 class Line:
@@ -76,6 +76,115 @@ async def test_who_gives_up_waiting_takes_no_slot_along() -> None:
         await line.joins("c")
         assert line.got == ["a", "b", "c"]
         nursery.cancel_scope.cancel()
+
+
+# --- seats ----------------------------------------------------------------------------------------
+
+
+class Office:
+    """Seats whose holders are letters; one that is evicted leaves at once, or when told."""
+
+    def __init__(self, count: int, *, at_once: bool = True, patience_s: float = 0.0) -> None:
+        self.evicted: list[str] = []
+        self.at_once = at_once
+        self.seats: Seats[str, str] = Seats(count, self.evict, patience_s=patience_s)
+
+    def evict(self, name: str) -> None:
+        self.evicted.append(name)
+        if self.at_once:
+            self.seats.release()
+
+    async def rest(self, names: str, *, peer: str | None = None, last: bool = False) -> None:
+        """These come, one a second, and rest at once."""
+        for name in names:
+            await self.seats.acquire(peer)
+            self.seats.rest(name, name, peer=peer, last=last)
+            await trio.sleep(1)
+
+
+async def test_who_rests_longest_makes_room_and_who_works_does_not(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    office = Office(3)
+    await office.rest("abc")
+    assert (office.evicted, office.seats.taken) == ([], 3)
+    assert office.seats.use("a") == "a"
+    await office.rest("de")
+    assert (office.evicted, office.seats.taken) == (["b", "c"], 3)
+    office.seats.rest("a", "a")
+    await office.rest("fg")
+    assert office.evicted == ["b", "c", "d", "e"]
+    assert office.seats.resting() == [("a", "a"), ("f", "f"), ("g", "g")]
+
+
+async def test_the_last_to_go_go_only_when_nobody_else_rests(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    office = Office(2)
+    await office.rest("a", last=True)
+    await office.rest("bcd", last=False)
+    assert office.evicted == ["b", "c"]
+    assert office.seats.use("d") == "d"
+    await office.rest("e")
+    assert office.evicted == ["b", "c", "a"]
+
+
+async def test_of_peers_the_one_with_the_most_makes_room_the_newcomer_counted(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    office = Office(4)
+    await office.rest("a", peer="few")
+    await office.rest("bcd", peer="many")
+    await office.rest("e", peer="few")
+    assert office.evicted == ["b"]
+    # Two each; the third of "few" is on its own account.
+    await office.rest("f", peer="few")
+    assert office.evicted == ["b", "a"]
+
+
+async def test_while_nobody_rests_a_newcomer_waits_for_the_first_that_does(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    office = Office(1)
+    await office.seats.acquire()
+    with pytest.raises(trio.WouldBlock):
+        office.seats.acquire_nowait()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(office.rest, "b")
+        await trio.sleep(5)
+        assert office.seats.wanted
+        assert not office.evicted
+        office.seats.rest("a", "a")
+    assert office.evicted == ["a"]
+    assert office.seats.resting() == [("b", "b")]
+    assert not office.seats.wanted
+
+
+async def test_a_seat_is_kept_for_so_long(autojump_clock: trio.testing.MockClock) -> None:
+    office = Office(1, at_once=False, patience_s=3.0)
+    await office.seats.acquire()
+    begun = trio.current_time()
+    office.seats.rest("a", "a")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(office.seats.acquire)
+        await trio.sleep(2.5)
+        assert not office.evicted
+        await trio.sleep(1)
+        assert office.evicted == ["a"]
+        office.seats.release()
+    assert trio.current_time() - begun == pytest.approx(3.5)
+
+
+async def test_a_cancelled_newcomer_takes_no_seat(autojump_clock: trio.testing.MockClock) -> None:
+    office = Office(1)
+    await office.seats.acquire()
+    with trio.move_on_after(1):
+        await office.seats.acquire()
+    office.seats.release()
+    assert office.seats.taken == 0
+
+
+# --- tries ----------------------------------------------------------------------------------------
 
 
 class _Service:

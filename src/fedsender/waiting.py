@@ -1,12 +1,14 @@
-"""Waiting: for a signal of another task, for a slot, for the next try, and after an error."""
+"""Waiting: for a signal of another task, for a slot or a seat, for the next try, after an error."""
 
 import heapq
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -23,6 +25,7 @@ CALM_S = 120.0
 
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 
 class Locks(Generic[K]):
@@ -150,6 +153,107 @@ class Slots:
         self.release_on_behalf_of(trio.lowlevel.current_task())
 
 
+@dataclass(frozen=True, slots=True)
+class _Resting(Generic[T]):
+    holder: T
+    peer: Hashable
+    since: float
+
+
+class Seats(Generic[K, T]):
+    """A fixed number of seats, in which nobody rests while others stand.
+
+    Whoever has a seat works or rests. When all are taken, a newcomer gets the seat of whoever has
+    rested longest; where peers are told, of those of the peer that has the most, the newcomer
+    counted. If nobody rests, it waits until somebody does, or leaves.
+    """
+
+    def __init__(self, count: int, evict: Callable[[T], None], *, patience_s: float = 0.0) -> None:
+        """
+        Args:
+            evict: makes this one give up its seat: it calls `release`, now or in a moment.
+            patience_s: whoever rests keeps its seat for so long, in seconds.
+        """
+        self._count = count
+        self._evict = evict
+        self._patience_s = patience_s
+        self._free = trio.Semaphore(count)
+        # In the order in which they began to rest; those that go last are apart.
+        self._resting: tuple[dict[K, _Resting[T]], dict[K, _Resting[T]]] = ({}, {})
+        self._peers: Counter[Hashable] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """The number of seats that are not free."""
+        return self._count - self._free.value
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for a seat."""
+        return bool(self._free.statistics().tasks_waiting)
+
+    def resting(self) -> list[tuple[K, T]]:
+        """Those that rest, with their keys; whoever goes first is first."""
+        return [(key, each.holder) for some in self._resting for key, each in some.items()]
+
+    def get(self, key: K) -> T | None:
+        """Whoever rests under this key."""
+        resting = self._resting[0].get(key) or self._resting[1].get(key)
+        return None if resting is None else resting.holder
+
+    async def acquire(self, peer: Hashable = None) -> None:
+        """Take a seat, after a wait if need be. `peer`: the newcomer's."""
+        while True:
+            if not self._free.value:
+                self._make_room(peer)
+            with trio.move_on_after(self._patience_s or math.inf):
+                await self._free.acquire()
+                return
+
+    def acquire_nowait(self, peer: Hashable = None) -> None:
+        """Take a seat that is free, or is made free at once; raises trio.WouldBlock."""
+        if not self._free.value:
+            self._make_room(peer)
+        self._free.acquire_nowait()
+
+    def release(self) -> None:
+        """Give a seat back; its holder does not rest."""
+        self._free.release()
+
+    def rest(self, key: K, holder: T, *, peer: Hashable = None, last: bool = False) -> None:
+        """Note that a holder rests from now on; `last`: it goes after those that do not."""
+        self.use(key)
+        self._resting[last][key] = _Resting(holder, peer, trio.current_time())
+        self._peers[peer] += 1
+        if self.wanted and not self._patience_s:
+            self._make_room(None)
+
+    def use(self, key: K) -> T | None:
+        """Whoever rests under this key; it works from now on."""
+        resting = self._resting[0].pop(key, None) or self._resting[1].pop(key, None)
+        if resting is None:
+            return None
+        self._peers[resting.peer] -= 1
+        if not self._peers[resting.peer]:
+            del self._peers[resting.peer]
+        return resting.holder
+
+    def _make_room(self, newcomer: Hashable) -> None:
+        def share(peer: Hashable) -> int:
+            return self._peers[peer] + (peer == newcomer)
+
+        most = max(map(share, self._peers), default=0)
+        long_ago = trio.current_time() - self._patience_s
+        for some in self._resting:
+            for key, each in some.items():
+                if each.since > long_ago:
+                    break
+                if share(each.peer) == most:
+                    self.use(key)
+                    self._evict(each.holder)
+                    return
+
+
 class Alarms:
     """Many alarms on one task. A deadline of Trio's own costs more, and one in a thousand comes."""
 
@@ -258,7 +362,6 @@ class Pauses:
         return pause if self._jitter is None else pause * self._jitter.uniform(0.5, 1.0)
 
 
-T = TypeVar("T")
 Errors = type[Exception] | tuple[type[Exception], ...]
 Pause = Callable[[int], float]
 """Seconds until the next try, by the number of failures in a row before the last one."""

@@ -263,7 +263,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
     async with one_server(tmp_path, answering(OK, then_close=True)) as (client, server):
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             await send(peer)
-        live = next(iter(client.connections._idle.values()))
+        [(_, live)] = client.connections._seats.resting()
         stream = live.connection.stream
         assert isinstance(stream, TlsStream)
         await trio.lowlevel.wait_readable(stream.socket)
@@ -275,7 +275,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
 
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             assert not (await send(peer)).reused
-        live = next(iter(client.connections._idle.values()))
+        [(_, live)] = client.connections._seats.resting()
         stream = live.connection.stream
         assert isinstance(stream, TlsStream)
         await trio.lowlevel.wait_readable(stream.socket)
@@ -295,12 +295,12 @@ async def test_many_idle_connections_are_not_read_in_one_step(
         for number in range(12):
             async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
                 await send(peer)
-        names = [*pool._idle]
+        names = [name for name, _ in pool._seats.resting()]
 
         async def look(streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
             looked.append(len(streams))
             if not taken:
-                live = pool._idle[names[-1]]
+                _, live = pool._seats.resting()[-1]
                 assert pool.take(names[-1], live.opened_by) is live
                 taken.append(names[-1])
                 pool.give_up(live)

@@ -508,10 +508,7 @@ async def test_tls_with_the_proxy_and_with_the_server_inside_it(tmp_path: Path) 
                         assert (await send(peer, body=body)).reused is reused
                     await trio.sleep(1.1)
                 assert (client.connections.open, client.connections.idle) == (1, 1)
-                [live] = [
-                    *client.connections._idle.values(),
-                    *client.connections._precious.values(),
-                ]
+                [(_, live)] = client.connections._seats.resting()
                 stream = live.connection.stream
                 assert isinstance(stream, trio.SSLStream)
                 assert await client.runtime.network.deserted([stream]) == []

@@ -1,9 +1,8 @@
 """Open connections, counted, and the idle ones among them, in the order of last use.
 
-A connection holds one of a fixed number of places from before it is opened until it is given up.
-When none is free, the connection that has been idle longest makes room. Connections that lately
-carried something for few servers make room last, or one message in a large room would close them
-all.
+A connection has one of a fixed number of seats from before it is opened until it is given up.
+Connections that lately carried something for few servers make room last, or one message in a large
+room would close them all.
 
 Every step for a request touches the connections of its own destination and the oldest idle one,
 never all of them. Only the watch, every few seconds, looks at all, some at a time.
@@ -19,6 +18,7 @@ import trio
 
 from fedsender.federation.transport import Connection
 from fedsender.runtime import Network
+from fedsender.waiting import Seats
 
 # How often idle connections are looked at, and how old one is before it is looked at first.
 _LOOK_EVERY_S: Final = 5.0
@@ -51,41 +51,32 @@ class Connections:
 
     def __init__(self, network: Network, maximum: int, idle_s: float) -> None:
         self._network = network
-        self._maximum = maximum
         self._idle_s = idle_s
-        self._places = trio.Semaphore(maximum)
-        # By destination, the one that has been idle longest first; and those closed after them.
-        self._idle: dict[str, Live] = {}
-        self._precious: dict[str, Live] = {}
+        # By destination.
+        self._seats: Seats[str, Live] = Seats(maximum, self.give_up)
 
     @property
     def open(self) -> int:
         """The number of connections that hold a place, those being opened included."""
-        return self._maximum - self._places.value
+        return self._seats.taken
 
     @property
     def idle(self) -> int:
         """The number of connections that carry nothing."""
-        return len(self._idle) + len(self._precious)
+        return len(self._seats.resting())
 
     def has(self, destination: str) -> bool:
         """Whether there is an idle connection of `destination`."""
-        return destination in self._idle or destination in self._precious
-
-    def _look_up(self, destination: str) -> Live | None:
-        return self._idle.get(destination) or self._precious.get(destination)
-
-    def _pop(self, destination: str) -> Live | None:
-        return self._idle.pop(destination, None) or self._precious.pop(destination, None)
+        return self._seats.get(destination) is not None
 
     def fresh(self, destination: str) -> bool:
         """Whether its idle connection has been idle for so short a time that no check is needed."""
-        live = self._look_up(destination)
+        live = self._seats.get(destination)
         return live is not None and trio.current_time() - live.idle_since < _FRESH_S
 
     def take(self, destination: str, opened_by: Hashable) -> Live | None:
         """The idle connection of `destination`, unless settings have changed."""
-        live = self._pop(destination)
+        live = self._seats.use(destination)
         if live is None:
             return None
         if live.opened_by != opened_by:
@@ -109,29 +100,22 @@ class Connections:
 
     def drop(self, destination: str) -> None:
         """Close the idle connection of `destination`, if there is one."""
-        live = self._pop(destination)
+        live = self._seats.use(destination)
         if live is not None:
             self.give_up(live)
 
     def give_back(self, destination: str, live: Live) -> None:
         """Keep a connection for later, unless it is spent or another task waits for its place."""
-        if not live.connection.reusable or self._wanted:
+        if not live.connection.reusable:
             self.give_up(live)
             return
-        older = self._pop(destination)
-        if older is not None:
-            self.give_up(older)
+        self.drop(destination)
         live.idle_since = now = trio.current_time()
-        (self._precious if live.precious_until > now else self._idle)[destination] = live
-
-    @property
-    def _wanted(self) -> bool:
-        """Whether another task waits for a place."""
-        return not self._places.value and bool(self._places.statistics().tasks_waiting)
+        self._seats.rest(destination, live, last=live.precious_until > now)
 
     def give_up(self, live: Live) -> None:
         """Close a connection, and give up its place."""
-        self._places.release()
+        self._seats.release()
         live.connection.close()
 
     @asynccontextmanager
@@ -140,16 +124,11 @@ class Connections:
 
         An error gives it back.
         """
-        if self._places.value == 0:
-            for idle in (self._idle, self._precious):
-                if idle:
-                    self.give_up(idle.pop(next(iter(idle))))
-                    break
-        await self._places.acquire()
+        await self._seats.acquire()
         try:
             yield
         except BaseException:
-            self._places.release()
+            self._seats.release()
             raise
 
     async def watch(self) -> None:
@@ -166,24 +145,23 @@ class Connections:
 
     async def _give_up_idle(self, since: float) -> None:
         """Give up those that are idle since then (trio's clock) or for longer."""
-        for idle in (self._idle, self._precious):
-            while idle and next(iter(idle.values())).idle_since <= since:
-                self.give_up(idle.pop(next(iter(idle))))
+        for name, live in self._seats.resting():
+            if live.idle_since <= since and self._seats.get(name) is live:
+                self.drop(name)
                 # OpenSSL frees much for each of them.
                 await trio.lowlevel.checkpoint()
 
     async def _give_up_deserted(self) -> None:
-        names = [*self._idle, *self._precious]
-        for start in range(0, len(names), _LOOKED_AT_ONCE):
+        resting = self._seats.resting()
+        for start in range(0, len(resting), _LOOKED_AT_ONCE):
             # Those that are idle still.
             lives = {
                 live.connection.stream: (name, live)
-                for name in names[start : start + _LOOKED_AT_ONCE]
-                if (live := self._look_up(name)) is not None
+                for name, live in resting[start : start + _LOOKED_AT_ONCE]
+                if self._seats.get(name) is live
             }
             for stream in await self._network.deserted(list(lives)):
                 name, live = lives[stream]
-                if self._look_up(name) is live:
-                    self._pop(name)
-                    self.give_up(live)
+                if self._seats.get(name) is live:
+                    self.drop(name)
             await trio.lowlevel.checkpoint()

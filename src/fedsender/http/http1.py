@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from fedsender.config.document import OUR_LACK
-from fedsender.waiting import again
+from fedsender.waiting import Seats, again
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -38,7 +38,7 @@ LINGER_BYTES: Final = 32 * 2**20
 """After the last answer so much is read and thrown away: a client that is still sending would meet
 a reset connection instead of its answer."""
 PATIENCE_SECONDS: Final = 0.1
-"""While others wait for a place, a client that has to do something keeps its own for so long."""
+"""While others wait for a seat, a client that has to do something keeps its own for so long."""
 LACK_SECONDS: Final = 1.0
 """Until a connection is taken again after there was no descriptor for one."""
 GRACE_SECONDS: Final = 3.0
@@ -110,17 +110,17 @@ async def serve_http(
 
     Args:
         load: gives the application. It is called for every request.
-        most: connections at once. One more takes the place of the one with the client that has
+        most: connections at once. One more takes the seat of the one with the client that has
             kept us waiting the longest. While there is none, it waits in the system's queue, and
             every answer is its connection's last: no client can keep others out by asking without
             end.
         tls: gives the context with our certificate, for each connection; None: HTTP comes in clear.
     """
     open_connections: set[_Connection] = set()
-    places = trio.Semaphore(most)
+    seats: _Seats = Seats(most, lambda each: each.scope.cancel(), patience_s=PATIENCE_SECONDS)
 
     async def converse(stream: trio.abc.HalfCloseableStream) -> None:
-        connection = _Connection(stream, server, now_ms, places, tls())
+        connection = _Connection(stream, server, now_ms, seats, tls())
         open_connections.add(connection)
         try:
             with connection.scope:
@@ -130,10 +130,10 @@ async def serve_http(
             log.exception("connection_failed")
         finally:
             open_connections.discard(connection)
-            places.release()
+            seats.release()
             await trio.aclose_forcefully(stream)
 
-    doors = [_Door(each, places, open_connections) for each in listeners]
+    doors = [_Door(each, seats) for each in listeners]
     async with trio.open_nursery() as conversations, trio.open_nursery() as accepting:
         await accepting.start(
             partial(trio.serve_listeners, converse, doors, handler_nursery=conversations)
@@ -146,22 +146,16 @@ async def serve_http(
 
 
 class _Door(trio.abc.Listener[trio.SocketStream]):
-    """A listener that hands over a connection once there is a place for it."""
+    """A listener that hands over a connection once there is a seat for it."""
 
-    def __init__(
-        self,
-        listener: trio.SocketListener,
-        places: trio.Semaphore,
-        connections: set["_Connection"],
-    ) -> None:
+    def __init__(self, listener: trio.SocketListener, seats: "_Seats") -> None:
         self._listener = listener
-        self._places = places
-        self._connections = connections
+        self._seats = seats
 
     async def accept(self) -> trio.SocketStream:
         stream = await self._accept()
         try:
-            await self._place()
+            await self._seats.acquire()
         except trio.Cancelled:
             await trio.aclose_forcefully(stream)
             raise
@@ -173,17 +167,6 @@ class _Door(trio.abc.Listener[trio.SocketStream]):
         trio would try ten times a second, each time with a traceback in the log.
         """
         return await again(self._listener.accept, OSError, LACK_SECONDS, note=_note_lack)
-
-    async def _place(self) -> None:
-        """Take a place: a free one, or that of a client that has kept us waiting for too long."""
-        while True:
-            if not self._places.value and self._connections:
-                longest = min(self._connections, key=lambda each: each.waits_since)
-                if trio.current_time() - longest.waits_since >= PATIENCE_SECONDS:
-                    longest.scope.cancel()
-            with trio.move_on_after(PATIENCE_SECONDS):
-                await self._places.acquire()
-                return
 
     async def aclose(self) -> None:
         await self._listener.aclose()
@@ -202,7 +185,6 @@ class _Connection:
 
     Attributes:
         scope: its cancel scope.
-        waits_since: when it became the client's turn; trio's clock, seconds. Infinite: it is ours.
     """
 
     def __init__(
@@ -210,11 +192,10 @@ class _Connection:
         stream: trio.abc.HalfCloseableStream,
         server: Server,
         now_ms: Callable[[], int],
-        places: trio.Semaphore,
+        seats: "_Seats",
         tls: ssl.SSLContext | None,
     ) -> None:
         self.scope = trio.CancelScope()
-        self.waits_since = math.inf
         self._transport = stream
         # Its handshake is part of the first request, and of the time for that.
         self._stream: trio.abc.Stream = stream
@@ -223,7 +204,7 @@ class _Connection:
         self._scheme = "http" if tls is None else "https"
         self._server = server
         self._now_ms = now_ms
-        self._places = places
+        self._seats = seats
         self._wire = h11.Connection(h11.SERVER, max_incomplete_event_size=_READ_BYTES)
         self._between_requests = False
         self._leaving = False
@@ -307,8 +288,7 @@ class _Connection:
     def _head(self, start: "Message") -> h11.Response:
         """The answer's headers; they say so if it is the last one."""
         headers = [*start.get("headers", ()), _date(self._now_ms())]
-        wanted = self._places.statistics().tasks_waiting
-        if self._leaving or wanted or not self._have_all_of_it():
+        if self._leaving or self._seats.wanted or not self._have_all_of_it():
             headers.append((b"connection", b"close"))
         return h11.Response(status_code=start["status"], headers=headers)
 
@@ -352,14 +332,18 @@ class _Connection:
     @contextmanager
     def _client_within(self, seconds: float) -> Iterator[None]:
         """It is the client's turn, for so long; raises Gone."""
-        self.waits_since = trio.current_time()
+        self._seats.rest(self, self)
         try:
             with trio.fail_after(seconds):
                 yield
         except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise Gone("the client has left, or takes too long") from error
         finally:
-            self.waits_since = math.inf
+            self._seats.use(self)
+
+
+_Seats = Seats[_Connection, _Connection]
+"""The connection whose client is waited for rests."""
 
 
 def _check(request: h11.Request) -> None:
