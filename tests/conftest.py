@@ -1,9 +1,11 @@
 """For all tests: servers that are started once for those that ask, and a log left as found."""
 
+import gc
 import logging
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,11 @@ from fedsender_pipeline.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+# The tests start hundreds of processes. What one has compiled the others read, whatever the
+# environment says of it.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # How long an example takes says something about the machine, and nothing about the code.
 settings.register_profile(
@@ -76,6 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why))
         order[item.nodeid] = 0 if first else 1 if item.get_closest_marker("slow") else 2
     items.sort(key=lambda item: order[item.nodeid])
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector passes by the tests and their modules, which stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def _leaves_out_long(config: pytest.Config) -> bool:
