@@ -49,6 +49,7 @@ def arenas(how: str) -> int:
     return len(re.findall(rb"<heap nr=", told_by(ARENAS_AFTER_THREADS, how)))
 
 
+@pytest.mark.slow
 def test_threads_share_two_arenas_once_a_daemon_has_asked_for_it() -> None:
     assert arenas("few") <= 2
     assert arenas("as it comes") > 2

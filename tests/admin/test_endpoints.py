@@ -566,6 +566,7 @@ async def test_the_end_of_a_pause_survives_a_restart(
         assert world.servers[B].got == ["one"]
 
 
+@pytest.mark.slow
 async def test_a_newer_order_takes_the_place_of_the_end_of_a_pause(
     world: World, autojump_clock: MockClock
 ) -> None:

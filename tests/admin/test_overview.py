@@ -71,6 +71,7 @@ async def ages(desk: Desk, server: str) -> tuple[float, float, float]:
     return entry["oldest_owed_s"], why["oldest"]["age_s"], metric
 
 
+@pytest.mark.slow
 async def test_redeliveries_are_owed_since_they_were_asked_for(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -110,6 +111,7 @@ async def test_redeliveries_are_owed_since_they_were_asked_for(
         assert (await desk.get("destinations", behind=True))["destinations"] == []
 
 
+@pytest.mark.slow
 async def test_an_event_that_is_owed_grows_older_whatever_is_said_after_it(
     world: World, autojump_clock: MockClock
 ) -> None:

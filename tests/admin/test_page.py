@@ -234,6 +234,7 @@ async def test_who_has_no_token_keeps_nobody_out(autojump_clock: MockClock) -> N
     assert {slow.status for slow in crowd} == {408}
 
 
+@pytest.mark.slow
 async def test_a_session_ends_by_time_by_logout_and_by_another_token(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -77,6 +77,7 @@ async def test_a_lock_that_another_process_holds_is_a_warning_and_no_database_th
     assert world.servers[A].got == ["after"]
 
 
+@pytest.mark.slow
 async def test_a_full_quarantine_is_a_warning_and_no_server_can_make_us_unready(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,7 @@ def spoiled(rng: random.Random, said: bytes) -> bytes:
     return bytes(raw) or b"\0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_no_spoiled_request_ends_the_process_or_is_answered_by_silence_for_ever(
     world: World, seed: int

@@ -309,6 +309,7 @@ async def client_of(intake: Intake, directory: Path) -> AsyncIterator[IntakeClie
         yield client
 
 
+@pytest.mark.slow
 async def test_large_rooms_are_said_in_as_many_records_as_their_servers_need(
     config: StoreConfig, tmp_path: Path
 ) -> None:
@@ -323,6 +324,7 @@ async def test_large_rooms_are_said_in_as_many_records_as_their_servers_need(
             assert await client.room_servers(name) == RoomServers(name, token, sorted(servers))
 
 
+@pytest.mark.slow
 async def test_a_homeserver_says_it_for_all_its_rooms(config: StoreConfig, tmp_path: Path) -> None:
     """Rooms of any name; more servers than fit into a row; more rooms than fit into a record."""
     names = ["!a/b?c d%2F:hs.example", "!ü:hs.example", ROOM]

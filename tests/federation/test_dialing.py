@@ -263,6 +263,7 @@ async def test_cancelled_race_leaves_no_connection_open(
     assert roads.open == []
 
 
+@pytest.mark.slow
 async def test_servers_with_many_dead_addresses_do_not_take_all_our_sockets(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -108,6 +108,7 @@ async def test_tarpits_delay_an_honest_look_up_by_two_seconds_at_most(
     assert network.most < 2 * PLACES
 
 
+@pytest.mark.slow
 @ONE_DOMAIN_OR_A_THOUSAND
 async def test_slow_but_honest_servers_are_found_in_the_end(
     domain: str, autojump_clock: trio.testing.MockClock

@@ -518,7 +518,7 @@ async def test_small_answers_need_no_room(autojump_clock: trio.testing.MockClock
     assert await answers_from(AnswerMemory(0), [small] * 50) == ["under way"] * 50
 
 
-@given(st.text(max_size=2_000))
+@given(st.text(max_size=600))
 def test_words_are_one_short_printable_line(text: str) -> None:
     line = words(text)
     assert len(line) <= 300

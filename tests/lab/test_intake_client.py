@@ -296,6 +296,7 @@ async def test_one_record_with_any_event_fits(tmp_path: Path) -> None:
         assert log_of(intake).head == 1
 
 
+@pytest.mark.slow
 async def test_requests_that_are_refused(tmp_path: Path) -> None:
     """Every bad request has one clear answer, says no content of it, and leaves nothing behind."""
     deep = b'{"appends":[{"id":"a","rows":' + b"[" * 50_000 + b"]" * 50_000 + b"}]}"

@@ -86,7 +86,7 @@ def without_java(directory: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ingest_and_rebuild_on_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, postgres: Databases
 ) -> None:

@@ -131,7 +131,7 @@ def follower(config: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen([*command, "--follow", "1"], stdout=log, stderr=log)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_kill_makes_no_line_count_twice_and_none_is_lost(
     spark: "SparkSession", tmp_path: Path
 ) -> None:

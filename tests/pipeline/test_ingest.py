@@ -88,6 +88,7 @@ def test_postgresql_and_sqlite_give_the_same(tmp_path: Path, postgres: Databases
     assert all(found[0][table.name] for table in ROOM_TABLES if table.name != "room_servers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["synapse", "embedded"])
 def test_in_pieces_twice_and_after_crashes_it_is_the_same(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

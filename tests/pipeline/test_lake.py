@@ -136,6 +136,7 @@ def test_a_body_that_raises_changes_nothing(tmp_path: Path) -> None:
     assert stored(lake) == ["b"]
 
 
+@pytest.mark.slow
 def test_replaced_files_stay_for_an_hour_and_for_readers_that_began_before(tmp_path: Path) -> None:
     def pass_time(ms: int) -> None:
         dropped = [(path, at - ms, commit) for path, at, commit in lake.manifest.dropped]

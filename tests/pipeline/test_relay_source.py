@@ -146,6 +146,7 @@ def read(lake: Lake, url: str, config: Config) -> Ingested:
     return told
 
 
+@pytest.mark.slow
 async def test_what_the_relay_told_is_what_a_sender_that_lost_nothing_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +189,7 @@ async def test_what_a_sender_lost_is_in_the_relay(tmp_path: Path) -> None:
         assert read(lake, url, config_of(tmp_path, relay=True)).events == 3
 
 
+@pytest.mark.slow
 async def test_what_the_relay_let_go_the_sender_tells(tmp_path: Path) -> None:
     """Each event of it and who was there then, and it is counted; so for a lake that was begun
     before, whose position the log does not reach back to any more, as for a new one. The newest of

@@ -176,6 +176,7 @@ with (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["wheel", pytest.param("machine", marks=pytest.mark.long)])
 def test_java_has_its_classes_as_an_earlier_run_left_them(tmp_path: Path, whose: str) -> None:
     """Nothing that Java says of it is on standard output, where a job's answer is."""

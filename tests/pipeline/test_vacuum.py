@@ -50,6 +50,7 @@ def rows(lake: Lake, table: LakeTable = ATTEMPTS) -> list[dict[str, Any]]:
     return sorted(found, key=str)
 
 
+@pytest.mark.slow
 def test_days_become_one_file_each_and_then_one_for_their_month(tmp_path: Path) -> None:
     """Only what is written to still has a file for each run; nothing else is different."""
     lake = open_lake(tmp_path, US, create=True)

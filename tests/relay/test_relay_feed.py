@@ -410,6 +410,7 @@ class SlowStore(MemoryStore):
         await super().apply_feed_batch([(token, rows) for token, rows in batch if rows])
 
 
+@pytest.mark.slow
 async def test_26_a_sender_that_commits_slowly_holds_little_and_catches_up(
     world: World, autojump_clock: Clock
 ) -> None:

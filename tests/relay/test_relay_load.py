@@ -275,6 +275,7 @@ async def test_08_a_kill_while_a_snapshot_is_loaded_leaves_all_as_it_was(
     assert stage.got("b.example")[-1] == "b.example is kicked"
 
 
+@pytest.mark.slow
 async def test_durable_edus_reach_their_servers_from_the_log_and_from_a_snapshot(
     stage: Stage, autojump_clock: Clock
 ) -> None:

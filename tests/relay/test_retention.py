@@ -162,6 +162,7 @@ async def test_48_58_a_restart_forgets_neither_the_pin_nor_the_time(autojump_clo
         assert (world.state("sender-1"), world.first) == ("LOST", 6)
 
 
+@pytest.mark.slow
 async def test_a_consumer_that_was_there_when_the_power_went_has_its_whole_time(
     autojump_clock: Clock,
 ) -> None:

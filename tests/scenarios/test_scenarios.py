@@ -224,6 +224,7 @@ async def test_a_server_is_said_to_be_up_once_when_its_streak_ends(
     assert announced.up == [A]
 
 
+@pytest.mark.slow
 async def test_the_wait_stays_at_its_ceiling(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:

@@ -55,6 +55,7 @@ async def test_a_second_outage_repeats_nothing_of_the_time_between(
     assert marks == sorted(marks)
 
 
+@pytest.mark.slow
 async def test_catch_up_passes_over_what_can_no_longer_be_loaded(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -88,6 +89,7 @@ async def test_catch_up_passes_over_what_can_no_longer_be_loaded(
     assert len(server.attempts) == attempts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("events", ["there", "gone"])
 async def test_a_server_is_not_woken_for_ever_for_a_room_that_we_left(
     tmp_path: Path, autojump_clock: MockClock, events: str
@@ -204,6 +206,7 @@ async def test_what_another_worker_thinks_of_a_server_does_not_hold_its_messages
     assert len(world.servers[A].answered) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", [True, False])
 async def test_a_server_that_was_seen_alive_while_we_were_down_is_tried_at_the_start(
     world: SynapseWorld, autojump_clock: MockClock, reset: bool

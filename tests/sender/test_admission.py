@@ -527,6 +527,7 @@ async def test_who_costs_time_of_the_loop_connects_after_others(
     assert came == ["cheap.example", "neighbour.example", "dear.example"]
 
 
+@pytest.mark.slow
 async def test_new_connections_wait_while_the_loop_is_late_with_those_begun(
     autojump_clock: MockClock,
 ) -> None:
@@ -757,6 +758,7 @@ async def test_a_message_to_many_delays_no_connection_for_a_message_to_few(
     assert max(attempts.took) == pytest.approx(5000 / 150, abs=1)
 
 
+@pytest.mark.slow
 async def test_many_messages_to_few_do_not_starve_one_to_many(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

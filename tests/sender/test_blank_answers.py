@@ -66,6 +66,7 @@ async def test_a_homeserver_that_says_nothing_to_what_has_no_pdus_gets_everythin
     assert {line["outcome"] for line in world.ledger(A)} == {"delivered"}
 
 
+@pytest.mark.slow
 async def test_a_proxy_that_says_nothing_to_everything_takes_no_keys(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -87,6 +88,7 @@ async def test_a_proxy_that_says_nothing_to_everything_takes_no_keys(
     assert server.got[-1:] == ["one"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [True, False])
 async def test_keys_do_not_wait_behind_events_that_were_answered_by_nothing(
     world: World, autojump_clock: MockClock, version: bool
@@ -109,6 +111,7 @@ async def test_keys_do_not_wait_behind_events_that_were_answered_by_nothing(
     assert server.got[-1:] == ["one"]
 
 
+@pytest.mark.slow
 async def test_events_do_not_wait_behind_keys_that_were_answered_by_nothing(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -126,6 +129,7 @@ async def test_events_do_not_wait_behind_keys_that_were_answered_by_nothing(
         assert await messages_left(world) == ["1"]
 
 
+@pytest.mark.slow
 async def test_for_typing_a_homeserver_is_asked_once_a_day_and_for_keys_each_time(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -142,6 +146,7 @@ async def test_for_typing_a_homeserver_is_asked_once_a_day_and_for_keys_each_tim
     assert server.versions_asked == 1 + 3
 
 
+@pytest.mark.slow
 async def test_a_suspect_is_not_acquitted_by_nothing_and_others_go_past_it(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -61,6 +61,7 @@ def in_order(bodies: list[str]) -> list[int]:
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["release", "drop"])
 async def test_a_busy_room_is_freed_within_one_turn(
     world: World, autojump_clock: MockClock, verb: str
@@ -98,6 +99,7 @@ async def test_a_busy_room_is_freed_within_one_turn(
     assert numbers[-1] > 250
 
 
+@pytest.mark.slow
 async def test_what_is_released_comes_before_what_is_new(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -128,6 +130,7 @@ async def test_what_is_released_comes_before_what_is_new(
         assert await world.store.homeserver.lagging() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_pdus", [50, 1])
 async def test_redeliveries_leave_half_of_each_transaction_to_other_rooms(
     tmp_path: Path, autojump_clock: MockClock, max_pdus: int
@@ -155,6 +158,7 @@ async def test_redeliveries_leave_half_of_each_transaction_to_other_rooms(
         assert [body for body in server.got if body.isdigit()] == 2 * [str(n) for n in range(200)]
 
 
+@pytest.mark.slow
 async def test_a_room_waits_behind_its_own_redeliveries_alone(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -174,6 +178,7 @@ async def test_a_room_waits_behind_its_own_redeliveries_alone(
         assert in_order(server.got[before:]) == list(range(500))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("witness", [True, False])
 async def test_a_room_goes_on_when_one_of_its_redeliveries_is_poison(
     world: World, autojump_clock: MockClock, witness: bool
@@ -206,6 +211,7 @@ async def test_a_room_goes_on_when_one_of_its_redeliveries_is_poison(
         assert sender.active.get(A) is None or sender.active[A].outbox.level
 
 
+@pytest.mark.slow
 async def test_pages_of_rooms_behind_one_that_waits_are_sent(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -227,6 +233,7 @@ async def test_pages_of_rooms_behind_one_that_waits_are_sent(
         assert len([body for body in server.got if body.startswith("new in")]) == len(rooms)
 
 
+@pytest.mark.slow
 async def test_what_was_answered_behind_a_room_that_waits_is_not_read_again_and_again(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

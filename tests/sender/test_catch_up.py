@@ -52,6 +52,7 @@ async def test_extremities_that_never_fit_together_are_not_sent_for_ever(
     assert len(got) == len(set(got)), f"{len(got)} transactions, {set(got)}"
 
 
+@pytest.mark.slow
 async def test_an_extremity_that_cannot_be_sent_does_not_stop_catch_up(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

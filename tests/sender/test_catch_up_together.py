@@ -71,6 +71,7 @@ async def back(world: World, sender: Sender, names: list[str] = NAMES) -> None:
     await trio.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", ["64MiB", "1MiB"])
 async def test_of_a_large_gap_nobody_reads_more_than_is_sent(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, window: str
@@ -114,6 +115,7 @@ async def test_those_of_a_small_gap_are_read_and_parsed_once_for_all(
     assert len(reads.parsed) == len(said) + 1
 
 
+@pytest.mark.slow
 async def test_who_gets_an_event_is_told_apart_for_each_server(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -167,6 +169,7 @@ async def test_an_event_that_is_redacted_after_its_page_was_read_goes_redacted(
     assert world.servers[second].got == ["first", "m.room.message", "m.room.redaction"]
 
 
+@pytest.mark.slow
 async def test_the_bytes_that_are_read_are_bounded_and_nobody_stands_still(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

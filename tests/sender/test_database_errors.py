@@ -219,6 +219,7 @@ async def test_a_room_whose_quarantine_is_emptied_while_it_grows_stays_blocked(
     assert world.servers[A].got == ["behind it", "last", "free again"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["left", "restarted"])
 async def test_a_frozen_transaction_that_an_error_kept_from_being_read_is_what_goes_next(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str

@@ -40,6 +40,7 @@ async def test_two_transactions_are_never_in_flight_to_one_server(
 # --- refusals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "refusals"),
     [(400, 1), (400, 3), (400, 10_000), (401, 1), (403, 3), (403, 10_000), (413, 1), (413, 10_000)],

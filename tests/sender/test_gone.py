@@ -53,6 +53,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
+@pytest.mark.slow
 async def test_it_is_shown_as_gone_and_each_sign_of_life_brings_it_back(
     world: World, autojump_clock: MockClock
 ) -> None:

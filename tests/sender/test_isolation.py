@@ -111,6 +111,7 @@ async def test_a_wake_ends_the_wait_also_while_the_version_is_asked_for(
     assert server.attempts[attempts] - asked < 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_ten_poisonous_pdus_in_a_row_are_found_and_all_else_arrives(
     world: World, autojump_clock: MockClock, elsewhere: bool

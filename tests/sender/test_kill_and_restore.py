@@ -25,6 +25,7 @@ class Taken(Exception):
     """Out of the body, as from the feed when somebody else speaks under our name."""
 
 
+@pytest.mark.slow
 async def test_a_kill_right_after_an_answer_does_not_bring_the_old_wait_back(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -104,6 +104,7 @@ def world(new_url: NewUrl, tmp_path: Path) -> World:
     return World(new_url(), new_url(), tmp_path / "ledger")
 
 
+@pytest.mark.slow
 async def test_a_restore_after_a_kill_has_both_databases_of_one_moment(
     world: World, tmp_path: Path
 ) -> None:

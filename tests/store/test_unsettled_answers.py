@@ -72,6 +72,7 @@ async def test_an_answer_that_waits_for_hours_is_known_after_a_kill(
         assert await after.store.homeserver.lsso(GOOD) == 4
 
 
+@pytest.mark.slow
 async def test_an_answer_waits_for_a_database_that_is_away_for_hours_of_the_next_start_too(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

@@ -73,6 +73,7 @@ def test_honest_servers_do_not_notice_the_hostile_ones_beside_them() -> None:
     assert all(line["times"] for line in attacks.values())
 
 
+@pytest.mark.long
 def test_behind_a_proxy_servers_that_speak_first_stop_nobody() -> None:
     *said, summary = demo("--hostile", "--proxy", "--servers=5", "--seconds=8")
 
