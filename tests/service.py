@@ -1,7 +1,7 @@
 """The daemon as systemd runs it: a process with a NOTIFY_SOCKET, told things by signals.
 
-Around it stand a small homeserver with its replication server, and receiving servers on loopback
-that check every rule.
+Around it stand a small homeserver that appends to it, and receiving servers on loopback that check
+every rule.
 """
 
 import json
@@ -25,6 +25,8 @@ from fedsender.ledger import NOTES
 from fedsender.runtime import real_runtime
 from fedsender.segments import read_lines, segments
 from fedsender_lab.demo import process
+from fedsender_lab.demo.appending import tell
+from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.federation import open_federation
 from fedsender_lab.testing.receiver import (
     Behaviour,
@@ -32,10 +34,9 @@ from fedsender_lab.testing.receiver import (
     ReceivingServer,
     healthy,
 )
-from fedsender_lab.testing.rooms import STREAM, Homeserver, Room
-from fedsender_relay.line_server import open_replication_server
+from fedsender_lab.testing.rooms import Homeserver, Room
 
-TOKEN = "the admin endpoint's token"
+TOKEN = "the token of both endpoints"
 PATIENCE_S = 60.0
 """For a process to do what it should, on a machine that is busy with other things."""
 
@@ -181,16 +182,13 @@ class World:
 
     Attributes:
         settings: what is in the configuration file beyond the demo's, by section.
-        feed_port: where the replication server listens, once it does.
     """
 
     directory: Path
     homeserver: Homeserver
     receivers: Receivers
     room: Room
-    feed_port: int
     nursery: trio.Nursery
-    holder: trio.socket.SocketType
     settings: dict[str, Any] = field(default_factory=dict)
     starts: int = 0
 
@@ -209,34 +207,24 @@ class World:
     def configure(self, **settings: Any) -> None:
         """Write the configuration file anew, with these sections changed for good."""
         self.settings |= settings
-        values = dict(
-            process.configuration(self.directory, process.tcp_feed(self.feed_port), self._ca_file)
-        )
+        feed = process.push_feed(self.directory)
+        values = dict(process.configuration(self.directory, feed, self.receivers.ca_file))
         for name, value in self.settings.items():
             both = isinstance(value, dict) and isinstance(values.get(name), dict)
             values[name] = {**values[name], **value} if both else value
         self.config.write_text(yaml.safe_dump(values))
 
-    @property
-    def _ca_file(self) -> Path:
-        return self.receivers.ca_file
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[IntakeClient]:
+        """A client of the daemon's endpoint for appends, whether it runs by now or not."""
+        address = process.push_feed(self.directory)["push"]["listen"]
+        async with IntakeClient.at(address, TOKEN) as client:
+            yield client
 
-    async def open_feed(self) -> None:
-        """Let the homeserver's replication server listen, at last."""
-        self.holder.listen(10)
-        listeners = [trio.SocketListener(self.holder)]
-
-        async def serve(task_status: trio.TaskStatus[None]) -> None:
-            async with open_replication_server(
-                self.homeserver.name,
-                {STREAM: self.homeserver},
-                listeners,
-                real_runtime(),
-            ):
-                task_status.started()
-                await trio.sleep_forever()
-
-        await self.nursery.start(serve)
+    async def tell(self) -> None:
+        """Append what happens at the homeserver to whatever daemon runs, for ever."""
+        async with self.client() as client:
+            await tell(self.homeserver, client)
 
     @asynccontextmanager
     async def service(
@@ -274,14 +262,20 @@ async def open_world(
     directory: Path,
     *,
     servers: int = 1,
-    feed: bool = True,
+    told: bool = True,
     behaviour: Behaviour | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """A world with a configuration file, and no daemon yet. `behaviour` is every server's."""
+    """A world with a configuration file, and no daemon yet.
+
+    Args:
+        told: whether the homeserver appends to a daemon.
+        behaviour: of every server.
+    """
     runtime = real_runtime()
     signer = process.write_signing_key(directory, b"k" * 32)
     process.write_secret(directory / "admin.token", TOKEN)
+    process.write_secret(directory / "append.token", TOKEN)
     async with (
         open_federation(
             signer,
@@ -290,20 +284,16 @@ async def open_world(
             runtime=runtime,
             rng=random.Random(1),
             behaviours=dict.fromkeys(range(servers), behaviour or healthy()),
+            tells_all=True,
         ) as (homeserver, receivers),
         trio.open_nursery() as nursery,
     ):
         names: Sequence[str] = list(receivers.servers)
-        # Bound, and not listening: connections are refused, and nobody else is given the port.
-        holder = trio.socket.socket()
-        await holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
         room = homeserver.create_room(names)
-        world = World(directory, homeserver, receivers, room, port, nursery, holder)
+        world = World(directory, homeserver, receivers, room, nursery)
         world.say()
         world.configure(**settings)
-        with holder:
-            if feed:
-                await world.open_feed()
-            yield world
-            nursery.cancel_scope.cancel()
+        if told:
+            nursery.start_soon(world.tell)
+        yield world
+        nursery.cancel_scope.cancel()

@@ -7,8 +7,8 @@ import signal
 import socket
 import sqlite3
 from base64 import b64encode
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ from fedsender_lab.demo import process
 from fedsender_lab.demo.process import SERVER_NAME, write_signing_key
 from fedsender_lab.testing.clock import inline, turns_cpu, until
 from fedsender_lab.testing.receiver import STALLING, ReceivingServer, healthy, slow
+from fedsender_lab.testing.rooms import STREAM
 from fedsender_lab.testing.rules import Origin
+from fedsender_relay.line_server import open_replication_server
 
 pytestmark = pytest.mark.slow
 
@@ -60,8 +62,31 @@ async def arrived(event_id: str, server: ReceivingServer) -> None:
 # --- starting -------------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def without_feed(home: Path) -> AsyncIterator[tuple[World, Callable[[], Awaitable[None]]]]:
+    """A world whose daemon has to connect to its homeserver; and what lets it, at last."""
+    # Bound, and not listening: connections are refused, and nobody else is given the port.
+    with trio.socket.socket() as holder:
+        await holder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        feed = {"kind": "tcp", "tcp": {"address": address}}
+        async with open_world(home, told=False, feed=feed) as world:
+
+            async def serve(task_status: trio.TaskStatus[None]) -> None:
+                holder.listen(10)
+                streams, listeners = {STREAM: world.homeserver}, [trio.SocketListener(holder)]
+                async with open_replication_server(SERVER_NAME, streams, listeners, real_runtime()):
+                    task_status.started()
+                    await trio.sleep_forever()
+
+            async def connect() -> None:
+                await world.nursery.start(serve)
+
+            yield world, connect
+
+
 async def test_ready_is_said_when_the_feed_has_connected_and_not_before(home: Path) -> None:
-    async with open_world(home, feed=False) as world, world.service() as service:
+    async with without_feed(home) as (world, connect), world.service() as service:
         assert await service.manager.next() == "STATUS=starting"
         assert await service.manager.next() == "STATUS=waiting for the feed to connect"
         # The endpoint stands, so all but the feed does.
@@ -74,7 +99,7 @@ async def test_ready_is_said_when_the_feed_has_connected_and_not_before(home: Pa
         assert (start["instance"], start["server"]) == ("fedsender", SERVER_NAME)
         assert start["file"] == str(world.config)
 
-        await world.open_feed()
+        await connect()
         assert await service.manager.next() == f"READY=1\nSTATUS={SENDING}"
         await until(lambda: world.servers[0].received)
 
@@ -357,10 +382,16 @@ async def test_a_broken_file_changes_nothing_and_says_so(home: Path) -> None:
         await arrived(event_id, world.servers[0])
 
 
-async def test_what_needs_a_restart_is_named_and_not_in_force(home: Path) -> None:
-    async with open_world(home) as world, world.service() as service:
+async def test_what_needs_a_restart_is_named_and_not_in_force(
+    home: Path, postgres: Databases
+) -> None:
+    # Several senders share a store only on PostgreSQL.
+    store = {"database": postgres.create_database()}
+    async with open_world(home, homeserver=store) as world, world.service() as service:
         await service.manager.ready()
-        others = {"federation_sender_instances": ["fedsender", "a", "b", "c", "d", "e", "f"]}
+        others = store | {
+            "federation_sender_instances": ["fedsender", "a", "b", "c", "d", "e", "f"]
+        }
         world.configure(homeserver=others, sending={"drain": "7s"}, log={"level": "debug"})
         names = "homeserver.federation_sender_instances, sending.drain"
         assert await reload(service) == f"reloaded; waiting for a restart: {names}"
@@ -371,7 +402,7 @@ async def test_what_needs_a_restart_is_named_and_not_in_force(home: Path) -> Non
             await arrived(event_id, world.servers[0])
         assert (await service.ask(why(world.servers[0]))).json()["handled_here"]
 
-        world.configure(homeserver={"federation_sender_instances": []}, sending={})
+        world.configure(homeserver=store, sending={})
         world.settings["sending"] = {}
         world.configure()
         assert await reload(service) == SENDING
@@ -452,12 +483,12 @@ async def test_a_file_that_never_answers_does_not_keep_the_daemon_from_stopping(
 
 
 async def test_a_reload_before_ready_does_not_say_ready(home: Path) -> None:
-    async with open_world(home, feed=False) as world, world.service() as service:
+    async with without_feed(home) as (world, connect), world.service() as service:
         for _ in range(2):
             await service.manager.next()
         service.tell(signal.SIGHUP)
         assert await service.manager.next() == f"STATUS={SENDING}"
-        await world.open_feed()
+        await connect()
         assert await service.manager.next() == f"READY=1\nSTATUS={SENDING}"
 
 
@@ -539,7 +570,7 @@ async def test_more_signals_during_a_stop_do_not_spoil_it(home: Path) -> None:
 
 
 async def test_a_stop_before_the_feed_ever_connected_is_at_once(home: Path) -> None:
-    async with open_world(home, feed=False) as world, world.service() as service:
+    async with without_feed(home) as (world, _), world.service() as service:
         for _ in range(2):
             await service.manager.next()
         before = trio.current_time()

@@ -33,7 +33,6 @@ from fedsender.runtime import Runtime, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.registry import Progress
 from fedsender.telemetry import Count
-from fedsender_lab.demo import process, relayed
 from fedsender_lab.intake_client import IntakeClient, OutcomesLost, Position
 from fedsender_lab.testing.clock import inline, until
 
@@ -360,31 +359,27 @@ async def test_who_waits_is_answered_when_the_endpoint_closes(tmp_path: Path) ->
 async def test_a_daemon_tells_its_homeserver(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All of it, over its own endpoint."""
     home = tmp_path_factory.mktemp("d")
-    process.write_secret(home / "append.token", TOKEN)
-    feed = process.push_feed(home)
-    async with open_world(home, servers=2, feed=False) as world:
-        world.configure(feed=feed)
-        async with (
-            world.service() as service,
-            IntakeClient.at(feed["push"]["listen"], TOKEN) as client,
-        ):
-            await service.manager.ready()
-            world.nursery.start_soon(relayed.tell, world.homeserver, client)
-            event_id = world.say()
-            got: set[tuple[str, str, str]] = set()
-            with trio.fail_after(PATIENCE_S):
-                pages = client.outcomes()
-                while len(got) < 2:
-                    page = await anext(pages)
-                    got |= {
-                        (each.event_id, each.server, each.outcome)
-                        for each in page.outcomes
-                        if each.event_id == event_id
-                    }
-                while True:
-                    position = await client.position()
-                    if position.delivered == position.stored:
-                        break
-            assert got == {(event_id, server.name, "delivered") for server in world.servers}
-            assert (position.servers, position.behind) == (2, 0)
-            assert position.fanned_out == position.stored
+    async with (
+        open_world(home, servers=2) as world,
+        world.service() as service,
+        world.client() as client,
+    ):
+        await service.manager.ready()
+        event_id = world.say()
+        got: set[tuple[str, str, str]] = set()
+        with trio.fail_after(PATIENCE_S):
+            pages = client.outcomes()
+            while len(got) < 2:
+                page = await anext(pages)
+                got |= {
+                    (each.event_id, each.server, each.outcome)
+                    for each in page.outcomes
+                    if each.event_id == event_id
+                }
+            while True:
+                position = await client.position()
+                if position.delivered == position.stored:
+                    break
+        assert got == {(event_id, server.name, "delivered") for server in world.servers}
+        assert (position.servers, position.behind) == (2, 0)
+        assert position.fanned_out == position.stored

@@ -151,7 +151,7 @@ class Network:
 async def network(directory: Path) -> AsyncIterator[Network]:
     """Rooms in which something was said twice; nothing runs yet."""
     with trio.fail_after(PATIENCE_S):
-        async with open_world(directory, feed=False) as world:
+        async with open_world(directory, told=False) as world:
             found = Network(directory, world)
             found.hub.mkdir(mode=0o700)
             write_secret(found.hub / "relay.secret", SECRET)

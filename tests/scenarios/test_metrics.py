@@ -207,7 +207,10 @@ async def test_a_daemon_on_real_sockets_sets_all_the_others(tmp_path: Path) -> N
         (server,) = world.servers
         world.configure(metrics={"per_destination": [server.name]})
         server.become(slow(1.0))
-        async with open_core(load(world.config), real_runtime(), faults=fail_once) as daemon:
+        async with (
+            open_core(load(world.config), real_runtime(), faults=fail_once) as daemon,
+            daemon.serve_feed(),
+        ):
             metrics = daemon.metrics
 
             with trio.fail_after(60):

@@ -23,6 +23,7 @@ import trio
 
 from fedsender.runtime import real_runtime
 from fedsender_lab.demo import process
+from fedsender_lab.demo.appending import open_told_daemon
 from fedsender_lab.demo.process import (
     CATCH_UP_GAP_EVENTS,
     DaemonProcess,
@@ -33,8 +34,7 @@ from fedsender_lab.demo.report import ATTACKS, Report, judge, ledger_of, still_o
 from fedsender_lab.testing.children import Child, open_child
 from fedsender_lab.testing.federation import open_federation
 from fedsender_lab.testing.receiver import ReceivedTransaction, Receivers
-from fedsender_lab.testing.rooms import STREAM, Homeserver, Room, Step
-from fedsender_relay.line_server import open_replication_server
+from fedsender_lab.testing.rooms import Homeserver, Room, Step
 
 HOSTILE_PER_HONEST = 3
 NEIGHBOUR = ("s0.neighbour.test", "127.66.1.251")
@@ -181,7 +181,6 @@ async def _open_run(
 ) -> AsyncIterator[_Run]:
     runtime = real_runtime()
     signer = process.write_signing_key(directory, runtime.entropy(32))
-    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     openssl_conf = directory / "hostile.cnf"
     openssl_conf.write_text(OPENSSL_CONF)
     places = [
@@ -212,6 +211,7 @@ async def _open_run(
                 directory=directory,
                 runtime=runtime,
                 rng=rng,
+                tells_all=True,
                 others=enemies,
                 places=places,
             )
@@ -222,9 +222,8 @@ async def _open_run(
             for start in range(0, honest, SMALL_ROOM_SERVERS)
         ]
         friends = homeserver.create_room(names)
-        port: int = listeners[0].socket.getsockname()[1]
         config = {
-            **process.configuration(directory, process.tcp_feed(port), receivers.ca_file),
+            **process.configuration(directory, process.push_feed(directory), receivers.ca_file),
             "federation": {
                 "ca_file": str(receivers.ca_file.relative_to(directory)),
                 "more_ca_files": [str(Path(hostile["ca_file"]).relative_to(directory))],
@@ -235,10 +234,7 @@ async def _open_run(
             # As an operator has them who has set nothing.
             "destinations": {"defaults": {"catch_up_gap_events": CATCH_UP_GAP_EVENTS}},
         }
-        async with (
-            open_replication_server(homeserver.name, {STREAM: homeserver}, listeners, runtime),
-            process.open_daemon_process(directory, config, runtime.entropy(16).hex()) as daemon,
-        ):
+        async with open_told_daemon(homeserver, directory, config, runtime) as daemon:
             report.say("started", honest=len(names), hostile=len(enemies))
             if "well_known" not in hostile["servers"]:
                 report.say("not played", attack="well_known", reason="port 443 is not permitted")

@@ -22,9 +22,10 @@ from fedsender.console import Mistake
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.telemetry import configure_logging
 from fedsender_lab.demo import process
+from fedsender_lab.demo.appending import open_told_daemon
 from fedsender_lab.demo.hostile import run_hostile
 from fedsender_lab.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
-from fedsender_lab.demo.relayed import Relayed, loaded_events, open_relayed, tell
+from fedsender_lab.demo.relayed import Relayed, loaded_events, open_relayed
 from fedsender_lab.demo.report import (
     PARTS,
     TOO_TAME,
@@ -36,7 +37,6 @@ from fedsender_lab.demo.report import (
     still_owed,
     unrecorded,
 )
-from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.children import texts_of
 from fedsender_lab.testing.federation import open_federation
 from fedsender_lab.testing.receiver import (
@@ -350,18 +350,9 @@ async def _open_direct(
     homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
 ) -> AsyncIterator[tuple[Daemons, None]]:
     """One daemon, and the homeserver that appends to it."""
-    token = runtime.entropy(16).hex()
-    process.write_secret(directory / "append.token", token)
-    feed = process.push_feed(directory)
-    config = process.configuration(directory, feed, ca_file)
-    async with (
-        process.open_daemon_process(directory, config, runtime.entropy(16).hex()) as daemon,
-        IntakeClient.at(feed["push"]["listen"], token) as client,
-        trio.open_nursery() as nursery,
-    ):
-        nursery.start_soon(tell, homeserver, client)
+    config = process.configuration(directory, process.push_feed(directory), ca_file)
+    async with open_told_daemon(homeserver, directory, config, runtime) as daemon:
         yield Daemons({"fedsender": daemon}, lambda _server: "fedsender"), None
-        nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager

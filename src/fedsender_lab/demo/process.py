@@ -56,11 +56,6 @@ def push_feed(directory: Path) -> Mapping[str, Any]:
     return {"kind": "push", "push": {"listen": listen, "token_file": "append.token"}}
 
 
-def tcp_feed(port: int) -> Mapping[str, Any]:
-    """The feed of a daemon that listens to the homeserver itself, on loopback."""
-    return {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{port}"}}
-
-
 def socket_in(directory: Path, name: str) -> Path:
     """The path of a Unix socket of this name; raises ValueError if it is too long for a system."""
     socket = directory / name

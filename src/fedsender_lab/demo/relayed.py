@@ -16,6 +16,7 @@ import trio
 
 from fedsender.config import load
 from fedsender.runtime import Runtime
+from fedsender_lab.demo.appending import tell
 from fedsender_lab.demo.process import (
     DaemonDied,
     DaemonProcess,
@@ -25,11 +26,10 @@ from fedsender_lab.demo.process import (
     relay_configuration,
     write_secret,
 )
-from fedsender_lab.intake_client import IntakeClient, NewRecord, Refused
-from fedsender_lab.testing.rooms import LARGE_TEXT, Homeserver, Room, Step
+from fedsender_lab.intake_client import IntakeClient
+from fedsender_lab.testing.rooms import LARGE_TEXT, Homeserver, Room
 
 SHARDS = ("sender-1", "sender-2")
-BATCH = 50
 POLL_SECONDS = 0.2
 LEVEL_SECONDS = 60.0
 KEPT_BYTES = 256 * 1024
@@ -166,23 +166,3 @@ async def _start(
 ) -> DaemonProcess:
     token = runtime.entropy(16).hex()
     return await stack.enter_async_context(open_daemon_process(directory, config, token, command))
-
-
-async def tell(homeserver: Homeserver, client: IntakeClient) -> None:
-    """Append every step, as one record each, so that both have the same tokens."""
-    told = 0
-    while True:
-        await homeserver.watermark.wait_past(told)
-        steps = homeserver.steps[told : told + BATCH]
-        try:
-            tokens = await client.append_all([_record(step) for step in steps])
-        except Refused as refused:
-            raise DaemonDied(f"step {told + 1} is refused: {refused}") from refused
-        if tokens != [step.token for step in steps]:
-            raise DaemonDied(f"step {told + 1} has token {tokens[0]}")
-        told += len(steps)
-        homeserver.asked.set()
-
-
-def _record(step: Step) -> NewRecord:
-    return NewRecord(step.rows, f"step {step.token}")

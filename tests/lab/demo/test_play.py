@@ -16,7 +16,7 @@ from fedsender_lab.demo.process import (
     configuration,
     cpu_and_wait_s,
     open_daemon_process,
-    tcp_feed,
+    push_feed,
 )
 
 SERVERS = [f"127.0.0.1:{port}" for port in range(4000, 4000 + MIN_SERVERS)]
@@ -75,7 +75,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_daemon_accepts_the_configuration(tmp_path: Path) -> None:
-    values = configuration(tmp_path, tcp_feed(12345), tmp_path / "tls" / "ca.pem")
+    values = configuration(tmp_path, push_feed(tmp_path), tmp_path / "tls" / "ca.pem")
 
     config = from_values(values, directory=tmp_path)
 

@@ -1,0 +1,62 @@
+"""The homeserver appends what happens in it to a daemon or a relay."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fedsender.runtime import Runtime
+from fedsender_lab.demo.process import (
+    DaemonDied,
+    DaemonProcess,
+    open_daemon_process,
+    write_secret,
+)
+from fedsender_lab.intake_client import IntakeClient, NewRecord, Refused
+from fedsender_lab.testing.rooms import Homeserver
+
+BATCH = 50
+
+
+async def tell(homeserver: Homeserver, client: IntakeClient) -> None:
+    """Append every step, as one record each, so that both have the same tokens.
+
+    Raises:
+        DaemonDied: a step is refused, or has another token.
+    """
+    told = 0
+    while True:
+        await homeserver.watermark.wait_past(told)
+        steps = homeserver.steps[told : told + BATCH]
+        records = [NewRecord(step.rows, f"step {step.token}") for step in steps]
+        try:
+            tokens = await client.append_all(records)
+        except Refused as refused:
+            raise DaemonDied(f"step {told + 1} is refused: {refused}") from refused
+        if tokens != [step.token for step in steps]:
+            raise DaemonDied(f"step {told + 1} has token {tokens[0]}")
+        told += len(steps)
+        homeserver.asked.set()
+
+
+@asynccontextmanager
+async def open_told_daemon(
+    homeserver: Homeserver, directory: Path, config: Mapping[str, Any], runtime: Runtime
+) -> AsyncIterator[DaemonProcess]:
+    """A daemon with a push feed, and the homeserver that appends to it.
+
+    Raises:
+        DaemonDied: (in a group) it ended by itself while the body ran, or as `tell`.
+    """
+    token = runtime.entropy(16).hex()
+    write_secret(directory / "append.token", token)
+    async with (
+        open_daemon_process(directory, config, runtime.entropy(16).hex()) as daemon,
+        IntakeClient.at(config["feed"]["push"]["listen"], token) as client,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(tell, homeserver, client)
+        yield daemon
+        nursery.cancel_scope.cancel()
