@@ -15,9 +15,6 @@ import structlog
 from hypothesis import HealthCheck, settings
 from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
 
-from fedsender.config import Spark
-from fedsender_pipeline.session import spark_session
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -166,6 +163,10 @@ def valkey(_valkey_server: Valkey) -> Valkey:
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
     """A Spark, here, with two threads: starting one takes longer than most tests."""
+    # Here, because the tests of the daemon can do without Spark.
+    from fedsender.config import Spark
+    from fedsender_pipeline.session import spark_session
+
     logs = tmp_path_factory.mktemp("spark")
     with spark_session(Spark(master="local[2]", settings=_SPARK), "tests", logs) as session:
         yield session

@@ -79,7 +79,7 @@ class Rule:
         shared: whether it is written to the homeserver's own backoff columns, for its other
             workers. A server that is being restarted fails like this, too: one that was well lately
             is tried steadily.
-        first_factor: the factor by which the configured waits are multiplied.
+        factor: the factor by which the configured waits are multiplied.
         elsewhere: whether the server may have moved, and is looked for anew: the host that it has
             left answers for others, or for nobody.
         ceiling_s: the longest wait in seconds, if the configured ones are shorter; 0: they hold.
@@ -87,7 +87,7 @@ class Rule:
 
     shared: bool
     isolate: Isolate
-    first_factor: float
+    factor: float
     meaning: str
     elsewhere: bool = False
     ceiling_s: float = 0.0
@@ -151,7 +151,7 @@ class Verdict:
 DELIVERED: Final = Verdict(Outcome.DELIVERED, "", 200, sent=True)
 
 
-_CLASSES: Final[Mapping[int | FailureKind | UnreachableKind, Outcome]] = {
+_OUTCOMES: Final[Mapping[int | FailureKind | UnreachableKind, Outcome]] = {
     # No answer, though the request has left. (Before that, a server is unreachable.)
     "timeout": Outcome.FAILING,
     "closed": Outcome.FAILING,
@@ -178,7 +178,7 @@ _CLASSES: Final[Mapping[int | FailureKind | UnreachableKind, Outcome]] = {
 def judge_failure(error: SendFailed | Unreachable) -> Verdict:
     """The verdict on an attempt without an answer."""
     sent, gone = isinstance(error, SendFailed) and error.sent, error.kind == "gone"
-    outcome = _CLASSES[error.kind] if sent or gone else Outcome.UNREACHABLE
+    outcome = _OUTCOMES[error.kind] if sent or gone else Outcome.UNREACHABLE
     late = isinstance(error, SendFailed) and error.kind == "timeout"
     return Verdict(outcome, error.text, sent=sent, late=late)
 
@@ -188,7 +188,7 @@ def judge_answer(answer: Answer) -> Verdict:
     status, retry_after_s = answer.status, answer.retry_after_s
     if status == 200 and answer.is_answer:
         return DELIVERED
-    outcome = _CLASSES.get(status) or _CLASSES[max(2, min(status // 100, 5))]
+    outcome = _OUTCOMES.get(status) or _OUTCOMES[max(2, min(status // 100, 5))]
     if status in (429, 503) and retry_after_s is not None:
         outcome = Outcome.BUSY if retry_after_s < FOR_DAYS_S else Outcome.GONE
     reason = f"answered {status}"
@@ -390,7 +390,7 @@ def wait_s(
     since_ms = now_ms if state.failing_since_ms is None else state.failing_since_ms
     steady = steadily and rule.shared and not rule.ceiling_s and well_lately(state, now_ms)
     elapsed = max(0, now_ms - since_ms) / 1000
-    grown = policy.wait(state.failures, elapsed, steady=steady) * rule.first_factor
+    grown = policy.wait(state.failures, elapsed, steady=steady) * rule.factor
     jittered = min(grown, ceiling) * rng.uniform(1 - JITTER, 1 + JITTER)
     if verdict.retry_after_s is not None:
         jittered = max(jittered, min(verdict.retry_after_s, policy.ceiling_healthy))
