@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import canonicaljson
 import orjson
@@ -35,6 +35,8 @@ from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.telemetry import Metrics
 from fedsender_lab.testing.clock import virtual_runtime
+
+T = TypeVar("T")
 
 HS = "hs.example"
 EPOCH_MS = 1_800_000_000_000
@@ -179,6 +181,30 @@ class FakeClient:
     async def peer(self, name: str, policy: Policy, permit: Permit) -> AsyncIterator[FakePeer]:
         self.opened[name].append(policy)
         yield FakePeer(self.servers[name], permit)
+
+
+class StepsOf(trio.abc.Instrument):
+    """Counts the calls of one of our functions in each step of the loop.
+
+    Attributes:
+        most: the most of them in one step.
+    """
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._now = 0
+
+    def counting(self, function: Callable[..., T]) -> Callable[..., T]:
+        """The same function, counted."""
+
+        def counted(*args: Any, **values: Any) -> T:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            return function(*args, **values)
+
+        return counted
 
 
 class Silence:

@@ -9,10 +9,11 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sender.harness import EPOCH_MS, HS
+from tests.sender.harness import EPOCH_MS, HS, StepsOf
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld
 from trio.testing import MockClock
 
+from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.edus.presence import STATES_PER_EDU, edu_of, entry, key_of, notable
 from fedsender.sender.queues import EphemeralQueue
 from fedsender.sender.transaction import Draft
@@ -130,6 +131,26 @@ async def test_a_change_goes_to_every_server_that_shares_a_room_with_the_user(
         assert one.pop("last_active_ago") in range(2000)
         assert one == {"user_id": ALICE, "presence": "online", "currently_active": True}
     assert world.servers[C].requests == []
+
+
+async def test_many_changes_in_large_rooms_are_given_out_in_steps(
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 users in a room of 5,000 servers were one step of the loop, of 5 s. The clock of the
+    tests has each look at it take 0.2 ms, so that 100 servers are one step."""
+    steps = StepsOf()
+    monkeypatch.setattr(EduFlow, "_put_off", steps.counting(EduFlow._put_off))
+    monkeypatch.setattr(EduFlow, "_wants", steps.counting(EduFlow._wants))
+    users, names = [f"@u{n}:{HS}" for n in range(20)], [f"s{n}.example" for n in range(150)]
+    async with world.run() as sender:
+        trio.lowlevel.add_instrument(steps)
+        await world.members(R1, *users, *(f"@x:{name}" for name in names))
+        for user in users:
+            sender.edus.presence(replace(ONLINE, user_id=user))
+        await trio.sleep(60)
+
+    assert 50 < steps.most <= 400
+    assert all({each["user_id"] for each in told(world, name)} == set(users) for name in names)
 
 
 async def test_what_was_known_before_a_restart_is_no_news_after_it(

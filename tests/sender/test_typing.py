@@ -1,14 +1,17 @@
 """Typing: what is said when, to whom, and what is not worth saying any more."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sender.harness import HS, StepsOf
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld
 from trio.testing import MockClock
 
+from fedsender.sender.destination import Destination
 from fedsender.sender.edus.typing import FORGET_S, KEEP_ALIVE_S, MAX_ROOMS, TypingRooms
 from fedsender.store import tables
 
@@ -106,6 +109,28 @@ async def test_a_user_who_goes_on_typing_is_told_again_every_forty_seconds(
         await trio.sleep(130)
 
     assert said(world, A) == [*(4 * [(ALICE, True)]), (ALICE, False)]
+
+
+async def test_many_who_type_in_a_large_room_are_told_of_in_steps(
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 of them in a room of 5,000 servers were one step of the loop, of 2 s. The clock of the
+    tests has each look at it take 0.2 ms, so that 100 servers are one step."""
+    steps = StepsOf()
+    put = steps.counting(Destination.put_typing)
+    monkeypatch.setattr(Destination, "put_typing", put)
+    users, names = [f"@u{n}:{HS}" for n in range(20)], [f"s{n}.example" for n in range(150)]
+    async with world.run() as sender:
+        trio.lowlevel.add_instrument(steps)
+        await world.members(R1, *users, *(f"@x:{name}" for name in names))
+        await world.members(R2, *users, f"@x:{A}")
+        sender.edus.typing(R1, users, 1)
+        sender.edus.typing(R2, users, 1)
+        await trio.sleep(5)
+
+    assert 50 < steps.most <= 200
+    told = Counter({(user, True): 1 for user in users})
+    assert all(Counter(said(world, name)) == told for name in [*names, A])
 
 
 async def test_a_writer_that_begins_anew_is_believed(

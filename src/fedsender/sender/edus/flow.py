@@ -327,22 +327,25 @@ class EduFlow:
             self._tell_typing(self._rooms.due(trio.current_time()))
 
     async def _follow_typing(self) -> None:
+        with_breaks = self._context.runtime.turns.with_breaks
         while True:
             if not self._typing:
                 await self._typing_news.wait()
-            changes = dict(self._typing)
-            rooms = sorted({change.room_id for change in changes.values()})
+            changes = list(self._typing.values())
+            rooms = sorted({change.room_id for change in changes})
             # In a room whose state is not all known, those known of: who waits is late (W25).
             servers = await self._context.homeserver.servers_now(rooms)
-            for key, change in changes.items():
-                if self._typing.get(key) is change:
-                    del self._typing[key]
-                for server in sorted(servers[change.room_id]):
+            async for change in with_breaks(changes):
+                wanted = sorted(servers[change.room_id])
+                async for server in with_breaks(wanted):
                     if self._wants(server, "typing"):
                         destination = self._registry.reach_for_edu(server, fleeting=True)
                         if destination is not None:
                             destination.put_typing(change)
-                self._registry.hurry(servers[change.room_id])
+                self._registry.hurry(wanted)
+                # A newer one that has come meanwhile is told next.
+                if self._typing.get(change.key) is change:
+                    del self._typing[change.key]
 
     # --- Presence ---------------------------------------------------------------------------------
 
@@ -423,11 +426,14 @@ class EduFlow:
         changed = dict(self._changed)
         excluded = self._context.presence.excluded_rooms
         servers = await self._context.edus.servers_of(changed.keys(), excluded) if changed else {}
-        for user_id, state in changed.items():
+        with_breaks = self._context.runtime.turns.with_breaks
+        async for user_id, state in with_breaks(changed.items()):
+            async for server in with_breaks(sorted(servers[user_id])):
+                if self._wants(server, "presence"):
+                    self._put_off(state, [server])
+            # A newer one that has come meanwhile is told next.
             if self._changed.get(user_id) is state:
                 del self._changed[user_id]
-            wanting = [name for name in sorted(servers[user_id]) if self._wants(name, "presence")]
-            self._put_off(state, wanting)
 
     async def _tell_wanted(self) -> None:
         """Put the asked-for states in line, also if they were sent before."""
