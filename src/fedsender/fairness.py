@@ -93,23 +93,28 @@ def networks_of(address: str) -> Payers:
 
 
 class Payer:
-    """The accounts of one server.
+    """The accounts of one server."""
 
-    Attributes:
-        accounts: its site's, and those of the network of its latest connection.
-    """
-
-    __slots__ = ("accounts",)
+    __slots__ = ("_accounts", "_server")
 
     def __init__(self, server: str) -> None:
-        self.accounts: Payers = (site_of(server),)
+        self._server = server
+        self._accounts: Payers = ()
+
+    @property
+    def accounts(self) -> Payers:
+        """Its site's, and those of the network of its latest connection."""
+        if not self._accounts:
+            # Not before it is asked for: one step may make the payers of thousands of servers.
+            self._accounts = (site_of(self._server),)
+        return self._accounts
 
     def proved(self, name: str, address: str) -> None:
         """Note that at this address there was a good certificate for this name; it counts if it is
         one of the site, as a server may be delegated to a name that knows nothing of it."""
         site = self.accounts[0]
         if site_of(name) == site:
-            self.accounts = (site, *networks_of(address))
+            self._accounts = (site, *networks_of(address))
 
 
 # --- deadlines ------------------------------------------------------------------------------------

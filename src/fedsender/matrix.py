@@ -157,6 +157,8 @@ def ip_of(text: str) -> IpAddress:
     IPs are compared as these, never as texts: one has many spellings, and the one that Python
     writes depends on its version. Raises ValueError.
     """
+    if ":" not in text and not text[-1:].isdigit():
+        raise ValueError("a name")  # Most are, and Python takes 5 us to say so.
     ip = ipaddress.ip_address(text)
     return ip.ipv4_mapped or ip if isinstance(ip, ipaddress.IPv6Address) else ip
 
@@ -205,6 +207,8 @@ def matching(patterns: tuple[str, ...], server: str) -> list[int]:
     A list has thousands of them and is searched for each server. So plain names, and globs that
     are `*.` and a name, are looked up.
     """
+    if not patterns:
+        return []
     named, below, others = _looked_up(patterns)
     found = set(others)
     for host in _spellings(host_and_port(server)[0]):

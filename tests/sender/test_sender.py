@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import trio
-from tests.sender.harness import HS, Request, World, answer, ok
+from tests.sender.harness import HS, Request, StepsOf, World, answer, ok
 from trio.testing import MockClock
 
+from fedsender import fairness
 from fedsender.embedded.facts import ServersRow
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
@@ -396,6 +397,22 @@ async def test_what_a_step_offers_is_bounded_and_all_of_it_arrives(
     assert all(world.servers[name].got == [*map(str, range(10))] for name in servers)
     assert all(len(step) <= most or len(set(step)) == 1 for step in offers)
     assert sum(map(len, offers)) == 51
+
+
+async def test_the_step_that_offers_an_event_finds_out_no_sites(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 10,000 servers that have left memory that was half of a step of 1 s."""
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
+    monkeypatch.setattr(fairness, "site_of", steps.counting(fairness.site_of))
+    async with world.run():
+        trio.lowlevel.add_instrument(steps)
+        await world.join(R1, *servers)
+        await world.say(R1, "one")
+        await trio.sleep(30)
+
+    assert steps.most == 1
+    assert all(world.servers[name].got == ["one"] for name in servers)
 
 
 async def test_a_server_never_reached_gets_all_it_is_owed(
