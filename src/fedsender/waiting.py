@@ -327,41 +327,6 @@ class Alarm(ABC):
             self.set(self.at)
 
 
-def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """The pause after so many earlier failures, in seconds: doubling from the first, bounded."""
-    # 2**30 is past any bound; a larger exponent only costs.
-    return min(longest_s, first_s * 2.0 ** min(failures, 30))
-
-
-class Pauses:
-    """The pauses between tries, each twice as long as the one before.
-
-    Jitter takes up to half off, so that many clients of a restarted server do not come at once.
-
-    Attributes:
-        failures: tries that failed in a row.
-    """
-
-    def __init__(
-        self, jitter: random.Random | None = None, *, first: float, longest: float
-    ) -> None:
-        """`first`, `longest`: in seconds. `jitter`: None: there is none."""
-        self._jitter = jitter
-        self._first = first
-        self._longest = longest
-        self.failures = 0
-
-    def reset(self) -> None:
-        """Begin with the shortest pause again."""
-        self.failures = 0
-
-    def next(self) -> float:
-        """The pause after one more failure, in seconds."""
-        pause = pause_s(self.failures, self._first, self._longest)
-        self.failures += 1
-        return pause if self._jitter is None else pause * self._jitter.uniform(0.5, 1.0)
-
-
 Errors = type[Exception] | tuple[type[Exception], ...]
 Pause = Callable[[int], float]
 """Seconds until the next try, by the number of failures in a row before the last one."""

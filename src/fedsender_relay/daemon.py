@@ -20,7 +20,8 @@ from fedsender.embedded.intake import Intake
 from fedsender.files import free_bytes
 from fedsender.runtime import Runtime
 from fedsender.store.engine import Faults
-from fedsender.store.lock import LockUnknown
+from fedsender.store.lock import LockHeld, LockUnknown
+from fedsender.waiting import again
 from fedsender_relay.database import RelayStore, open_relay_store
 from fedsender_relay.hub import Hub
 from fedsender_relay.line_server import Door, open_server
@@ -132,19 +133,20 @@ async def _holding(
 ) -> AsyncIterator[None]:
     """Hold the lock, and write under an epoch of our own, while the body runs."""
     epoch = runtime.entropy(8).hex()
-    said = None
-    while True:
-        try:
-            if await store.begin_intake(epoch):
-                break
-            reason = "another relay holds the lock of the database"
-        except LockUnknown as unknown:
-            reason = str(unknown)
-        if reason != said:
-            log.info("relay_waits", reason=reason)
-            waits(reason)
-        said = reason
-        await trio.sleep(LOOK_EVERY_S)
+    said: str | None = None
+
+    async def begin() -> None:
+        if not await store.begin_intake(epoch):
+            raise LockHeld("another relay holds the lock of the database")
+
+    def note(error: BaseException, _failures: int) -> None:
+        nonlocal said
+        if said != str(error):
+            said = str(error)
+            log.info("relay_waits", reason=said)
+            waits(said)
+
+    await again(begin, (LockHeld, LockUnknown), LOOK_EVERY_S, note=note)
 
     async def watch() -> None:
         while await store.holds():  # noqa: ASYNC110

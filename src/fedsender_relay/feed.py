@@ -39,7 +39,7 @@ from fedsender.replication.feed_api import Sink
 from fedsender.runtime import Runtime
 from fedsender.store.records import History, Receipt
 from fedsender.streams import FeedStatus
-from fedsender.waiting import Pauses
+from fedsender.waiting import again, doubling
 from fedsender_relay.line_feed import (
     EmbeddedFeed,
     EmbeddedStore,
@@ -225,32 +225,30 @@ class Fetcher:
     async def _work(self, info: SnapshotInfo, connections: trio.Nursery) -> None:
         """Fetch one file after the other over one connection, or a new one if that breaks."""
         wire: Wire | None = None
-        tries = 0
-        while self._waiting:
-            file = self._waiting.popleft()
-            with self._one_failure(BadSnapshot, OSError):
-                try:
-                    if not await self._in_thread(partial(self._is_here, info, file)):
-                        wire = wire or await self.open_wire(connections)
-                        await self._fetch_file(wire, info, file)
-                    self.progress.done += 1
-                    tries = 0
-                    continue
-                except (Disconnected, BadLine) as error:
-                    tries += 1
-                    log.info("relay_fetch_interrupted", file=file.name, reason=str(error))
-                    self._waiting.appendleft(file)
-                    if wire is not None:
-                        await wire.aclose()
-                        wire = None
-                    if tries < TRIES:
-                        await trio.sleep(RETRY_S)
-                        continue
-                    self._failure = self._failure or error
-            connections.cancel_scope.cancel()
+
+        async def fetch(file: FileInfo) -> None:
+            nonlocal wire
+            if await self._in_thread(partial(self._is_here, info, file)):
+                return
+            try:
+                wire = wire or await self.open_wire(connections)
+                await self._fetch_file(wire, info, file)
+            except (Disconnected, BadLine) as error:
+                log.info("relay_fetch_interrupted", file=file.name, reason=str(error))
+                if wire is not None:
+                    await wire.aclose()
+                    wire = None
+                raise
+
+        with self._one_failure(Disconnected, BadLine, BadSnapshot, OSError):
+            while self._waiting:
+                ask = partial(fetch, self._waiting.popleft())
+                await again(ask, (Disconnected, BadLine), RETRY_S, tries=TRIES)
+                self.progress.done += 1
+            if wire is not None:
+                await wire.aclose()
             return
-        if wire is not None:
-            await wire.aclose()
+        connections.cancel_scope.cancel()
 
     def _is_here(self, info: SnapshotInfo, file: FileInfo) -> bool:
         path = info.path(file.name)
@@ -446,9 +444,6 @@ class RelayFeed(EmbeddedFeed):
         self._history: History | None = None
         self._epoch = ""
         self._acked_at = 0.0
-        self._join_pauses = Pauses(
-            runtime.random, first=FIRST_JOIN_PAUSE_S, longest=LONGEST_JOIN_PAUSE_S
-        )
 
     def _status(self) -> FeedStatus:
         away = (State.OFF, State.CONNECTING, State.HELLO, State.BACKOFF)
@@ -472,9 +467,12 @@ class RelayFeed(EmbeddedFeed):
         await super()._begin()
         self._history = await self.insist(self._store.feed_history)
 
-    async def _rest(self) -> None:
+    def _pause(self, failures: int) -> float:
         self._turn(State.BACKOFF)
-        await trio.sleep((self._join_pauses if self.fruitless else self._pauses).next())
+        if not self.fruitless:
+            return super()._pause(failures)
+        pause = doubling(FIRST_JOIN_PAUSE_S, LONGEST_JOIN_PAUSE_S, self._runtime.random)
+        return pause(self.fruitless - 1)
 
     def _turn(self, state: State) -> None:
         self.state = state
@@ -537,7 +535,6 @@ class RelayFeed(EmbeddedFeed):
     def _be_level(self) -> None:
         super()._be_level()
         self.fruitless = 0
-        self._join_pauses.reset()
 
     async def _store_receipts(self, receipts: Sequence[Receipt]) -> None:
         stored = await self.insist(partial(self._store.store_receipts, receipts))

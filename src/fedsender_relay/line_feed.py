@@ -48,7 +48,7 @@ from fedsender.runtime import Runtime
 from fedsender.store.engine import FeedError
 from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus, Json
-from fedsender.waiting import BeginAnew, Pauses
+from fedsender.waiting import BeginAnew, again, doubling
 from fedsender_relay.line_stream import Wire
 from fedsender_relay.load import Handles
 from fedsender_relay.protocol import (
@@ -303,9 +303,8 @@ class LineFeed(Feed):
         self._told: str | None = None
         self._batches = RdataBatches()
         self._order = _TokenOrder()
-        self._pauses = Pauses(
-            runtime.random, first=self.first_pause_s, longest=self.longest_pause_s
-        )
+        # Since the last progress.
+        self._failures = 0
 
     def _status(self) -> FeedStatus:
         text, since = self._held or (None, trio.current_time())
@@ -324,9 +323,8 @@ class LineFeed(Feed):
     async def run(self) -> None:
         try:
             await self._begin()
-            while True:
-                await self._one_connection()
-                await self._rest()
+            lost = Disconnected, BadLine, Unusable
+            await again(self._one_connection, lost, self._pause, calm_s=self.longest_pause_s)
         except (BadRow, FeedError, HistoryLost) as stop:
             self.stop_events(str(stop))
 
@@ -352,9 +350,8 @@ class LineFeed(Feed):
         """
 
     async def _one_connection(self) -> None:
-        """Run one connection to its end; note the reason as the last error."""
+        """Run one connection until it raises; note the reason as the last error."""
         failure: Exception | None = None
-        began = trio.current_time()
         try:
             async with trio.open_nursery() as nursery:
                 try:
@@ -368,8 +365,7 @@ class LineFeed(Feed):
             self._level = False
             self._batches.clear()
             self._order = _TokenOrder()
-        if trio.current_time() - began > self.longest_pause_s:
-            self._pauses.reset()
+        assert failure is not None
         if isinstance(failure, FINAL):
             raise failure
         self.last_error = str(failure)
@@ -380,10 +376,12 @@ class LineFeed(Feed):
             # Said once: the next tries fail alike.
             self._told = self.last_error
             log.warning("replication_disconnected", reason=self.last_error)
+        raise failure
 
-    async def _rest(self) -> None:
-        """Wait until the next try."""
-        await trio.sleep(self._pauses.next())
+    def _pause(self, failures: int) -> float:
+        """Seconds until the next connection, by the failures since the last calm one."""
+        failures, self._failures = min(failures, self._failures), self._failures + 1
+        return doubling(self.first_pause_s, self.longest_pause_s, self._runtime.random)(failures)
 
     async def _listen(self, wire: Wire) -> Resync:
         """Take the server's commands, until our position is refused; returns the refusal."""
@@ -473,7 +471,7 @@ class LineFeed(Feed):
             # Only progress makes the next try an early one, and the next error news: a server may
             # take us in, and say POSITION, each time before it sends what we cannot use.
             self._told = None
-            self._pauses.reset()
+            self._failures = 0
         self._position = position
         self._head = max(self._head, position)
         self._sink.events.advance(position)

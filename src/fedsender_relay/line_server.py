@@ -43,7 +43,7 @@ from fedsender.replication.commands import (
 from fedsender.replication.endpoint import Disconnected
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Watermark
-from fedsender.waiting import pause_s
+from fedsender.waiting import doubling
 from fedsender_relay.line_stream import PING_EVERY_S, SEND_PIECE, TooSlow, Wire
 from fedsender_relay.protocol import (
     TODAY,
@@ -511,7 +511,7 @@ class LineServer(ABC, Generic[S]):
             self._wrong_lately = 0
         self.counts.wrong_secrets += 1
         self._wrong_at = now
-        pause = pause_s(self._wrong_lately, FIRST_PENANCE_S, LONGEST_PENANCE_S)
+        pause = doubling(FIRST_PENANCE_S, LONGEST_PENANCE_S)(self._wrong_lately)
         self._wrong_lately += 1
         log.warning("replication_wrong_secret", count=self.counts.wrong_secrets)
         await trio.sleep(pause)

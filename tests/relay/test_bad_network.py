@@ -123,11 +123,11 @@ class Network:
         host, port = door.address
         where = {
             "address": f"{host}:{port}",
-            "name": "sender-1",
             "secret_file": "hub/relay.secret",
         }
         feed = {"kind": "relay", "relay": {**where, "directory": str(self.fetched)}}
         values = process.configuration(self.directory, feed, self.world.receivers.ca_file)
+        values["instance_name"] = "sender-1"
         self.world.config.write_text(yaml.safe_dump(dict(values)))
         async with self.world.service() as service:
             await service.manager.ready()
