@@ -16,7 +16,7 @@ import errno
 import hmac
 import ssl
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from fedsender.replication.commands import (
 from fedsender.replication.endpoint import Disconnected
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Watermark
-from fedsender.waiting import doubling
+from fedsender.waiting import Seats, doubling
 from fedsender_relay.line_stream import PING_EVERY_S, SEND_PIECE, TooSlow, Wire
 from fedsender_relay.protocol import (
     TODAY,
@@ -120,7 +120,6 @@ class Session:
         name: the client's name for itself.
         peer: its origin, by which shares are counted; see `peer_of`.
         names: the names with the secret that it gave; None: any name is accepted.
-        proving: it has not yet given a secret.
         leaving: it has been refused, and takes no other connection's place.
         over: the reason of its end; None: it has not ended.
         slow: it has ended because the client took nothing.
@@ -130,18 +129,23 @@ class Session:
         self.name = "?"
         self.peer = ""
         self.names: frozenset[str] | None = None
-        self.proving = not trusted
         self.leaving = False
         self.over: str | None = None
         self.slow = False
         self.wire = wire
         self._server = server
+        self._trusted = trusted
         self._instance = ""
         self._subscribed: set[str] = set()
         self._lines: deque[bytes] = deque()
         self._line_came = trio.Event()
         self._refusal: str | None = None
         self._refused = trio.Event()
+
+    @property
+    def proving(self) -> bool:
+        """Whether it has not yet given a secret."""
+        return self._server.proving.get(self) is not None
 
     # Its life
 
@@ -161,7 +165,8 @@ class Session:
     def end(self, refusal: str) -> None:
         """Stop with an ERROR, after the line that is being sent."""
         if self._refusal is None:
-            self.proving, self.leaving = False, True
+            self._server.proved(self)
+            self.leaving = True
             self._refusal = refusal
             self._refused.set()
 
@@ -205,7 +210,7 @@ class Session:
     # What the client says
 
     async def _listen(self) -> None:
-        if self.proving:
+        if not self._trusted:
             await self._prove()
         else:
             await self.wire.send(Server(self._server.server_name))
@@ -409,6 +414,8 @@ class LineServer(ABC, Generic[S]):
         self.instance = instance
         self.sessions: dict[S, None] = {}
         self.counts = Counts()
+        # Those that have yet to give a secret; all of them rest.
+        self.proving: Seats[Session, Session] = Seats(MAX_PROVING, self._evict)
         self._wrong_lately = 0
         self._wrong_at = 0.0
         self._limiter = trio.CapacityLimiter(1)
@@ -439,11 +446,12 @@ class LineServer(ABC, Generic[S]):
         self.counts.connections += 1
         self.sessions[session] = None
         try:
-            await session.run(self._make_room(session))
+            await session.run(self._make_room(session, trusted=trusted))
         except Exception:
             # The unit of isolation: one connection must not take down the others.
             log.exception("replication_client_failed", client=session.name)
         finally:
+            self.proved(session)
             del self.sessions[session]
             self.counts.slow += session.slow
             self.gone(session)
@@ -459,7 +467,7 @@ class LineServer(ABC, Generic[S]):
 
     # --- who may come in --------------------------------------------------------------------------
 
-    def _make_room(self, new: Session) -> str | None:
+    def _make_room(self, new: Session, *, trusted: bool) -> str | None:
         """Close another connection for a new one; or return the reason to refuse the new one.
 
         A connection that has yet to give a secret always gets a place. So no client can keep others
@@ -469,15 +477,21 @@ class LineServer(ABC, Generic[S]):
         leaving = [session for session in self.sessions if session.leaving]
         for session in leaving[:-MAX_LEAVING]:
             session.cut("too many connections")
-        if not new.proving:
+        if trusted:
             return BUSY if self._staying() > MAX_CONNECTIONS else None
-        proving = [session for session in self.sessions if session.proving]
-        if len(proving) > MAX_PROVING:
-            shares = Counter(session.peer for session in proving)
-            most = max(shares.values())
-            next(each for each in proving if shares[each.peer] == most).end(BUSY)
-            self.counts.evicted += 1
+        self.proving.acquire_nowait(new.peer)
+        self.proving.rest(new, new, peer=new.peer)
         return None
+
+    def _evict(self, session: Session) -> None:
+        self.proving.release()
+        self.counts.evicted += 1
+        session.end(BUSY)
+
+    def proved(self, session: Session) -> None:
+        """Note that a connection need not give a secret any more, if it had to."""
+        if self.proving.use(session) is not None:
+            self.proving.release()
 
     def _staying(self) -> int:
         return sum(not (session.proving or session.leaving) for session in self.sessions)
@@ -487,7 +501,7 @@ class LineServer(ABC, Generic[S]):
         same = sum(each.names == session.names and not each.leaving for each in self.sessions)
         if same > MAX_OF_ONE or self._staying() >= MAX_CONNECTIONS:
             raise Refused(BUSY)
-        session.proving = False
+        self.proved(session)
         self._wrong_lately = 0
 
     async def names_of(self, secret: str) -> frozenset[str]:

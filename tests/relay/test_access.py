@@ -9,6 +9,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,14 @@ from tests.relay.log_support import pdu
 from tests.relay.relay_world import Hands, World, config_of
 
 from fedsender.config import TcpAddress, UnixAddress, from_values
+from fedsender.replication.commands import Command
 from fedsender.replication.endpoint import Endpoint, connect
 from fedsender.runtime import CannotListen, real_runtime
 from fedsender_lab.testing.appends import append_of
 from fedsender_relay import line_stream
 from fedsender_relay.daemon import RelayDaemon, open_relay
 from fedsender_relay.feeds import relay_settings
+from fedsender_relay.hub import Session
 from fedsender_relay.line_server import (
     MAX_CONNECTIONS,
     MAX_LEAVING,
@@ -174,6 +177,31 @@ async def test_those_who_say_nothing_keep_nobody_out(
         await trio.sleep(15)
         assert len(hub.sessions) == 1
         assert len(silent) + len(spread) == 500
+
+
+async def test_who_makes_room_before_it_is_heard_is_not_obeyed(
+    autojump_clock: Clock, secret_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All come at once. Those that have to go have a moment to read why, and no secret."""
+    obeyed: list[Command] = []
+
+    async def obey(_: Session, command: Command) -> None:
+        obeyed.append(command)
+        await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(Session, "obey", obey)
+    async with World(settings=consumers(secret_file)).running() as world:
+        hub = world.relay.hub
+        pairs = [trio.testing.memory_stream_pair() for _ in range(2 * MAX_PROVING)]
+        for ours, _ in pairs:
+            await Hands.on(ours).say("NAME sender-1")
+        for _, theirs in pairs:
+            # So slowly do they read.
+            theirs.send_stream.send_all_hook = partial(trio.sleep, 0.1)
+            world.nursery.start_soon(partial(hub.serve, theirs, trusted=False))
+        await trio.sleep(20)
+        assert hub.counts.evicted == MAX_PROVING
+    assert not obeyed
 
 
 async def test_one_secret_opens_so_many_connections_and_no_more(

@@ -127,8 +127,8 @@ class Network:
         }
         feed = {"kind": "relay", "relay": {**where, "directory": str(self.fetched)}}
         values = process.configuration(self.directory, feed, self.world.receivers.ca_file)
-        values["instance_name"] = "sender-1"
-        self.world.config.write_text(yaml.safe_dump(dict(values)))
+        named = {**values, "instance_name": "sender-1"}
+        self.world.config.write_text(yaml.safe_dump(named))
         async with self.world.service() as service:
             await service.manager.ready()
             yield service
