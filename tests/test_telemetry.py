@@ -176,12 +176,10 @@ def samples(metrics: Metrics) -> dict[str, dict[frozenset[tuple[str, str]], floa
 
 def test_the_names_that_synapses_dashboards_read_are_there() -> None:
     metrics = Metrics("a.example", ["b.example"])
-    metrics.sent_transactions.inc()
-    metrics.sent_edus_by_type.labels("m.typing").inc()
     metrics.http_requests.labels("PUT").inc()
     metrics.http_responses.labels("PUT", "200").inc()
     metrics.inbound_rdata.labels("events").inc()
-    metrics.delivered_to("b.example", 2, 5_000)
+    metrics.delivered("b.example", 2, {"m.typing": 1}, refused=0, frozen_ms=5_000, now_ms=5_100)
     metrics.fanned_out(7, 1, [(3, 1_000)], 2_000)
     found = samples(metrics)
     client, queue, processing = (
@@ -262,7 +260,7 @@ def test_only_configured_destinations_have_metrics_of_their_own() -> None:
     """A label per server of the federation would grow without a bound."""
     metrics = Metrics("a.example", ["b.example"])
     for server in ("b.example", *(f"{n}.example" for n in range(50))):
-        metrics.delivered_to(server, 1, 3_000)
+        metrics.delivered(server, 1, {}, refused=0, frozen_ms=3_000, now_ms=3_100)
     label = frozenset({("destination_server_name", "b.example")})
     found = samples(metrics)
     assert found["synapse_federation_last_sent_pdu_time"] == {label: 3}

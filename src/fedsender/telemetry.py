@@ -402,19 +402,52 @@ class Metrics:
         """All metrics as Prometheus reads them (`EXPOSITION_TYPE`)."""
         return generate_latest(self._outer)
 
-    def delivered_to(self, destination: str, pdus: int, last_pdu_ms: int | None) -> None:
-        """Count an answered transaction, for a destination that has metrics of its own.
+    def attempted(
+        self, outcome: str, *, wrote_s: float, recorded: bool, took_s: float | None
+    ) -> None:
+        """Count an attempt that has ended.
 
         Args:
-            last_pdu_ms: when its last PDU was put into it, in ms since the epoch; None: it has no
-                PDU.
+            wrote_s: the seconds that the ledger took for its line.
+            recorded: whether the ledger has the line.
+            took_s: the seconds from the first byte to the outcome; None: nothing was sent.
         """
-        if destination not in self._named:
-            return
-        self.destination_sent_pdus.labels(destination).inc(pdus)
-        self.destination_sent_transactions.labels(destination).inc()
-        if last_pdu_ms is not None:
-            self.last_sent_pdu_time.labels(destination).set(last_pdu_ms / 1000)
+        self.ledger_seconds.observe(wrote_s)
+        if recorded:
+            self.ledger_lines.inc()
+        if took_s is not None:
+            self.attempt_seconds.observe(took_s)
+        self.attempts.labels(outcome).inc()
+
+    def delivered(
+        self,
+        destination: str,
+        pdus: int,
+        edus: Mapping[str, int],
+        *,
+        refused: int,
+        frozen_ms: int,
+        now_ms: int,
+    ) -> None:
+        """Count an answered transaction.
+
+        Args:
+            edus: by type, how many it had.
+            refused: how many of its PDUs the answer refuses.
+            frozen_ms: when it was made, in ms since the epoch.
+        """
+        self.delivery_seconds.observe(max(0, now_ms - frozen_ms) / 1000)
+        self.sent_transactions.inc()
+        self.sent_pdus.inc(pdus)
+        self.refused_pdus.inc(refused)
+        for edu_type, count in edus.items():
+            self.sent_edus.inc(count)
+            self.sent_edus_by_type.labels(edu_type).inc(count)
+        if destination in self._named:
+            self.destination_sent_pdus.labels(destination).inc(pdus)
+            self.destination_sent_transactions.labels(destination).inc()
+            if pdus:
+                self.last_sent_pdu_time.labels(destination).set(frozen_ms / 1000)
 
     def fanned_out(
         self,

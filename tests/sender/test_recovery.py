@@ -8,13 +8,12 @@ from typing import Any
 
 import trio
 from tests.sender.harness import World
-from tests.sender.test_attempt_log import transaction, until_killed
+from tests.test_attempt_log import line_of, until_killed
 from trio.testing import MockClock
 
 from fedsender.config.sections import Ledger as Settings
-from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledger
+from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, cut_off, open_ledger
 from fedsender.runtime import real_runtime
-from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
@@ -150,7 +149,7 @@ async def test_last_answers_are_not_kept_in_memory(tmp_path: Path) -> None:
 def test_an_instance_whose_name_begins_alike_keeps_its_attempts(tmp_path: Path) -> None:
     """Two senders may write to one directory, and an instance's name may have dots in it."""
     with until_killed(tmp_path, "fed.eu") as under_way:
-        under_way.begin("a.example", transaction(1), 7)
+        under_way.begin(line_of("a.example", 1, ms=7))
     assert cut_off(tmp_path, "fed", []) == ([], [])
     lines, files = cut_off(tmp_path, "fed.eu", [])
     assert (len(lines), len(files)) == (1, 1)

@@ -8,10 +8,9 @@ import trio
 
 from fedsender.config import Presence, Sending
 from fedsender.federation.client import FederationClient
-from fedsender.ledger import Ledger
+from fedsender.ledger import AttemptLog, Ledger
 from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
-from fedsender.sender.attempt_log import AttemptLog
 from fedsender.sender.debts import Debts
 from fedsender.sender.edus.receipts import ReceiptPage
 from fedsender.sender.failure import ServerState

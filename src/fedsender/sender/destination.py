@@ -530,7 +530,7 @@ class Destination:
         started = trio.current_time()
         self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP, started)
         transaction.attempts += 1
-        slot = context.attempt_log.begin(self.name, transaction, context.runtime.now_ms())
+        self._reporter.begin(transaction)
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
             answer, verdict = await self._put(peer, transaction, started + timeout_s)
@@ -540,7 +540,6 @@ class Destination:
             took_s = trio.current_time() - started
             cut_off = _why_cut_off(error)
             self._reporter.attempt(transaction, None, took_s=took_s, cut_off=cut_off)
-            context.attempt_log.end(slot)
             if not isinstance(error, GaveWay | OutOfResources):
                 raise
             if isinstance(error, OutOfResources):
@@ -556,7 +555,6 @@ class Destination:
         transaction.recorded = self._reporter.attempt(
             transaction, verdict, took_s=took_s, answer=answer
         )
-        context.attempt_log.end(slot)
         if transaction.answered:
             self._permit.answered()
             await self._answered(transaction, blank=answer is not None and answer.blank)

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import structlog
 import trio
 
-from fedsender.ledger import EVERY_SERVER, Ledger, Line, TransactionRecord
+from fedsender.ledger import EVERY_SERVER, Ledger, Line, TransactionRecord, cut_off
 from fedsender.runtime import Runtime
 from fedsender.sender import failure
-from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.transaction import fanned_out_again, settle
 from fedsender.store import Store
 from fedsender.store.engine import StoreError

@@ -25,6 +25,21 @@ class Reporter:
     def __init__(self, destination: str, context: Context) -> None:
         self._destination = destination
         self._context = context
+        self._slot: int | None = None
+
+    def begin(self, transaction: Transaction) -> None:
+        """Note that this attempt is about to leave (I9)."""
+        line = Line(
+            ms=self._context.runtime.now_ms(),
+            destination=self._destination,
+            outcome="unknown",
+            transaction_id=transaction.id,
+            attempt=transaction.attempts,
+            record=transaction.record,
+            bytes=len(transaction.body),
+            reason="the daemon was killed",
+        )
+        self._slot = self._context.attempt_log.begin(line)
 
     def attempt(
         self,
@@ -60,33 +75,28 @@ class Reporter:
             took_ms=round(took_s * 1000),
             reused=answer.reused if answer else False,
         )
-        metrics, began = self._context.metrics, trio.current_time()
-        self._context.ledger.record(line)
-        metrics.ledger_seconds.observe(trio.current_time() - began)
-        recorded = self._context.ledger.failing is None
-        if recorded:
-            metrics.ledger_lines.inc()
-        if verdict is not None and verdict.sent:
+        context, began = self._context, trio.current_time()
+        context.ledger.record(line)
+        recorded = context.ledger.failing is None
+        context.metrics.attempted(
+            line.outcome,
+            wrote_s=trio.current_time() - began,
+            recorded=recorded,
             # A connection that failed took no time of a transaction's.
-            metrics.attempt_seconds.observe(took_s)
-        metrics.attempts.labels(line.outcome).inc()
+            took_s=took_s if verdict is not None and verdict.sent else None,
+        )
         if delivered and transaction is not None:
-            metrics.delivery_seconds.observe(max(0, line.ms - transaction.frozen_ms) / 1000)
-            self._count(transaction, refused=len(line.refused or ()))
+            context.metrics.delivered(
+                self._destination,
+                len(record.pdus),
+                record.edus,
+                refused=len(line.refused or ()),
+                frozen_ms=transaction.frozen_ms,
+                now_ms=line.ms,
+            )
+        context.attempt_log.end(self._slot)
+        self._slot = None
         return recorded
-
-    def _count(self, transaction: Transaction, *, refused: int) -> None:
-        metrics = self._context.metrics
-        metrics.sent_transactions.inc()
-        if transaction.pdus:
-            metrics.sent_pdus.inc(len(transaction.pdus))
-        if refused:
-            metrics.refused_pdus.inc(refused)
-        last_pdu_ms = transaction.frozen_ms if transaction.pdus else None
-        metrics.delivered_to(self._destination, len(transaction.pdus), last_pdu_ms)
-        for edu_type, count in transaction.record.edus.items():
-            metrics.sent_edus.inc(count)
-            metrics.sent_edus_by_type.labels(edu_type).inc(count)
 
     def failed(self, state: ServerState, verdict: Verdict, retry_in_s: float) -> None:
         """Log a failed attempt: at level info or above only a few, and no steps of a search."""

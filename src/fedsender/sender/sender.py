@@ -16,10 +16,9 @@ import trio
 from fedsender.config import Policies
 from fedsender.federation.client import FederationClient
 from fedsender.federation.dialing import CONNECT_S, HANDSHAKE_S
-from fedsender.ledger import Ledger
+from fedsender.ledger import Ledger, open_attempt_log
 from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
-from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context, SteadyClock
 from fedsender.sender.debts import Again, Debt
 from fedsender.sender.destination import Destination

@@ -4,25 +4,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedsender.ledger import SentPdu, TransactionRecord
-from fedsender.sender.attempt_log import SLOTS_AT_ONCE, AttemptLog, cut_off, open_attempt_log
-from fedsender.sender.transaction import Transaction
+from fedsender.ledger import (
+    SLOTS_AT_ONCE,
+    AttemptLog,
+    Line,
+    SentPdu,
+    TransactionRecord,
+    cut_off,
+    open_attempt_log,
+)
 
 
-def transaction(number: int, *, pdus: int = 1) -> Transaction:
-    return Transaction(
-        id=f"boot.{number}",
-        body=b"{}",
-        record=TransactionRecord(
-            [SentPdu(f"${number}.{n}" + "x" * 40, "!r:hs", n, "live") for n in range(pdus)],
-            {"m.typing": 1},
-            [number],
-        ),
-        lsso_before=None,
-        rooms_done={},
-        frozen_ms=0,
-        attempts=1,
+def line_of(destination: str, number: int, *, pdus: int = 1, ms: int = 0) -> Line:
+    record = TransactionRecord(
+        [SentPdu(f"${number}.{n}" + "x" * 40, "!r:hs", n, "live") for n in range(pdus)],
+        {"m.typing": 1},
+        [number],
     )
+    return Line(ms, destination, "unknown", f"boot.{number}", attempt=1, record=record)
 
 
 class Killed(BaseException):
@@ -41,13 +40,13 @@ def test_a_kill_leaves_those_that_have_no_line(tmp_path: Path) -> None:
     """More at once than the file begins with room for; slots are used again."""
     with until_killed(tmp_path) as under_way:
         slots = [
-            under_way.begin(f"{n}.example", transaction(n), n) for n in range(3 * SLOTS_AT_ONCE)
+            under_way.begin(line_of(f"{n}.example", n, ms=n)) for n in range(3 * SLOTS_AT_ONCE)
         ]
         assert len(set(slots)) == len(slots)
         assert None not in slots
         for slot in slots[5:-5]:
             under_way.end(slot)
-        assert under_way.begin("again.example", transaction(999), 999) in slots
+        assert under_way.begin(line_of("again.example", 999, ms=999)) in slots
     lines, files = cut_off(tmp_path, "fedsender", [])
     first, last = range(5), range(3 * SLOTS_AT_ONCE - 5, 3 * SLOTS_AT_ONCE)
     assert [line.transaction_id for line in lines] == [f"boot.{n}" for n in (*first, *last, 999)]
@@ -59,7 +58,7 @@ def test_a_kill_leaves_those_that_have_no_line(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_noted_without_its_content(tmp_path: Path) -> None:
     with until_killed(tmp_path) as under_way:
-        assert under_way.begin("a.example", transaction(1, pdus=500), 7) is not None
+        assert under_way.begin(line_of("a.example", 1, pdus=500, ms=7)) is not None
     (line,), _ = cut_off(tmp_path, "fedsender", [])
     assert (line.destination, line.transaction_id, line.ms, line.record.pdus) == (
         "a.example",
@@ -71,11 +70,11 @@ def test_what_does_not_fit_is_noted_without_its_content(tmp_path: Path) -> None:
 
 def test_an_end_in_order_leaves_nothing(tmp_path: Path) -> None:
     with open_attempt_log(tmp_path, "fedsender", "boot") as under_way:
-        under_way.end(under_way.begin("a.example", transaction(1), 7))
+        under_way.end(under_way.begin(line_of("a.example", 1)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_takes_nothing_is_of_no_consequence(tmp_path: Path) -> None:
     with open_attempt_log(tmp_path / "absent", "fedsender", "boot") as under_way:
-        assert under_way.begin("a.example", transaction(1), 7) is None
+        assert under_way.begin(line_of("a.example", 1)) is None
         under_way.end(None)
