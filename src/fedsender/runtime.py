@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -459,12 +459,12 @@ def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
     return found
 
 
-async def _run_in_thread(
+def _run_in_thread(
     function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
-) -> T:
+) -> Coroutine[Any, Any, T]:
     # Trio calls only these two methods, whatever its annotation says.
     trios = cast(trio.CapacityLimiter, limiter)
-    return await trio.to_thread.run_sync(function, limiter=trios, abandon_on_cancel=abandon)
+    return trio.to_thread.run_sync(function, limiter=trios, abandon_on_cancel=abandon)
 
 
 async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:

@@ -275,7 +275,7 @@ def fail_once(sender: Sender) -> None:
     """The fan-out's next offer fails."""
     offer = sender.registry.offer
 
-    def fail(server: str, pdu: Pdu) -> None:
+    def fail(server: str, pdu: Pdu, *, hurry: bool = False) -> None:
         sender.registry.offer = offer  # type: ignore[method-assign]
         raise MemoryError
 

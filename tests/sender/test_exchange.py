@@ -128,7 +128,6 @@ async def test_a_line_of_ours_is_not_the_servers_time(
                 assert await exchange.connect(peer)
                 _, verdict = await judged(exchange, peer, began + 30)
                 permit.answered()
-                permit.let_go()
                 assert verdict.outcome is Outcome.DELIVERED
                 network.forget()
                 await trio.sleep(5)

@@ -369,9 +369,9 @@ async def test_what_a_step_offers_is_bounded_and_all_of_it_arrives(
     offers: list[list[str]] = []
     offer, commit = Registry.offer, HomeserverStore.commit_fan_out
 
-    def note_offer(registry: Registry, server: str, pdu: Pdu) -> None:
+    def note_offer(registry: Registry, server: str, pdu: Pdu, *, hurry: bool) -> None:
         offers[-1].append(pdu.event_id)
-        offer(registry, server, pdu)
+        offer(registry, server, pdu, hurry=hurry)
 
     async def note_commit(store: HomeserverStore, *given: Any) -> set[str]:
         offers.append([])

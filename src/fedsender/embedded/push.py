@@ -241,7 +241,8 @@ class PushFeed(Feed):
         if newest > self.head:
             rows = stored_rows(records, answers)
             self.note_rows("events", len(rows))
-            self._sink.redacted(redacted_in(rows))
+            if redacted := redacted_in(rows):
+                self._sink.redacted(redacted)
             to_device = {row.destination for row in rows if isinstance(row, ToDeviceRow)}
             if any(isinstance(row, DeviceListRow | SigningKeyRow) for row in rows):
                 self._sink.edus.device_lists.advance(newest)

@@ -79,10 +79,12 @@ class Gate:
     """A gate that all attempts pass. While it is shut, none does.
 
     Attributes:
+        open: whether it can be passed now.
         frozen_until: before this (trio's clock) no new attempt begins, `lack` says why.
     """
 
     def __init__(self) -> None:
+        self.open = True
         self.frozen_until = -math.inf
         self._lack = ""
         self._opened = trio.Event()
@@ -102,23 +104,19 @@ class Gate:
         self._lack, self.frozen_until = lack, trio.current_time() + LACK_S
         return news
 
-    @property
-    def open(self) -> bool:
-        """Whether it can be passed now."""
-        return self._opened.is_set()
-
     def shut(self) -> None:
         """Shut the gate."""
-        if self._opened.is_set():
-            self._opened = trio.Event()
+        if self.open:
+            self.open, self._opened = False, trio.Event()
 
     def reopen(self) -> None:
         """Open the gate again."""
+        self.open = True
         self._opened.set()
 
     async def passed(self) -> None:
         """Return when the gate is open."""
-        while not self._opened.is_set():
+        while not self.open:
             await self._opened.wait()
 
 
@@ -501,7 +499,7 @@ class Permit:
         payer: the accounts that are charged for the server.
         lane: the lane in which it has a place, or None.
         ill: whether the last attempt failed.
-        lately: whether an attempt of the last day was answered.
+        lately: whether an attempt of the last day was answered; known where the last one failed.
         hurried: whether an item for few servers waits, or it is to be tried before others.
         told: called with True when it begins to wait for a limit of ours, with False after that.
         end: called to end the attempt, for another one later; returns False if it cannot be ended.
@@ -582,8 +580,10 @@ class Permit:
     # --- What the destination does ----------------------------------------------------------------
 
     def answered(self) -> None:
-        """Note that the request was answered; its duration decides the lane of the next ones."""
+        """Give the place back: the request was answered, and its duration decides the lane of the
+        next ones."""
         self.took(trio.current_time() - self._asked_at)
+        self.let_go()
 
     def took(self, seconds: float) -> None:
         """Note the seconds until an answer."""

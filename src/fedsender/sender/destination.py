@@ -235,9 +235,15 @@ class Destination:
 
     # --- What is put into it: synchronous, and safe at any moment ---------------------------------
 
-    def offer(self, pdu: Pdu) -> None:
-        """Queue a PDU that the fan-out has durably noted as owed to this server."""
-        self.outbox.offer(pdu, healthy=self.state.healthy)
+    def offer(self, pdu: Pdu, *, hurry: bool = False) -> None:
+        """Queue a PDU that the fan-out has durably noted as owed to this server.
+
+        `hurry`: as with the method of this name.
+        """
+        healthy = self.state.healthy
+        self.outbox.offer(pdu, healthy=healthy)
+        if hurry and healthy:
+            self._permit.hasten()
         self._timer.look_again()
 
     def spill(self) -> None:
@@ -457,10 +463,13 @@ class Destination:
     async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
         await self._context.runtime.turns.not_all_at_once()
-        if self.frozen is None and await self.outbox.caught_up():
+        outbox, permit = self.outbox, self._permit
+        behind = not outbox.level or outbox.owes_redeliveries
+        if self.frozen is None and behind and await outbox.caught_up():
             return  # And no connection is opened to find that out.
-        permit, now_ms = self._permit, self._context.clock.now_ms()
-        permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
+        permit.ill = not self.state.healthy
+        if permit.ill:
+            permit.lately = failure.well_lately(self.state, self._context.clock.now_ms())
         self._in_phase(Phase.CONNECTING)
         if self._woken:
             self._woken = False
@@ -493,7 +502,8 @@ class Destination:
         gate = self._context.admission.gate
         if self.frozen is None and not self._held:
             draft = await self._fill()
-            await self.outbox.leave_out_unseen(draft)
+            if draft.others:
+                await self.outbox.leave_out_unseen(draft)
             self._permit.hurried = False
             if self._held:
                 # If it was denied meanwhile, the draft passes events as not for this server.
@@ -509,7 +519,8 @@ class Destination:
             # No await from `leave_out_unseen` to this line: who may see it was judged there.
             elif gate.open:
                 self.frozen = self._freeze(draft)
-                self.outbox.note_given_up(draft.given_up)
+                if draft.given_up:
+                    self.outbox.note_given_up(draft.given_up)
                 await self._count_given_up()
             else:
                 self.outbox.give_back(draft)
@@ -556,7 +567,6 @@ class Destination:
             transaction, verdict, took_s=took_s, answer=answer
         )
         if transaction.answered:
-            self._permit.answered()
             await self._answered(transaction, blank=answer is not None and answer.blank)
         else:
             await self._failed(peer, transaction, verdict)
@@ -565,7 +575,7 @@ class Destination:
         self, peer: Peer, transaction: Transaction, deadline: float
     ) -> tuple[Answer | None, Verdict]:
         """Send it; the answer, if one came, and the verdict on this attempt."""
-        event_ids = [pdu.event_id for pdu in transaction.pdus]
+        event_ids = [pdu.event_id for pdu in transaction.record.pdus]
         try:
             answer = await self._exchange.put(
                 peer, transaction.id, transaction.body, event_ids, deadline
@@ -683,11 +693,13 @@ class Destination:
 
     def _draft(self, only: Kind | None = None) -> Draft:
         """An empty draft within the limits, of items of this kind, or of both (None)."""
-        policy, now_ms = self.policy, self._context.clock.now_ms()
+        pdus, edus = self.policy.max_pdus, MAX_EDUS
         self._permit.carries(0)
-        size = self._permit.body_bytes(policy.max_transaction_bytes)
-        pdus, size = self.state.search(Kind.PDUS).most(policy.max_pdus, size, now_ms)
-        edus, size = self.state.search(Kind.EDUS).most(MAX_EDUS, size, now_ms)
+        size = self._permit.body_bytes(self.policy.max_transaction_bytes)
+        if self.state.pdu_search is not None or self.state.edu_search is not None:
+            now_ms = self._context.clock.now_ms()
+            pdus, size = self.state.search(Kind.PDUS).most(pdus, size, now_ms)
+            edus, size = self.state.search(Kind.EDUS).most(edus, size, now_ms)
         return Draft(
             max_pdus=0 if only is Kind.EDUS else pdus,
             max_edus=0 if only is Kind.PDUS else edus,
@@ -735,7 +747,7 @@ class Destination:
             self._reporter.well_again()
         # Our databases may have us wait for long from here on, and others need the place meanwhile.
         transaction.drop_content()
-        self._permit.let_go()
+        self._permit.answered()
         searched = self.state.pdu_search, self.state.edu_search
         changed = searched != (before.pdu_search, before.edu_search)
         if was_failing or changed or self._another_hour(before.last_success_ms, now_ms):

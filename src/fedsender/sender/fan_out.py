@@ -20,7 +20,7 @@ operator can have it skipped.
 
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ import orjson
 import structlog
 import trio
 
+from fedsender.sender.admission import FEW
 from fedsender.sender.context import Context
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed, parse_row
@@ -120,27 +121,39 @@ class FanOut:
             bounds.append(max(0.0, (now_ms - self._received_ms) / 1000))
         return min(bounds)
 
-    async def run(self, events: Watermark, position: int) -> None:
-        """Follow the watermark for ever, from `position` on.
+    async def run(self, events: Watermark, sweep: Callable[[], Awaitable[None]]) -> None:
+        """Follow the watermark until an error: it may come between a commit and its offers.
 
-        At start-up everything below the watermark goes out at once; no new event is needed (W1).
+        It begins once each server with owed items is behind or active. A PDU offered before that
+        would let the server's mark pass PDUs that were not offered (I2). At start-up everything
+        below the watermark goes out at once; no new event is needed (W1).
+
+        `sweep`: sees to it that each of these servers is behind or active.
         """
+        if not self._registry.complete.is_set():
+            await sweep()
+            self._registry.complete.set()
+        position = (await self._homeserver.generation()).position
         # What was passed over after `position` was read stays so.
         self.position = max(position, self.position)
-        await self.look_again()
-        while True:
-            if events.value <= self.position:
-                self._behind_since = None
-            upto = await events.wait_past(self.position)
-            if self._behind_since is None:
-                self._behind_since = trio.current_time()
-            try:
-                async with self._turn:
-                    await self._step_or_stand(upto)
-            except NotGiven as error:
-                await self._hear_anew(events, error)
-            # Reading, routing and committing all wait, but only if there is something to do.
-            await trio.lowlevel.checkpoint()
+        try:
+            await self.look_again()
+            while True:
+                if events.value <= self.position:
+                    self._behind_since = None
+                upto = await events.wait_past(self.position)
+                if self._behind_since is None:
+                    self._behind_since = trio.current_time()
+                try:
+                    async with self._turn:
+                        await self._step_or_stand(upto)
+                except NotGiven as error:
+                    await self._hear_anew(events, error)
+                # Reading, routing and committing all wait, but only if there is something to do.
+                await trio.lowlevel.checkpoint()
+        except Exception:
+            self._registry.spill_all()
+            raise
 
     async def _hear_anew(self, events: Watermark, reason: NotGiven) -> None:
         """Let go of the position that we heard of, and have the feed ask for the present ones.
@@ -242,16 +255,16 @@ class FanOut:
                 # Events that replace missing ones go through catch-up, which records what they
                 # replace.
                 tell = self._registry.owe if item.supersedes else self._registry.offer
+                few = len(item.servers) <= FEW
                 for server in sorted(self._without(item)):
                     if (server, item.pdu.room_id) not in aside:
-                        tell(server, item.pdu)
-            self._context.debts.add_again(again, self._context.runtime.now_ms())
-            self._registry.owe_redeliveries(again)
+                        tell(server, item.pdu, hurry=few)
+            if again:
+                self._context.debts.add_again(again, self._context.runtime.now_ms())
+                self._registry.owe_redeliveries(again)
         too_old = self._pool.overflow()
         if too_old is not None:
             self._registry.spill_before(too_old)
-        for item in routed:
-            self._registry.hurry(item.servers)
         destinations = [(len(item.servers), item.pdu.received_ms) for item in routed]
         now_ms = self._context.runtime.now_ms()
         self._context.metrics.fanned_out(position, len(rows), destinations, now_ms)

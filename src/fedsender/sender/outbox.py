@@ -401,8 +401,6 @@ class Outbox:
 
         The draft was filled from many reads: since the first one a server may have been banned.
         """
-        if not draft.others:
-            return
         look = self._context.homeserver.rooms_with
         may_see = await self._unless_locked("PDUs", None, look, self.destination, draft.others)
         if may_see is None or not draft.others <= may_see:

@@ -336,22 +336,28 @@ class Registry:
             return None
         return self.reach(server, kind=Kind.EDUS, fleeting=fleeting)
 
-    def offer(self, server: str, pdu: Pdu) -> None:
-        """Offer a PDU that is durably owed to this server. Never waits."""
+    def offer(self, server: str, pdu: Pdu, *, hurry: bool = False) -> None:
+        """Offer a PDU that is durably owed to this server. Never waits.
+
+        `hurry`: it is for few servers, and goes before those for many.
+        """
         destination = self.reach(server, kind=Kind.PDUS)
         if destination is not None:
-            destination.offer(pdu)
+            destination.offer(pdu, hurry=hurry)
             return
         if not self.policies.may_send_to(server):
             self.put_off(server)  # Denied since the event was routed.
         self._context.debts.add(server, pdu)  # The database remembers.
 
-    def owe(self, server: str, pdu: Pdu) -> None:
-        """Have catch-up send a PDU that is durably owed to this server. Never waits."""
+    def owe(self, server: str, pdu: Pdu, *, hurry: bool = False) -> None:
+        """Have catch-up send a PDU that is durably owed to this server. Never waits.
+
+        `hurry`: as in `offer`.
+        """
         destination = self.active.get(server)
         if destination is not None:
             destination.spill()
-            destination.offer(pdu)
+            destination.offer(pdu, hurry=hurry)
         elif not self.policies.may_send_to(server):
             self.put_off(server)
         elif self.draining:

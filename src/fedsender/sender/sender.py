@@ -91,22 +91,6 @@ class Sender:
         """The destinations that have a task, by name."""
         return self.registry.active
 
-    async def follow_events(self) -> None:
-        """Run the fan-out until it raises: it may have stopped between a commit and its offers.
-
-        It goes on once each server with owed items is behind or active. A PDU offered before that
-        would let the server's mark pass PDUs that were not offered (I2).
-        """
-        if not self.registry.complete.is_set():
-            await self.sweep()
-            self.registry.complete.set()
-        position = (await self.context.homeserver.generation()).position
-        try:
-            await self.fan_out.run(self.events, position)
-        except Exception:
-            self.registry.spill_all()
-            raise
-
     # --- The feed's side: synchronous calls that cannot fail -------------------------------------
 
     def server_up(self, server: str) -> None:
@@ -508,7 +492,7 @@ async def _run_until_set_back(sender: Sender) -> None:
     first position is level."""
     context, load = sender.context, sender.load_registry
     loops: dict[str, Callable[[], Awaitable[None]]] = {
-        "fan-out": sender.follow_events,
+        "fan-out": partial(sender.fan_out.run, sender.events, sender.sweep),
         "ramp": sender.registry.bring_back,
         "sweep": sender.sweep_for_ever,
         "marks": sender.write_marks_for_ever,
