@@ -188,6 +188,29 @@ class Runtime:
     turns: Turns
 
 
+class SteadyClock:
+    """A clock that nobody sets: the wall clock of the start, moved by Trio's.
+
+    Servers' states are kept by it. So no wait, no streak and no age of a success becomes longer or
+    shorter when the wall clock is set. Whoever shows a state, or puts it on record, has it by the
+    wall clock as it is then.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._start_ms = runtime.now_ms() - round(trio.current_time() * 1000)
+
+    def now_ms(self) -> int:
+        """The time in ms since the epoch, as if nobody had set the wall clock since the start."""
+        return self._start_ms + round(trio.current_time() * 1000)
+
+    @property
+    def set_by_ms(self) -> int:
+        """How far the wall clock was set ahead since the start; less than a second is nothing."""
+        ahead = self._runtime.now_ms() - self.now_ms()
+        return ahead if abs(ahead) >= 1000 else 0
+
+
 class _Nameserver(Do53Nameserver):
     """A DNS server whose answers we check before dnspython builds anything from them. They are read
     in turns, and the site of the name pays."""

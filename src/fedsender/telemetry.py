@@ -359,6 +359,14 @@ class _Family(Collector, Generic[T]):
         return self.children.copy()
 
 
+class _Counts(_Family[Count]):
+    """Numbers that rise, of one name."""
+
+    def inc(self, *values: str, by: float = 1) -> None:
+        """Add this much to the one with these values."""
+        self.labels(*values).value += by
+
+
 class _Sample(NamedTuple):
     """Totals at one moment; `delivered` has those of each bucket of `delivery_seconds`."""
 
@@ -417,7 +425,7 @@ class Metrics:
             self.ledger_lines.inc()
         if took_s is not None:
             self.attempt_seconds.observe(took_s)
-        self.attempts.labels(outcome).inc()
+        self.attempts.inc(outcome)
 
     def delivered(
         self,
@@ -442,10 +450,10 @@ class Metrics:
         self.refused_pdus.inc(refused)
         for edu_type, count in edus.items():
             self.sent_edus.inc(count)
-            self.sent_edus_by_type.labels(edu_type).inc(count)
+            self.sent_edus_by_type.inc(edu_type, by=count)
         if destination in self._named:
-            self.destination_sent_pdus.labels(destination).inc(pdus)
-            self.destination_sent_transactions.labels(destination).inc()
+            self.destination_sent_pdus.inc(destination, by=pdus)
+            self.destination_sent_transactions.inc(destination)
             if pdus:
                 self.last_sent_pdu_time.labels(destination).set(frozen_ms / 1000)
 
@@ -497,14 +505,14 @@ class Metrics:
             *(_percentile(share, delivered) for share in (0.5, 0.95, 0.99)),
         )
 
-    def _counts(self, name: str, meaning: str, *labels: str) -> _Family[Count]:
+    def _counts(self, name: str, meaning: str, *labels: str) -> _Counts:
         def collect(counts: Mapping[tuple[str, ...], Count]) -> Metric:
             metric = CounterMetricFamily(name, meaning, labels=labels)
             for values, count in counts.items():
                 metric.add_metric(values, count.value)
             return metric
 
-        family = _Family(name, labels, Count, collect)
+        family = _Counts(name, labels, Count, collect)
         self._registry.register(family)
         return family
 

@@ -129,7 +129,6 @@ class Slots:
         first = _GOES_FIRST.get()
         if self._may_take(first):
             self._taken[first] += 1
-            await trio.lowlevel.cancel_shielded_checkpoint()
         else:
             await self._waiting[first].park()  # Whoever gave it back has counted it.
         self._holders[borrower] = first

@@ -14,8 +14,8 @@ from typing import Final
 
 import trio
 
-from fedsender.embedded.facts import Answer, Record, lines_of
-from fedsender.embedded.writer import Full, Writer
+from fedsender.embedded.facts import Answer, Full, Record, lines_of
+from fedsender.embedded.intake import Writer
 from fedsender.runtime import Runtime
 from fedsender.streams import Watermark
 from fedsender_relay.database import DamagedLog, LogBounds, LogRecord, RelayStore

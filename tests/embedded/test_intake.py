@@ -18,9 +18,8 @@ from tests.relay.log_support import (
 )
 from tests.relay.relay_world import new_directory
 
-from fedsender.embedded.facts import BadRow, Ephemeral, KeyReused
+from fedsender.embedded.facts import BadRow, Ephemeral, Full, KeyReused
 from fedsender.embedded.intake import Append, Busy, Intake, IntakeSettings, ReservationGone, Waiting
-from fedsender.embedded.writer import Full
 from fedsender_lab.testing.appends import append_of
 
 SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=5000)

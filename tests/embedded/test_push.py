@@ -21,11 +21,19 @@ from tests.replication.support import RecordingSink
 from fedsender.config import UnixAddress
 from fedsender.embedded.appends import KEPT_MS, forget_appends
 from fedsender.embedded.endpoint import PREFIX, serve_intake
-from fedsender.embedded.facts import Answer, BadRow, Elsewhere, KeyReused, Outdated, Record, prepare
+from fedsender.embedded.facts import (
+    Answer,
+    BadRow,
+    Elsewhere,
+    Full,
+    KeyReused,
+    Outdated,
+    Record,
+    prepare,
+)
 from fedsender.embedded.intake import Append, Intake, key_of
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import EmbeddedStore, own_store
-from fedsender.embedded.writer import Full
 from fedsender.runtime import real_runtime
 from fedsender.sender.edus.device_lists import SIGNING_KEYS, compose
 from fedsender.store import (

@@ -21,11 +21,10 @@ from tests.relay.log_support import key, pdu
 from fedsender.config import UnixAddress
 from fedsender.embedded import appends
 from fedsender.embedded.endpoint import serve_intake
-from fedsender.embedded.facts import Outdated, Record, RoomServers, prepare
-from fedsender.embedded.intake import Intake
+from fedsender.embedded.facts import Full, Outdated, Record, RoomServers, prepare
+from fedsender.embedded.intake import Call, Intake
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
-from fedsender.embedded.writer import Call, Full
 from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, StoreError, open_store
 from fedsender.store.homeserver import HomeserverStore

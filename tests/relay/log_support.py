@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import trio
 
 from fedsender.embedded.facts import prepare, rows_of
-from fedsender.embedded.intake import Intake
-from fedsender.embedded.writer import Writer
+from fedsender.embedded.intake import Intake, Writer
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import virtual_runtime

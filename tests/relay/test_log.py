@@ -13,8 +13,7 @@ from sqlalchemy.exc import OperationalError
 from tests.relay.log_support import append, lines_after, numbers, pdu
 from tests.relay.relay_world import World
 
-from fedsender.embedded.facts import rows_of
-from fedsender.embedded.writer import Full
+from fedsender.embedded.facts import Full, rows_of
 from fedsender_relay.log import TAIL_BYTES, Collected
 
 Clock = trio.testing.MockClock

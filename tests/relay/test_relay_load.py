@@ -26,7 +26,7 @@ from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.records import History, stands_above
+from fedsender.store.records import History
 from fedsender.streams import Json
 from fedsender_lab.testing.appends import append_of
 from fedsender_relay.feed import State, read_rows
@@ -376,7 +376,7 @@ async def test_both_databases_take_a_snapshot_over_and_the_next_one(
             ("$e3", {"a.x", "d.x"}),
         ]
         assert [row.redacted for row in rows] == [True, False, False]
-        assert [stands_above(row.internal_metadata) for row in rows] == [0, 2, 2]
+        assert [row.mark for row in rows] == [0, 2, 2]
         assert (await store.homeserver.servers_now([ROOM]))[ROOM] == {"a.x", "c.x", "d.x"}
         assert await own_store(store.homeserver).room_servers(ROOM) == RoomServers(
             ROOM, 7, ["a.x", "c.x", "d.x"]

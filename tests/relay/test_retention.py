@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from tests.relay.log_support import pdu, runtime
 from tests.relay.relay_world import World, config_of
 
-from fedsender.embedded.writer import Full
+from fedsender.embedded.facts import Full
 from fedsender_relay import retention
 from fedsender_relay.daemon import open_relay
 from fedsender_relay.registry import Connected, Patience

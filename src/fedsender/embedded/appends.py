@@ -102,16 +102,6 @@ def append_records(
     return answers
 
 
-def stored_rows(records: Sequence[Record], answers: Sequence[Answer]) -> list[RelayRow]:
-    """The rows of the records that are stored: those with a token as their answer."""
-    return [
-        row
-        for record, answer in zip(records, answers, strict=True)
-        if isinstance(answer, int)
-        for row in record.rows
-    ]
-
-
 def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Outdated | None:
     """The rooms with a row about their servers that is newer than the `as_of` of these `rows`.
 

@@ -16,20 +16,13 @@ from fedsender.embedded.facts import (
     EPHEMERAL_STREAMS,
     BadRow,
     Elsewhere,
+    Full,
     KeyReused,
     Outdated,
     id_of,
 )
 from fedsender.embedded.feedback import BadCursor, Cursor, Feedback, Gap
-from fedsender.embedded.intake import (
-    MAX_APPENDS,
-    Append,
-    Busy,
-    Intake,
-    ReservationGone,
-    Waiting,
-)
-from fedsender.embedded.writer import Full
+from fedsender.embedded.intake import MAX_APPENDS, Append, Busy, Intake, ReservationGone, Waiting
 from fedsender.http.application import (
     Body,
     Error,

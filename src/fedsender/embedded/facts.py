@@ -119,6 +119,10 @@ class RoomServers(NamedTuple):
     servers: Sequence[str]
 
 
+class Full(Exception):
+    """Nothing more is taken at present. Nothing was kept; try again later."""
+
+
 class KeyReused(ValueError):
     """An id is used already, for other rows."""
 
@@ -397,6 +401,16 @@ def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:
         case _:
             raise BadRow(f"none of {', '.join(EPHEMERAL_STREAMS)}")
     return Ephemeral(stream, _encode(row), row)
+
+
+def stored_rows(records: Sequence[Record], answers: Sequence[Answer]) -> list[RelayRow]:
+    """The rows of the records that are stored: those with a token as their answer."""
+    return [
+        row
+        for record, answer in zip(records, answers, strict=True)
+        if isinstance(answer, int)
+        for row in record.rows
+    ]
 
 
 def redacted_in(rows: Iterable[RelayRow]) -> set[str]:

@@ -18,23 +18,24 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import trio
 
-from fedsender.embedded.appends import REDACTED, News, Notice, Place, stored_rows
+from fedsender.embedded.appends import REDACTED, News, Notice, Place
 from fedsender.embedded.facts import (
     SERVER_UP,
     Answer,
     DeviceListRow,
     Elsewhere,
     Ephemeral,
+    Full,
     Record,
     SigningKeyRow,
     ToDeviceRow,
     redacted_in,
+    stored_rows,
     tell_ephemeral,
 )
-from fedsender.embedded.intake import Intake
+from fedsender.embedded.intake import Intake, Writer
 from fedsender.embedded.signing import EventSigner
 from fedsender.embedded.store import EmbeddedStore, own_store
-from fedsender.embedded.writer import Full, Writer
 from fedsender.replication.feed import FeedParts
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime

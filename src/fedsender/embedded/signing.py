@@ -11,8 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from fedsender.embedded.facts import BadRow
-from fedsender.embedded.writer import Full
+from fedsender.embedded.facts import BadRow, Full
 from fedsender.federation.signing import KeyRing
 from fedsender.matrix import BadEvent, JsonObject, event_id_of, hashed, make_pdu, room_version_of
 from fedsender.store.engine import StoreError

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, select
 from fedsender.caches import remember
 from fedsender.embedded import appends, feeding, stays
 from fedsender.embedded.appends import News, Notice, Place
-from fedsender.embedded.facts import Answer, Record, RelayRow, RoomServers, ServersRow
+from fedsender.embedded.facts import Answer, Record, RelayRow, RoomServers, ServersRow, stored_rows
 from fedsender.embedded.feeding import Steps
 from fedsender.runtime import Runtime
 from fedsender.store import event_rows, positions, tables
@@ -231,7 +231,7 @@ class EmbeddedStore(HomeserverStore):
             if not self.alone:
                 told = [
                     appends.redaction(row.target)
-                    for row in appends.stored_rows(records, answers)
+                    for row in stored_rows(records, answers)
                     if isinstance(row, RedactionRow)
                 ]
                 appends.store_notices(connection, instance, told, now_ms)

@@ -384,7 +384,7 @@ class Peer:
         assert live is not None
         connection, metrics = live.connection, client.metrics
         self._permit.asked()
-        metrics.http_requests.labels(method).inc()
+        metrics.http_requests.inc(method)
         try:
             response = await connection.exchange(
                 method, target, lines, body, bounds=bounds, memory=client.memory
@@ -397,7 +397,7 @@ class Peer:
             self.sent |= connection.sent
             self.release()
         # By hundreds: a server may choose any of 800 codes, and each would be a series for good.
-        metrics.http_responses.labels(method, f"{response.status // 100}xx").inc()
+        metrics.http_responses.inc(method, f"{response.status // 100}xx")
         return response
 
     async def _open(self) -> Live:
@@ -452,7 +452,7 @@ class Peer:
             result = "out_of_resources"
             raise
         finally:
-            self._client.metrics.discoveries.labels(result).inc()
+            self._client.metrics.discoveries.inc(result)
 
     async def _fetch_well_known(self, host: str) -> Response:
         """The answer to https://<host>/.well-known/matrix/server; raises ExchangeFailed."""

@@ -38,8 +38,7 @@ from fedsender.replication.synapse import InstanceTaken, SynapseFeed
 from fedsender.runtime import Runtime
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.synapse import SynapseStore
-from fedsender.streams import FeedStatus, Watermark
-from fedsender.waiting import BeginAnew
+from fedsender.streams import FeedStatus
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
@@ -168,24 +167,6 @@ async def open_feed(
     feed = _make_feed(FeedParts(config, runtime, store, sink, keys, shadow))
     feed.metrics = metrics
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_run, feed, sink.events, name="feed")
+        nursery.start_soon(feed.run_for_ever, sink.events, name="feed")
         yield feed
         nursery.cancel_scope.cancel()
-
-
-async def _run(feed: Feed, events: Watermark) -> None:
-    """Run the feed, from the start again whenever the database was set back: ids are used again."""
-    while True:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_end, nursery.cancel_scope, events.fallen)
-            feed.stopped = None
-            try:
-                await feed.run()
-            except BeginAnew as reason:
-                log.warning("feed_begins_anew", reason=str(reason))
-                nursery.cancel_scope.cancel()
-
-
-async def _end(scope: trio.CancelScope, when: trio.Event) -> None:
-    await when.wait()
-    scope.cancel()

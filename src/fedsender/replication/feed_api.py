@@ -143,13 +143,13 @@ class Feed(ABC):
     def note_full_sync(self, reason: str, *, alarm: bool) -> None:
         """Count a request for a snapshot; `reason` must be a known one: it becomes a label."""
         if self.metrics is not None:
-            self.metrics.full_syncs.labels(reason).inc()
+            self.metrics.full_syncs.inc(reason)
             self.metrics.full_sync_alarms.inc(alarm)
 
     def note_rows(self, stream: str, rows: int = 1) -> None:
         """Count rows that came. `stream` must be a known one: it becomes a label."""
         if self.metrics is not None and rows:
-            self.metrics.inbound_rdata.labels(stream).inc(rows)
+            self.metrics.inbound_rdata.inc(stream, by=rows)
 
     def status(self) -> FeedStatus:
         """The status of the feed now."""
@@ -182,6 +182,23 @@ class Feed(ABC):
         since = trio.current_time() if self._refusal is None else self._refusal[1]
         self._refusal = (str(error), since)
         log.warning("feed_waits_for_database", reason=str(error), tries=tries)
+
+    async def run_for_ever(self, events: Watermark) -> None:
+        """Run, from the start again whenever the database was set back: ids are used again."""
+
+        async def end_when_fallen(scope: trio.CancelScope, fallen: trio.Event) -> None:
+            await fallen.wait()
+            scope.cancel()
+
+        while True:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(end_when_fallen, nursery.cancel_scope, events.fallen)
+                self.stopped = None
+                try:
+                    await self.run()
+                except BeginAnew as reason:
+                    log.warning("feed_begins_anew", reason=str(reason))
+                    nursery.cancel_scope.cancel()
 
     @abstractmethod
     async def run(self) -> None:

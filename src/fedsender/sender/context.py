@@ -4,12 +4,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-import trio
-
 from fedsender.config import Presence, Sending
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import AttemptLog, Ledger
-from fedsender.runtime import Runtime
+from fedsender.runtime import Runtime, SteadyClock
 from fedsender.sender.admission import Admission
 from fedsender.sender.debts import Debts
 from fedsender.sender.edus.receipts import ReceiptPage
@@ -32,32 +30,6 @@ class Announcer(Protocol):
 
     async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None: ...
     async def publish_server_up(self, server: str) -> None: ...
-
-
-class SteadyClock:
-    """The clock by which servers' states are kept: the wall clock of the start, moved by Trio's.
-
-    So no wait, no streak and no age of a success becomes longer or shorter when the wall clock is
-    set. Whoever shows a state, or puts it on record, has it by the wall clock as it is then.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._start_ms = runtime.now_ms() - round(trio.current_time() * 1000)
-
-    def now_ms(self) -> int:
-        """The time in ms since the epoch, as if nobody had set the wall clock since the start."""
-        return self._start_ms + round(trio.current_time() * 1000)
-
-    @property
-    def set_by_ms(self) -> int:
-        """How far the wall clock was set ahead since the start; less than a second is nothing."""
-        ahead = self._runtime.now_ms() - self.now_ms()
-        return ahead if abs(ahead) >= 1000 else 0
-
-    def on_the_wall(self, state: ServerState) -> ServerState:
-        """The state with times of the wall clock."""
-        return state.moved(self.set_by_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +101,7 @@ class Context:
     async def save(self, state: ServerState) -> None:
         """Put a server's new state on record."""
         self.note(state)
-        await self.store.save_server_state(self.clock.on_the_wall(state))
+        await self.store.save_server_state(state.moved(self.clock.set_by_ms))
 
     def note(self, state: ServerState) -> None:
         """Note a server's new state: whether its quarantine is full."""

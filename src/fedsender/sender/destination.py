@@ -33,10 +33,10 @@ from fedsender.config import Policy
 from fedsender.fairness import fail_after
 from fedsender.federation.client import Answer, Exchange, GaveWay, Peer, SendFailed, Unreachable
 from fedsender.matrix import MAX_EDUS, Pdu
-from fedsender.runtime import OutOfResources
+from fedsender.runtime import OutOfResources, SteadyClock
 from fedsender.sender import failure
 from fedsender.sender.admission import nobody_told, not_now
-from fedsender.sender.context import Context, Phase, SteadyClock
+from fedsender.sender.context import Context, Phase
 from fedsender.sender.edus import presence
 from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
 from fedsender.sender.edus.typing import TYPING, Typing

@@ -149,8 +149,6 @@ class FanOut:
                         await self._step_or_stand(upto)
                 except NotGiven as error:
                     await self._hear_anew(events, error)
-                # Reading, routing and committing all wait, but only if there is something to do.
-                await trio.lowlevel.checkpoint()
         except Exception:
             self._registry.spill_all()
             raise
@@ -254,7 +252,7 @@ class FanOut:
                     continue
                 # Events that replace missing ones go through catch-up, which records what they
                 # replace.
-                tell = self._registry.owe if item.supersedes else self._registry.offer
+                tell = self._registry.owe if item.mark is not None else self._registry.offer
                 few = len(item.servers) <= FEW
                 for server in sorted(self._without(item)):
                     if (server, item.pdu.room_id) not in aside:

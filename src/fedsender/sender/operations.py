@@ -302,9 +302,9 @@ class Operations:
         self, servers: Sequence[str], change: Callable[[ServerState], ServerState]
     ) -> None:
         """Hold to it once it is durable: what could not be stored is not done, now or later."""
-        state_of, on_the_wall = self._registry.own_state, self._context.clock.on_the_wall
+        state_of, clock = self._registry.own_state, self._context.clock
         breaks = self._context.runtime.turns.with_breaks
-        said = [on_the_wall(change(state_of(server))) async for server in breaks(servers)]
+        said = [change(state_of(server)).moved(clock.set_by_ms) async for server in breaks(servers)]
         await self._context.store.save_said(said)
         async for server in breaks(servers):
             # It may have failed, or answered, since.

@@ -850,4 +850,4 @@ def _add_all(draft: Draft, pdus: Iterable[Outgoing]) -> None:
 
 
 def _count_dropped(metrics: Metrics, reason: str, count: int) -> None:
-    metrics.dropped_edus.labels(reason).inc(count)
+    metrics.dropped_edus.inc(reason, by=count)

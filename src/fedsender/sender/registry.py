@@ -125,7 +125,7 @@ class Registry:
 
     def state_of(self, server: str) -> ServerState:
         """The state of this server, with times of the wall clock."""
-        return self._context.clock.on_the_wall(self.own_state(server))
+        return self.own_state(server).moved(self._context.clock.set_by_ms)
 
     def own_state(self, server: str) -> ServerState:
         """The state of this server, with times of our own clock."""
@@ -571,7 +571,7 @@ class Registry:
                 # The timer knows better when the pause ends, and the record is for a start.
                 state = state.pause_moved(set_by_ms)
                 self.hold(state)
-                await self._context.store.save_said([self._context.clock.on_the_wall(state)])
+                await self._context.store.save_said([state.moved(self._context.clock.set_by_ms)])
             if state != ServerState(server):
                 await self._context.save(state)
 

@@ -133,7 +133,7 @@ class Reporter:
         """
         context = self._context
         now_ms = context.runtime.now_ms()
-        since_ms = context.clock.on_the_wall(state).failing_since_ms
+        since_ms = state.moved(context.clock.set_by_ms).failing_since_ms
         failing_since = None if interval_ms is None else since_ms
         stream_id = await context.homeserver.store_backoff(
             self._destination, failing_since, 0 if interval_ms is None else now_ms, interval_ms or 0

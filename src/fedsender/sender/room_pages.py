@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fedsender.sender.pages import Pages
 from fedsender.sender.routing import Bad, Router, supersedes
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.records import EventRow, stands_above
+from fedsender.store.records import EventRow
 
 ROWS = 100
 """The events of one room in a page, those of other servers included."""
@@ -49,7 +49,7 @@ class Owed:
 
 def owed(row: EventRow, page: tuple[str, int, int] | None = None) -> Owed:
     """The event of a bare row."""
-    mark = stands_above(row.internal_metadata)
+    mark = row.mark
     return Owed(row.event_id, row.stream_ordering, row.size, mark, row.partial, page)
 
 

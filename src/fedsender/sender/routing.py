@@ -38,7 +38,7 @@ from fedsender.matrix import (
 )
 from fedsender.store.event_rows import membership_in
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.records import EventRow, Hosts, HostsUnknown, stands_above
+from fedsender.store.records import EventRow, Hosts, HostsUnknown
 from fedsender.waiting import Locks, again, doubling
 
 FIRST_WAIT_S = 0.1
@@ -272,7 +272,7 @@ class Router:
             key = servers, row.internal_metadata.get("send_on_behalf_of")
             if key not in narrowed:
                 narrowed[key] = self._narrow(*key)
-            goes = Goes(narrowed[key], stands_above(row.internal_metadata))
+            goes = Goes(narrowed[key], row.mark)
             known[row.event_id] = goes
             if self._cleared == cleared:
                 remember(self._goes, (row.event_id, row.partial), goes)

@@ -17,9 +17,9 @@ from fedsender.config import Policies
 from fedsender.federation.client import FederationClient
 from fedsender.federation.dialing import CONNECT_S, HANDSHAKE_S
 from fedsender.ledger import Ledger, open_attempt_log
-from fedsender.runtime import Runtime
+from fedsender.runtime import Runtime, SteadyClock
 from fedsender.sender.admission import Admission
-from fedsender.sender.context import Announcer, Context, SteadyClock
+from fedsender.sender.context import Announcer, Context
 from fedsender.sender.debts import Again, Debt
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow

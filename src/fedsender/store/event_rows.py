@@ -29,7 +29,7 @@ from sqlalchemy import (
 
 from fedsender.matrix import server_of
 from fedsender.store import tables
-from fedsender.store.records import EventRow
+from fedsender.store.records import EventRow, stands_above
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks, select_rows
 
 AT_ONCE_BYTES = 2**20
@@ -253,6 +253,7 @@ def event_row(row: Row[Any], *, redacted: bool) -> EventRow:
         state_group=row.state_group,
         partial=bool(row.partial),
         erased=bool(row.erased),
+        mark=stands_above(metadata or {}),
     )
 
 

@@ -48,6 +48,7 @@ class EventRow:
         partial: whether only a part of the state before it is known: the homeserver joined the room
             a short while ago and still fetches the rest, and the event is not older than that join.
         size: in a bare row the bytes of the event's JSON.
+        mark: if it came with a snapshot, see `stands_above`.
     """
 
     stream_ordering: int
@@ -68,6 +69,7 @@ class EventRow:
     partial: bool = False
     erased: bool = False
     size: int = 0
+    mark: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

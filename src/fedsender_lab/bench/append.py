@@ -21,8 +21,7 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 from fedsender.config import Config, from_values
 from fedsender.daemon import open_core
 from fedsender.embedded.facts import Record, prepare
-from fedsender.embedded.intake import KEY_BYTES, MAX_APPENDS
-from fedsender.embedded.writer import GROUP_RECORDS
+from fedsender.embedded.intake import GROUP_RECORDS, KEY_BYTES, MAX_APPENDS
 from fedsender.runtime import real_runtime
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
 from fedsender.streams import Json

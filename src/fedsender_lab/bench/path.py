@@ -19,7 +19,7 @@ Border = tuple[str, str]
 
 
 async def path(options: Options) -> dict[str, Any]:
-    """`events` messages, 20 a second, under cProfile, once the connections are there.
+    """`events` messages, one after the other, under cProfile, once the connections are there.
 
     A file counts if it is entered for at least every second message. A crossing is a call from one
     of our files into another; where a task is resumed, each step down to where it waits is a call.
@@ -32,9 +32,10 @@ async def path(options: Options) -> dict[str, Any]:
         await quiet(daemon)
         before = await stage.receivers.ask("tell")
         profiler.enable()
-        await stage.homeserver.ask("say", count=options.events, every_s=0.05)
-        due = before["pdus"] + options.events * options.servers
-        after = await stage.until(seconds=DELIVERY_SECONDS, pdus=due)
+        for message in range(1, options.events + 1):
+            await stage.homeserver.ask("say", count=1)
+            due = before["pdus"] + message * options.servers
+            after = await stage.until(seconds=DELIVERY_SECONDS, pdus=due)
         await quiet(daemon)
         profiler.disable()
     entered, crossings = _counted(profiler)

@@ -13,9 +13,8 @@ from typing import Any, Final
 import trio
 
 from fedsender.config import from_values
-from fedsender.embedded.facts import BadRow, KeyReused
+from fedsender.embedded.facts import BadRow, Full, KeyReused
 from fedsender.embedded.intake import Append, Busy, ReservationGone, Waiting
-from fedsender.embedded.writer import Full
 from fedsender.streams import Json
 from fedsender_lab.simulation.observations import Violation, log_goes_to, traceback_in
 from fedsender_lab.simulation.relay_checks import RelayViews, name_of

@@ -18,8 +18,8 @@ from typing import Any, Final
 import trio
 
 from fedsender.config import Config, from_values
+from fedsender.embedded.facts import Full
 from fedsender.embedded.intake import Busy, Waiting
-from fedsender.embedded.writer import Full
 from fedsender_lab.simulation.daemon_life import SPEAKER
 from fedsender_lab.simulation.observations import Observations, log_goes_to, traceback_in
 from fedsender_lab.simulation.receiver import make_site

@@ -13,9 +13,9 @@ import trio
 
 from fedsender.embedded.store import EmbeddedStore
 from fedsender.ledger import Ledger, Line
+from fedsender.runtime import SteadyClock
 from fedsender.sender import destination, failure, isolation
 from fedsender.sender.admission import Admission, Lane
-from fedsender.sender.context import SteadyClock
 from fedsender.sender.destination import Destination
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.outbox import Outbox

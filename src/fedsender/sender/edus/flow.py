@@ -312,7 +312,7 @@ class EduFlow:
     def _tell_typing(self, changes: Iterable[Typing]) -> None:
         for change in changes:
             if len(self._typing) >= MAX_PENDING and change.key not in self._typing:
-                self._context.metrics.dropped_edus.labels("crowded out").inc()
+                self._context.metrics.dropped_edus.inc("crowded out")
                 continue
             self._typing[change.key] = change
             self._typing_news.set()
@@ -357,7 +357,7 @@ class EduFlow:
             self._changed[state.user_id] = state
             if len(self._changed) > MAX_PENDING:
                 del self._changed[next(iter(self._changed))]
-                self._context.metrics.dropped_edus.labels("crowded out").inc()
+                self._context.metrics.dropped_edus.inc("crowded out")
             self._presence_news.set()
 
     def presence_missed(self, after: int, upto: int) -> None:
@@ -372,7 +372,7 @@ class EduFlow:
         enabled = self._context.presence.enabled
         if enabled and self._is_ours(user_id) and self._wants(server, "presence"):
             if len(self._wanted) >= MAX_PENDING:
-                self._context.metrics.dropped_edus.labels("crowded out").inc()
+                self._context.metrics.dropped_edus.inc("crowded out")
                 return
             self._wanted.add((server, user_id))
             self._presence_news.set()
@@ -392,7 +392,7 @@ class EduFlow:
             self._registry.hurry([server])
         except ValueError:
             # What is no canonical JSON, no receiver takes.
-            self._context.metrics.dropped_edus.labels("unsendable").inc()
+            self._context.metrics.dropped_edus.inc("unsendable")
 
     async def _follow_presence(self) -> None:
         context = self._context
