@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row
 
 from fedsender.config import Config
 from fedsender.embedded.stays import exceptions
-from fedsender.room_versions import ROOM_VERSIONS
+from fedsender.matrix import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
 from fedsender.store.event_rows import (

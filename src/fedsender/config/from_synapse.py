@@ -32,8 +32,7 @@ from fedsender.config.synapse import (
     roles_of,
 )
 from fedsender.config.values import TcpAddress, parse_no_proxy, parse_proxy, proxy_url
-from fedsender.matrix import is_server_name
-from fedsender.room_versions import ROOM_VERSIONS
+from fedsender.matrix import ROOM_VERSIONS, is_server_name
 
 MAX_PER_DESTINATION: Final = 100
 MAX_NO_PROXY: Final = 1000

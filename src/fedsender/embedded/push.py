@@ -140,15 +140,15 @@ class PushFeed(Feed):
         self.intake.closed = self._writer.closed = None
         self.note_connected()
         log.info("takes_appends", epoch=self.epoch, position=self.head)
-        look_at = trio.current_time() + TRY_EVERY_S
+        alone, look_at = self._store.alone, trio.current_time() + TRY_EVERY_S
         try:
             while True:
-                with trio.move_on_after(FORGET_EVERY_S if self._store.alone else TRY_EVERY_S):
+                with trio.move_on_after(FORGET_EVERY_S if alone else TRY_EVERY_S):
                     await self._writer.news()
                 await self._writer.write()
                 await self._store_ephemeral()
                 await self._forget()
-                if not self._store.alone and trio.current_time() >= look_at:
+                if not alone and trio.current_time() >= look_at:
                     look_at = trio.current_time() + TRY_EVERY_S
                     found = await self.insist(partial(self._store.feed_news, None))
                     if found.epoch != self.epoch:

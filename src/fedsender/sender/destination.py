@@ -440,9 +440,14 @@ class Destination:
         """The time when an item may be sent, on trio's clock; infinity: there is none."""
         if self.frozen is not None:
             return self._timer.not_before
-        if self.state.pdu_search is None and self.state.edu_search is None:
+        if self._remembers_nothing:
             return max(self._timer.not_before, self.outbox.due())
         return min(self._due_with(kind) for kind in Kind)
+
+    @property
+    def _remembers_nothing(self) -> bool:
+        """Whether there is no search, and no size that one has found to work."""
+        return self.state.pdu_search is None and self.state.edu_search is None
 
     def _due_with(self, kind: Kind) -> float:
         """The time when an item of this kind may be sent, on trio's clock; infinity: none."""
@@ -611,7 +616,7 @@ class Destination:
     async def _fill(self) -> Draft:
         """Fill the next draft, keys first. Ephemeral EDUs take the room that is left."""
         draft = self._draft()
-        if not self.state.searches:
+        if self._remembers_nothing or not self.state.searches:
             await self.outbox.fill(draft, self.policy)
             return draft
         kinds = [kind for kind in Kind if self._due_with(kind) <= trio.current_time()]
@@ -696,7 +701,7 @@ class Destination:
         pdus, edus = self.policy.max_pdus, MAX_EDUS
         self._permit.carries(0)
         size = self._permit.body_bytes(self.policy.max_transaction_bytes)
-        if self.state.pdu_search is not None or self.state.edu_search is not None:
+        if not self._remembers_nothing:
             now_ms = self._context.clock.now_ms()
             pdus, size = self.state.search(Kind.PDUS).most(pdus, size, now_ms)
             edus, size = self.state.search(Kind.EDUS).most(edus, size, now_ms)

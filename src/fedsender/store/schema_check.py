@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 from sqlalchemy import Connection, Table, func, inspect, select, text
 
-from fedsender.room_versions import ROOM_VERSIONS
+from fedsender.matrix import ROOM_VERSIONS
 from fedsender.store import tables
 from fedsender.store.connections import StoreError
 
