@@ -1,5 +1,6 @@
 """Tables on narrow and wide screens: one line a row, names whole, errors cut where it is best."""
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -143,3 +144,14 @@ def test_attempts_in_short_are_those_that_were_delivered() -> None:
     entries = [of("delivered", number) for number in range(100, 0, -1)]
     said = display.took_in_short([*entries, of("failing", 60_000)])
     assert said == "100 of 101 attempts delivered in p50 50 ms, p95 95 ms, at most 100 ms"
+
+
+def test_why_says_one_attempt_and_one_item() -> None:
+    said: dict[str, Any] = {"destination": "a.example", "summary": "", "state": "failing"}
+    said |= {"depth": {}, "held": [], "settings": [], "owed_in": [], "isolating": 1}
+    said["in_flight"] = {"transaction_id": "b.1", "attempts": 1, "age_s": 25.0}
+    said["health"] = {"success_rate": 0.0, "attempts": 1, "p50_ms": None}
+    facts = dict(display.why_facts(defaultdict(lambda: None, said)))
+    assert facts["frozen transaction"] == "b.1, 1 attempt in 25 s"
+    assert facts["isolating"] == "at most 1 item at once"
+    assert facts["last day"] == "0.0% of 1 attempt delivered"

@@ -355,9 +355,10 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
     yield "last answer", moment(answer["last_success_ts"])
     yield "next attempt", moment(answer["next_attempt_ts"])
     if flight := answer["in_flight"]:
-        attempts = f"{flight['attempts']} attempts in {duration(flight['age_s'])}"
+        attempts = f"{many(flight['attempts'], 'attempt')} in {duration(flight['age_s'])}"
         yield "frozen transaction", f"{flight['transaction_id']}, {attempts}"
-    yield "isolating", answer["isolating"] and f"at most {answer['isolating']} items at once"
+    if most := answer["isolating"]:
+        yield "isolating", f"at most {many(most, 'item')} at once"
     for sentence in answer["held"]:
         yield "held", sentence
     yield "paused", answer["paused"]
@@ -369,7 +370,7 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
     if health := answer["health"]:
         rate, attempts = health["success_rate"], health["attempts"]
         took = f", half of them within {health['p50_ms']} ms" if health["p50_ms"] else ""
-        yield "last day", f"{rate:.1%} of {attempts:,} attempts delivered{took}"
+        yield "last day", f"{rate:.1%} of {many(attempts, 'attempt')} delivered{took}"
     for setting in answer["settings"]:
         yield setting["field"], f"{setting['value']} ({setting['source']})"
 
