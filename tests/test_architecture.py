@@ -125,6 +125,14 @@ def test_each_package_has_its_row() -> None:
     assert sorted(listed) == sorted(found)
 
 
+def test_each_directory_of_tests_has_its_row() -> None:
+    listed = {
+        name for row in rows_of("| tests | hold |") for name in re.findall(r"tests/(\w+)", row[0])
+    }
+    found = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
+    assert found <= listed
+
+
 def test_imports_run_down_the_table_of_packages() -> None:
     level = {name: -number for number, row in enumerate(LAYERS) for name in row}
     up = Counter(
