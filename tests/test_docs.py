@@ -22,8 +22,10 @@ from fedsender.http import access, http1
 from fedsender.replication import resp
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
-from fedsender.telemetry import Metrics
+from fedsender.sender.failure import Outcome
+from fedsender.telemetry import Metrics, Standing
 from fedsender_lab import bench, log_events
+from fedsender_lab.simulation import coverage
 from fedsender_relay import line_server
 from fedsender_relay.protocol import MAX_LINE_BYTES
 
@@ -214,6 +216,52 @@ def test_the_table_of_metrics_is_that_of_the_code() -> None:
     section = (ROOT / "docs/admin.md").read_text().split("\n## Metrics\n")[1]
     shown = re.findall(r"^\| `(?:fedsender|synapse)_.*$", section, re.M)
     assert shown == rows_of_metrics()
+
+
+def named_in(page: str, header: str) -> set[str]:
+    """The words in the first column of the first table with this header."""
+    table = (ROOT / page).read_text().split(f"{header}\n", 1)[1].split("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[1:]]
+    return {word for cell in cells for word in re.findall("`([^`]+)`", cell)}
+
+
+def test_whatever_lists_the_outcomes_or_the_states_lists_them_all() -> None:
+    """When this fails: write the new outcome, or the new state, there."""
+    outcomes = {outcome.value for outcome in Outcome}
+    states = {state.value for state in Standing}
+    ends = named_in("docs/operations.md", "| outcome | when | what follows |")
+    stands = named_in("docs/operations.md", "| state | meaning |")
+    script = (ROOT / "src/fedsender/admin/web/page.js").read_text()
+    words = script.split("const WORDS = {")[1].split("};")[0]
+    marked = set(re.findall(r"([a-z][\w ]*)\"?: \[", words))
+    # It brings each of them about; a rejected item by poison.
+    simulated = {outcome.value for outcome in (*coverage.OUTCOMES, Outcome.REJECTING)}
+    lacks = {
+        "docs/operations.md, How an attempt ends": outcomes - ends,
+        "docs/operations.md, States of a server": states - stands,
+        "admin/web/page.js, WORDS": (outcomes | {at.replace("_", " ") for at in states}) - marked,
+        "simulation/coverage.py, OUTCOMES": outcomes - simulated,
+    }
+    nothing_wrong(f"{place} lacks {word}" for place, words in lacks.items() for word in words)
+
+
+def test_each_command_stands_in_a_page() -> None:
+    """As `fedsender NAME`, or as `NAME` after another command of its row."""
+    said = "\n".join(page.read_text() for page in PAGES)
+    nothing_wrong(
+        f"no page shows {name}"
+        for name in commands_of(whole_command())
+        if not re.search(rf"[`/ ]{name}(?![\w-])", said)
+    )
+
+
+def commands_of(group: Any, before: str = "") -> Iterator[str]:
+    """The names of all commands, each with those of its groups."""
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from commands_of(command, f"{before}{name} ")
+        elif not command.hidden:
+            yield f"{before}{name}"
 
 
 def test_metrics_exist() -> None:

@@ -9,7 +9,7 @@ from fedsender.admin.destinations import held, next_attempt_ms, where_it_stands
 from fedsender.admin.display import duration, many
 from fedsender.health import ServerHealth, read_health
 from fedsender.sender.context import Phase
-from fedsender.sender.failure import RULES, Outcome, ServerState
+from fedsender.sender.failure import RULES, Outcome, ServerState, standing_after
 from fedsender.sender.sender import Status
 from fedsender.store.records import OwedRoom
 from fedsender.telemetry import Standing
@@ -320,7 +320,7 @@ def _sentence(
             if next_ts is None
             else f"next try in {duration((next_ts - now_ms) / 1000)}"
         )
-        what = "Gone" if error.outcome == Outcome.GONE.value else "Failing"
+        what = standing_after(error.outcome).capitalize()
         return f"{what} for {since}: {error.reason or error.meaning}; {waits}; {when}."
     if stands == Standing.LEVEL and waits == "nothing waits":
         return f"Up to date{_answered(state, now_ms)}."

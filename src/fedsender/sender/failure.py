@@ -24,6 +24,7 @@ from fedsender.matrix import MAX_EDUS
 from fedsender.sender.isolation import AT_REST, Item, Kind, Search, left_s, of_json
 from fedsender.sender.transaction import Transaction
 from fedsender.store.connections import WrongDatabase
+from fedsender.telemetry import Standing
 
 DAY_MS = 86_400_000
 FOR_DAYS_S = 86_400.0
@@ -83,6 +84,7 @@ class Rule:
         elsewhere: whether the server may have moved, and is looked for anew: the host that it has
             left answers for others, or for nobody.
         ceiling_s: the longest wait in seconds, if the configured ones are shorter; 0: they hold.
+        standing: where the server stands from then on, in lists and in `why`.
     """
 
     shared: bool
@@ -91,6 +93,7 @@ class Rule:
     meaning: str
     elsewhere: bool = False
     ceiling_s: float = 0.0
+    standing: Standing = Standing.FAILING
 
 
 RULES: dict[Outcome, Rule] = {
@@ -123,8 +126,16 @@ RULES: dict[Outcome, Rule] = {
         "it says that it is gone, or asks to be left alone for days",
         True,
         7 * 86_400.0,
+        Standing.GONE,
     ),
 }
+_STANDINGS: Final = {outcome.value: rule.standing for outcome, rule in RULES.items()}
+
+
+def standing_after(outcome: str | None) -> Standing:
+    """Where a server stands whose last attempt failed so; a word of an earlier version may be on
+    record."""
+    return _STANDINGS.get(outcome or "", Standing.FAILING)
 
 
 @dataclass(frozen=True, slots=True)

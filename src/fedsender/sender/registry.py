@@ -24,7 +24,14 @@ from fedsender.matrix import Pdu, matches
 from fedsender.sender.admission import FEW, Pace
 from fedsender.sender.context import Context, Phase
 from fedsender.sender.destination import LEAVE_AFTER_S, Destination
-from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, take_wake, well_lately
+from fedsender.sender.failure import (
+    MIN_GAP_SECONDS,
+    RULES,
+    ServerState,
+    standing_after,
+    take_wake,
+    well_lately,
+)
 from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
 from fedsender.telemetry import Standing
@@ -210,7 +217,7 @@ class Registry:
 
     def failing(self) -> list[str]:
         """The servers that fail and are not held, each once, those that are gone among them."""
-        failing = (Standing.FAILING, Standing.GONE)
+        failing = {rule.standing for rule in RULES.values()}
         return [name for name, _, standing in self._standings() if standing in failing]
 
     def names(self) -> set[str]:
@@ -732,7 +739,7 @@ def _standing(state: ServerState, destination: Destination | None) -> Standing:
     if state.paused or state.parked:
         return Standing.PAUSED if state.paused else Standing.PARKED
     if not state.healthy:
-        return Standing.GONE if state.outcome == Outcome.GONE.value else Standing.FAILING
+        return standing_after(state.outcome)
     if destination is None:
         return Standing.WAITING
     if not destination.owes:
