@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import trio
 from structlog.testing import capture_logs
-from tests.admin.desk import Desk, open_desk
+from tests.admin.desk import OURS, Desk, open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
+from fedsender.admin.app import description
 from fedsender_lab.simulation.daemon_life import disk_full
 
 A, B = "a.example", "b.example"
@@ -70,19 +71,38 @@ async def state(desk: Desk) -> dict[str, Any]:
     }
 
 
+VERBS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("pause", {"servers": [B], "reason": "r", "by": "me"}),
+    ("pause", {"pattern": "*", "reason": "r", "for_ms": 3_600_000}),
+    ("park", {"servers": [A, B], "reason": "r"}),
+    ("resume", {"servers": [A]}),
+    ("purge", {"server": B, "force": True}),
+    ("redeliver", {"pairs": []}),
+    ("quarantine/release", {"ids": []}),
+    ("quarantine/drop", {"ids": []}),
+    ("redeliver_since", {"server": B, "since_ts": 0}),
+    ("owe", {"pairs": []}),
+)
+"""Requests that write; lists of pairs and of ids are those of `prepared`."""
+NOT_HERE = {
+    "notify_remote_server_up",  # It stores nothing.
+    "skip",  # Only where the fan-out stands: tests/admin/test_skip.py.
+}
+
+
+def test_each_verb_is_tried_on_a_full_disk() -> None:
+    """A new one belongs into `VERBS`, so that what it says is done outlives the daemon."""
+    paths = description()["paths"]
+    ours = {path.removeprefix(f"{OURS}/") for path in paths if "post" in paths[path]}
+
+    assert {path for path in ours if not path.startswith("/")} == {
+        *NOT_HERE,
+        *(verb for verb, _ in VERBS),
+    }
+
+
 @pytest.mark.parametrize(
-    ("verb", "body"),
-    [
-        ("pause", {"servers": [B], "reason": "r", "by": "me"}),
-        ("pause", {"pattern": "*", "reason": "r", "for_ms": 3_600_000}),
-        ("park", {"servers": [A, B], "reason": "r"}),
-        ("resume", {"servers": [A]}),
-        ("purge", {"server": B, "force": True}),
-        ("redeliver", {"pairs": []}),
-        ("quarantine/release", {"ids": []}),
-        ("quarantine/drop", {"ids": []}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("verb", "body"), VERBS, ids=lambda value: value if isinstance(value, str) else ""
 )
 async def test_a_verb_on_a_full_disk_is_not_done_then_or_later(
     world: World, autojump_clock: MockClock, verb: str, body: dict[str, Any]
