@@ -223,14 +223,14 @@ async def test_few_of_one_site_are_slow_at_once(autojump_clock: trio.testing.Moc
 
     async def hold(domain: str, number: int) -> None:
         try:
-            async with places.hold(f"_matrix._tcp.b{number}.{domain.upper()}"):
+            async with places.take(f"_matrix._tcp.b{number}.{domain.upper()}"):
                 held[domain] += 1
                 await trio.sleep(100)
         except Displaced:
             displaced[domain] += 1
 
     async def come(number: int) -> None:
-        async with places.hold(f"good{number}.example"):
+        async with places.take(f"good{number}.example"):
             await trio.sleep(100)
 
     async with trio.open_nursery() as nursery:
@@ -254,15 +254,15 @@ async def test_who_waits_in_vain_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     places = Places(1)
-    async with places.hold("a.example"):
+    async with places.take("a.example"):
         for _ in range(3):
             with trio.move_on_after(0.5):
-                async with places.hold("b.example"):
+                async with places.take("b.example"):
                     pytest.fail("there was no room")
         async with trio.open_nursery() as nursery:
 
             async def wait() -> None:
-                async with places.hold("c.example"):
+                async with places.take("c.example"):
                     assert trio.current_time() == pytest.approx(2)
 
             nursery.start_soon(wait)

@@ -80,14 +80,14 @@ async def holding(*permits: Permit) -> AsyncIterator[None]:
         await permit.handshake()
     yield
     for permit in permits:
-        permit.let_go()
+        permit.release()
 
 
 async def waits(permit: Permit, seconds: float = 0.01) -> bool:
     """Whether it gets no place for so long; if it gets one, it gives it back."""
     with trio.move_on_after(seconds) as scope:
         await permit.handshake()
-        permit.let_go()
+        permit.release()
     return scope.cancelled_caught
 
 
@@ -388,7 +388,7 @@ async def test_who_holds_more_memory_for_bodies_goes_behind(autojump_clock: Mock
         nursery.start_soon(enter, c)
         nursery.start_soon(enter, d)
         await trio.sleep(60)
-        heavy.let_go()
+        heavy.release()
         lane.go(light)
         for permit in (heavy, light):
             await trio.sleep(1)
@@ -410,13 +410,13 @@ async def test_one_that_was_let_in_and_has_not_noticed_is_not_moved_elsewhere(
         for permit in (late, later):
             nursery.start_soon(permit.place)
             await trio.sleep(0.1)
-        inside.let_go()
+        inside.release()
         autojump_clock.jump(QUICK_S + 1)
         assert not admission.quick.at_once(inside, first=True)
         await trio.sleep(QUICK_S + 1)
         assert (late.lane, later.lane) == (admission.slow, admission.quick)
-    late.let_go()
-    later.let_go()
+    late.release()
+    later.release()
     assert admission.in_flight == 0
 
 
@@ -477,7 +477,7 @@ async def test_one_that_is_hastened_does_not_stay_where_it_stood(
     async def attempt(permit: Permit) -> None:
         await permit.handshake()
         passed.append(permit)
-        permit.let_go()
+        permit.release()
 
     async with trio.open_nursery() as nursery:
         for permit in permits:
@@ -647,7 +647,7 @@ async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockCl
         await permit.place()
         began.append(name)
         await trio.sleep(1)
-        permit.let_go()
+        permit.release()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(attempt, "first.example")
@@ -686,7 +686,7 @@ def test_large_bodies_have_equal_shares_and_never_stop() -> None:
     last = admission.permit("last")
     assert [last.grant(size) for size in (40_000, 2**20, 1)] == [40_000, 2**16 - 40_000, 0]
     for permit in (last, *permits, *small):
-        permit.let_go()
+        permit.release()
     assert admission.bodies == admission.large == admission.large_bytes == 0
 
 
@@ -722,7 +722,7 @@ class Attempts:
             sent = a_transaction()
             answer = await exchange.put(peer, sent.id, sent.body, [], deadline=math.inf)
             assert answer.is_answer
-        permit.let_go()
+        permit.release()
         took = trio.current_time() - began
         if not few:
             self.took.append(took)

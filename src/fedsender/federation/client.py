@@ -479,7 +479,7 @@ class Peer:
         client = self._client
         await self._permit.turn()
         candidates = [(ip, port) for ip in await client.discovery.addresses(host, self.destination)]
-        async with client.web_places.hold(host):
+        async with client.web_places.take(host):
             # The server pays that led us here, not whoever it named in a redirect.
             payer = Payer(self.destination)
             connection = await client.dialer.open(

@@ -466,7 +466,7 @@ class Discovery:
         name, rdtype = question.name, question.rdtype
         try:
             with fail_after(self._lookup_s):
-                async with self._places.hold(name):
+                async with self._places.take(name):
                     records = await self._network.resolve(name, rdtype, self._nameservers)
         except NameNotFound as error:
             life = min(max(error.ttl_s, _DNS_MIN_S), _DNS_NOT_FOUND_MAX_S)

@@ -77,7 +77,7 @@ class Places:
         return len(self._slow)
 
     @asynccontextmanager
-    async def hold(self, name: str) -> AsyncIterator[None]:
+    async def take(self, name: str) -> AsyncIterator[None]:
         """A place for work that depends on the servers of `name`, a DNS name.
 
         Raises:

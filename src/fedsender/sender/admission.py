@@ -568,7 +568,7 @@ class Permit:
     async def handshake(self) -> None:
         """Wait for a place and the right to open one connection."""
         # What is held meanwhile, others would wait for.
-        self.let_go()
+        self.release()
         with self._waiting():
             await self._take_turn()
             await self._take_place()
@@ -583,7 +583,7 @@ class Permit:
         """Give the place back: the request was answered, and its duration decides the lane of the
         next ones."""
         self.took(trio.current_time() - self._asked_at)
-        self.let_go()
+        self.release()
 
     def took(self, seconds: float) -> None:
         """Note the seconds until an answer."""
@@ -651,7 +651,7 @@ class Permit:
         self.carries(self._bytes + granted)
         return granted
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give the place back, if there is one."""
         lane, self.lane = self.lane, None
         if lane is not None:

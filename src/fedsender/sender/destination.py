@@ -393,7 +393,7 @@ class Destination:
                     try:
                         await self._attempt(peer)
                     finally:
-                        self._permit.let_go()
+                        self._permit.release()
 
     def _wait_for_limits(self, waiting: bool) -> None:
         if waiting:
@@ -516,7 +516,7 @@ class Destination:
             elif draft.empty and not draft.asks:
                 # Others need these, and our databases may have us wait for long.
                 peer.release()
-                self._permit.let_go()
+                self._permit.release()
                 self.outbox.note_given_up(draft.given_up)
                 await self.outbox.note_progress(draft)
                 await self._count_given_up()
@@ -848,7 +848,7 @@ class Destination:
                 await self._put_on_record(transaction)
                 return
             case Action.DROP:
-                self.outbox.let_go(transaction)
+                self.outbox.drop_ephemeral(transaction)
             case Action.QUARANTINE:
                 await self.outbox.quarantine(transaction, verdict.reason)
         if verdict.sent:

@@ -798,7 +798,7 @@ class Outbox:
 
     # --- Quarantine -------------------------------------------------------------------------------
 
-    def let_go(self, transaction: Transaction) -> None:
+    def drop_ephemeral(self, transaction: Transaction) -> None:
         """Drop the typing or presence in this transaction: it was refused."""
         self._count_dropped("refused", len(transaction.ephemeral))
         self.ephemeral.answered(transaction.ephemeral)
