@@ -416,7 +416,6 @@ def test_files_are_relative_to_the_configuration(tmp_path: Path) -> None:
     assert loaded.homeserver.database == "sqlite:////var/h.db"
     # Defaults are too.
     assert loaded.sender_database == f"sqlite:///{file.parent}/fedsender.sqlite3"
-    assert loaded.federation.discovery_cache == file.parent / "discovery-cache.sqlite3"
 
 
 def test_databases_are_given_as_sqlalchemy_wants_them() -> None:

@@ -263,7 +263,6 @@ def test_all_that_the_daemon_writes_is_below_the_state_directory(tmp_path: Path)
     made = loads(out, directory=config.parent)
     assert made.sender_database == f"sqlite:///{state}/fedsender.sqlite3"
     assert made.ledger.directory == state / "ledger"
-    assert made.federation.discovery_cache == state / "discovery-cache.sqlite3"
     assert made.federation.request_timeout == 90
     assert made.pipeline.health == state / "health.sqlite3"
     token = config.parent / "admin.token"

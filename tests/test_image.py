@@ -312,7 +312,6 @@ def write_configuration(etc: Path, receivers: Receivers, append: int, admin: int
     """One beside the certificates, for the image's user; what is written goes to the volume."""
     push = {"listen": f"127.0.0.1:{append}", "token_file": "append.token"}
     values = dict(process.configuration(etc, {"kind": "push", "push": push}, receivers.ca_file))
-    values["federation"]["discovery_cache"] = f"{STATE}/discovery-cache.sqlite3"
     values |= {
         "homeserver": {"database": f"{STATE}/homeserver.sqlite3"},
         "sender_database": f"{STATE}/fedsender.sqlite3",

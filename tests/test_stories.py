@@ -119,7 +119,7 @@ def _failed(world: World, server: str) -> bool:
 
 async def test_one_server_gets_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = Story("One server gets nothing", SERVER=B)
-    federation = {"ip_deny": [], "ca_file": "ca.pem", "discovery_cache": "cache.sqlite3"}
+    federation = {"ip_deny": [], "ca_file": "ca.pem"}
     now = datetime.now(UTC)
     expired = (now - timedelta(days=90), now - timedelta(days=1))
 

@@ -127,7 +127,9 @@ async def open_core(
         open_ledger(
             config.ledger, config.instance_name, boot_id, runtime, metrics.ledger_failures
         ) as ledger,
-        open_client(config.federation, runtime, config.server_name, keys, metrics) as client,
+        open_client(
+            config.federation, runtime, config.server_name, keys, metrics, store.sender
+        ) as client,
         open_sender(
             policies=policies,
             runtime=runtime,

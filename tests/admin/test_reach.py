@@ -14,10 +14,8 @@ import rich.console
 import trio
 import yaml
 from tests.federation.servers import (
-    KEY_RING,
     NAME,
     OURS,
-    AnybodyMay,
     Authority,
     Conversation,
     Listening,
@@ -31,13 +29,10 @@ from tests.federation.servers import (
 from fedsender.admin import reach
 from fedsender.admin.reach import Report, Step
 from fedsender.cli import run_command
-from fedsender.config import Config, Policy, from_values
+from fedsender.config import Config, from_values
 from fedsender.federation import client
-from fedsender.federation.client import open_client
 from fedsender.federation.dialing import Dialer
-from fedsender.federation.discovery_cache import Delegation
 from fedsender.runtime import Records, RecordType, ResolveFailed
-from fedsender.telemetry import Metrics
 
 IP = "192.0.2.1"
 ORDER = ["allowed", ".well-known", "SRV", "addresses", "connection", "TLS", "version", "keys"]
@@ -96,7 +91,6 @@ class Stage:
         federation = {
             "ip_deny": [],
             "ca_file": "ca.pem",
-            "discovery_cache": "cache.sqlite3",
             **self.settings.pop("federation", {}),
         }
         values: dict[str, Any] = {
@@ -199,49 +193,6 @@ async def test_a_server_without_well_known_says_why(tmp_path: Path) -> None:
         f"_matrix-fed._tcp.{NAME}: no SRV record",
         f"_matrix._tcp.{NAME}: no SRV record",
     )
-
-
-async def test_answers_of_the_daemons_cache_are_used_and_its_file_stays_as_it_is(
-    tmp_path: Path,
-) -> None:
-    async with open_stage(tmp_path, well_known=response(200, b'{"m.server":"b.example"}')) as stage:
-        runtime = runtime_with(stage.network)
-        async with (
-            open_client(
-                stage.config().federation, runtime, OURS, KEY_RING, Metrics(OURS)
-            ) as client,
-            client.peer(NAME, Policy(), AnybodyMay()) as peer,
-        ):
-            await peer.connect()
-        before = (tmp_path / "cache.sqlite3").read_bytes()
-        stage.network.asked.clear()
-        stage.asked.clear()
-        report = await stage.probe()
-        assert report.failed is None
-        assert stage.network.asked == []
-        assert stage.asked == [f"GET {VERSION}", f"GET {KEYS}"]
-        assert step(report, ".well-known").lines == ("m.server is b.example",)
-        assert (tmp_path / "cache.sqlite3").read_bytes() == before
-
-        (tmp_path / "cache.sqlite3").unlink()
-        assert (await stage.probe()).failed is None
-        assert not (tmp_path / "cache.sqlite3").exists()
-
-
-async def test_an_earlier_answer_that_still_holds_is_said_to_be_one(tmp_path: Path) -> None:
-    async with open_stage(tmp_path, "hs.b.example", well_known=response(500)) as stage:
-        stage.network.records["hs.b.example", "A"] = [IP]
-        runtime, federation = runtime_with(stage.network), stage.config().federation
-        federation, metrics = stage.config().federation, Metrics(OURS)
-        async with open_client(federation, runtime, OURS, KEY_RING, metrics) as client:
-            now = trio.current_time()
-            delegation = Delegation("hs.b.example:8448", now - 1, now + 1000)
-            client.discovery.cache.keep_delegation(NAME, delegation)
-        report = await stage.probe()
-    assert report.failed is None
-    first, second = step(report, ".well-known").lines
-    assert first == "m.server is hs.b.example:8448"
-    assert second == "the last request failed, and an earlier answer still holds"
 
 
 async def test_a_server_that_closes_after_each_answer_can_be_reached(tmp_path: Path) -> None:
@@ -508,7 +459,7 @@ async def command(stage: Stage, *arguments: str, **settings: Any) -> int:
     address = f"127.0.0.1:{stage.server.port}"
     values = {
         "server_name": OURS,
-        "federation": {"ca_file": "ca.pem", "discovery_cache": "cache.sqlite3"},
+        "federation": {"ca_file": "ca.pem"},
         "destinations": {"overrides": [{"match": NAME, "address": address}]},
         **settings,
     }

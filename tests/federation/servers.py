@@ -36,6 +36,7 @@ from fedsender.runtime import (
     Runtime,
     real_runtime,
 )
+from fedsender.store.records import Discovered
 from fedsender.telemetry import Metrics
 from fedsender_lab.testing.http import Request, RequestReader
 
@@ -277,20 +278,40 @@ def runtime_with(network: RealNetwork) -> Runtime:
     return replace(real_runtime(), network=network, random=random.Random(7))
 
 
+class Rows:
+    """Keeps what a client has found, as the sender's database does."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], Discovered] = {}
+
+    async def discoveries(self, most: int) -> Sequence[Discovered]:
+        return list(self.found.values())[:most]
+
+    async def save_discoveries(
+        self, found: Sequence[Discovered], gone: Sequence[tuple[str, str]], most: int
+    ) -> None:
+        self.found.update((each[:2], each) for each in found)
+        for key in gone:
+            self.found.pop(key, None)
+
+
 @asynccontextmanager
 async def client_of(
     directory: Path, network: RealNetwork | None = None, **settings: object
 ) -> AsyncIterator[FederationClient]:
     """A client for loopback, trusting the authority in `directory`."""
-    values: dict[str, object] = {
-        "ip_deny": (),
-        "ca_file": directory / "ca.pem",
-        "discovery_cache": directory / "cache.json",
-        **settings,
-    }
-    runtime = runtime_with(network or RealNetwork())
-    config = Federation.model_validate(values)
-    async with open_client(config, runtime, OURS, KEY_RING, Metrics(OURS)) as client:
+    values: dict[str, object] = {"ip_deny": (), "ca_file": directory / "ca.pem", **settings}
+    async with saving_client(values, network or RealNetwork(), None) as client:
+        yield client
+
+
+@asynccontextmanager
+async def saving_client(
+    settings: Mapping[str, object], network: RealNetwork, saved: Rows | None
+) -> AsyncIterator[FederationClient]:
+    """A client with these settings of `federation` that keeps there what it finds."""
+    runtime, config = runtime_with(network), Federation.model_validate(settings)
+    async with open_client(config, runtime, OURS, KEY_RING, Metrics(OURS), saved) as client:
         yield client
 
 

@@ -23,6 +23,7 @@ from tests.federation.servers import (
     AnybodyMay,
     Authority,
     Conversation,
+    Rows,
     TableNetwork,
     Zone,
     answering,
@@ -33,6 +34,7 @@ from tests.federation.servers import (
     read_request,
     response,
     runtime_with,
+    saving_client,
     send,
     serving,
 )
@@ -423,10 +425,11 @@ async def test_delegated_server_is_found_by_well_known_and_proves_the_delegated_
     requests: list[Request] = []
     web_requests: list[Request] = []
     page = response(200, b'{"m.server":"d.example:443"}')
+    saved, settings = Rows(), {"ip_deny": (), "ca_file": authority.file}
     async with (
         serving(authority.context(NAME), noting(web_requests, page)) as web,
         serving(authority.context("d.example"), noting(requests, OK)) as server,
-        client_of(tmp_path, network) as client,
+        saving_client(settings, network, saved) as client,
     ):
         network.records = {(NAME, "A"): ["10.0.0.1"], ("d.example", "A"): ["10.0.0.2"]}
         network.ports = {("10.0.0.1", 443): web.port, ("10.0.0.2", 443): server.port}
@@ -443,7 +446,7 @@ async def test_delegated_server_is_found_by_well_known_and_proves_the_delegated_
     network.asked.clear()
     async with (
         serving(authority.context("d.example"), answering(OK)) as server,
-        client_of(tmp_path, network) as client,
+        saving_client(settings, network, saved) as client,
     ):
         network.ports["10.0.0.2", 443] = server.port
         async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
@@ -611,9 +614,7 @@ async def test_our_own_lack_of_descriptors_says_nothing_of_the_server(tmp_path: 
 async def test_metrics_count_requests_answers_and_connections(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     metrics = Metrics(OURS)
-    config = Federation.model_validate(
-        {"ip_deny": (), "ca_file": authority.file, "discovery_cache": tmp_path / "c.json"}
-    )
+    config = Federation.model_validate({"ip_deny": (), "ca_file": authority.file})
     async with (
         serving(authority.context(NAME), answering(OK, response(500))) as server,
         open_client(config, runtime_with(RealNetwork()), OURS, KEY_RING, metrics) as client,

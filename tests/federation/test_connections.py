@@ -93,7 +93,6 @@ async def in_memory(
         values = {
             "ip_deny": (),
             "ca_file": directory / "ca.pem",
-            "discovery_cache": directory / "cache.json",
             **settings,
         }
         # The clock is virtual, so nothing may be written from a thread.

@@ -2,9 +2,9 @@
 
 import json
 import random
-import sqlite3
 import time
-from contextlib import closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import structlog.testing
 import trio
 import trio.testing
 from tests.federation.servers import TableNetwork
+from tests.servers import Databases, NewUrl
 
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import (
@@ -30,22 +31,13 @@ from fedsender.federation.discovery_cache import (
     save_cache,
 )
 from fedsender.federation.transport import ExchangeFailed, Response
-from fedsender.runtime import (
-    ResolveFailed,
-    Runtime,
-    real_runtime,
-)
+from fedsender.runtime import ResolveFailed, real_runtime
+from fedsender.store import HomeserverSettings, SenderStore, StoreConfig, open_store
+from fedsender.store.engine import StoreError
+from fedsender.store.records import Discovered
 from fedsender_lab.testing.clock import inline
 
 NOW_MS = 1_700_000_000_000
-
-
-def at(now_ms: int) -> Runtime:
-    """Where the wall clock stands still, and nothing needs a thread."""
-    return replace(real_runtime(), now_ms=lambda: now_ms, run_sync=inline)
-
-
-AT_FIRST = at(NOW_MS)
 
 
 # --- .well-known ----------------------------------------------------------------------------------
@@ -341,13 +333,42 @@ async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None
     assert discovery._asking == {}
 
 
-# --- the file -------------------------------------------------------------------------------------
+# --- what outlives a restart ----------------------------------------------------------------------
+
+
+class Wall:
+    """A wall clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_ms = NOW_MS
+        # Nothing needs a thread, so the virtual clock may jump while nothing else is awaited.
+        self.runtime = replace(real_runtime(), now_ms=lambda: self.now_ms, run_sync=inline)
+
+
+@pytest.fixture
+def wall() -> Wall:
+    return Wall()
+
+
+@pytest.fixture
+async def saved(new_url: NewUrl, tmp_path: Path, wall: Wall) -> AsyncIterator[SenderStore]:
+    settings = StoreConfig(
+        HomeserverSettings("embedded", "fedsender", ("fedsender",)),
+        f"sqlite:///{tmp_path}/homeserver.db",
+        new_url(),
+        synchronous="OFF",
+    )
+    async with open_store(settings, wall.runtime) as store:
+        yield store.sender
+
+
+async def names(saved: SenderStore) -> set[tuple[str, str]]:
+    return {(each.kind, each.name) for each in await saved.discoveries(1000)}
 
 
 async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
+    autojump_clock: trio.testing.MockClock, wall: Wall, saved: SenderStore
 ) -> None:
-    path = tmp_path / "cache.sqlite3"
     before = DiscoveryCache(10)
     before.keep_delegation("b.example", Delegation("d.example", 800, 1000, 2))
     before.keep_delegation("e.example", Delegation(None, 100, 200, 3, "status 500", broken=True))
@@ -355,16 +376,17 @@ async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
     before.keep_lookup("d.example", "AAAA", Lookup((), 500, "SERVFAIL", failed=True))
     before.keep_lookup("short.example", "A", Lookup(("192.0.2.9",), 50))
     assert before.changed
-    await save_cache(before, path, AT_FIRST)
+    offset_s = trio.current_time()
+    await save_cache(before, saved, wall.runtime)
     assert not before.changed
-    assert path.stat().st_mode & 0o777 == 0o600
 
     await trio.sleep(7)
     after = DiscoveryCache(10)
-    await load_cache(after, path, at(NOW_MS + 60_000))
+    wall.now_ms += 60_000
+    await load_cache(after, saved, wall.runtime)
 
     def left(moment: float) -> int:
-        return round(moment - trio.current_time())
+        return round(moment - trio.current_time() + offset_s)
 
     delegation = after.delegation("b.example")
     assert delegation is not None
@@ -380,13 +402,14 @@ async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
     assert after.lookup("short.example", "A") is None
 
 
-async def test_file_of_another_clock_is_not_believed_for_ever(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
+async def test_rows_of_another_clock_are_not_believed_for_ever(
+    autojump_clock: trio.testing.MockClock, wall: Wall, saved: SenderStore
 ) -> None:
-    path, before, after = tmp_path / "cache.sqlite3", DiscoveryCache(10), DiscoveryCache(10)
+    before, after = DiscoveryCache(10), DiscoveryCache(10)
     before.keep_lookup("d.example", "A", Lookup(("192.0.2.7",), 500))
-    await save_cache(before, path, AT_FIRST)
-    await load_cache(after, path, at(NOW_MS - 10**12))
+    await save_cache(before, saved, wall.runtime)
+    wall.now_ms -= 10**12
+    await load_cache(after, saved, wall.runtime)
     await trio.sleep(2 * 86_400 + 1)
     assert after.lookup("d.example", "A") is None
 
@@ -405,128 +428,163 @@ class LongestStep(trio.abc.Instrument):
         self.seconds = max(self.seconds, time.thread_time() - self._began)
 
 
+class Taken:
+    """Takes what is to be saved, as a database does, and counts it."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    async def discoveries(self, most: int) -> Sequence[Discovered]:
+        return []
+
+    async def save_discoveries(
+        self, found: Sequence[Discovered], gone: Sequence[tuple[str, str]], most: int
+    ) -> None:
+        self.found += len(found)
+        await trio.lowlevel.checkpoint()
+
+
 @pytest.mark.slow
 async def test_saving_all_that_can_be_known_takes_the_loop_no_long_step(
-    tmp_path: Path, mock_clock: trio.testing.MockClock
+    mock_clock: trio.testing.MockClock,
 ) -> None:
-    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(20_000)
+    taken, cache = Taken(), DiscoveryCache(20_000)
     for number in range(20_000):
         delegation = Delegation(f"m{number}.example:443", 10**5, 10**5)
         cache.keep_delegation(f"s{number}.example", delegation)
         cache.keep_lookup(f"m{number}.example", "A", Lookup(("192.0.2.1",), 10**5))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(keep_saved, cache, path, real_runtime())
+        nursery.start_soon(keep_saved, cache, taken, real_runtime())
         await trio.testing.wait_all_tasks_blocked()
         longest = LongestStep()
         trio.lowlevel.add_instrument(longest)
         mock_clock.jump(60)
-        while cache.changed or not path.exists():
+        while cache.changed or taken.found < 40_000:
             await trio.lowlevel.checkpoint()
         trio.lowlevel.remove_instrument(longest)
         nursery.cancel_scope.cancel()
     assert 0 < longest.seconds < 0.1
 
 
-def rows(path: Path) -> dict[tuple[str, str], str]:
-    with closing(sqlite3.connect(path)) as connection:
-        found = connection.execute("SELECT kind, name, value FROM entries").fetchall()
-    return {(kind, name): value for kind, name, value in found}
-
-
 async def test_only_what_changed_is_written_and_what_is_forgotten_is_taken_out(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
+    autojump_clock: trio.testing.MockClock, wall: Wall, saved: SenderStore
 ) -> None:
-    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
+    cache = DiscoveryCache(10)
     for name in ("b.example", "c.example", "d.example"):
         cache.keep_lookup(name, "A", Lookup(("192.0.2.7",), 5000))
-    await save_cache(cache, path, AT_FIRST)
+    await save_cache(cache, saved, wall.runtime)
     cache.forget("c.example")
     cache.keep_lookup("d.example", "A", Lookup((), 500, "SERVFAIL", failed=True))
     cache.keep_lookup("e.example", "A", Lookup(("192.0.2.8",), 5000))
     written = cache.take_changes(NOW_MS)
-    assert [name for _, name, *_ in written.rows] == ["e.example"]
+    assert [each.name for each in written.found] == ["e.example"]
 
     cache.give_back(written)
-    await save_cache(cache, path, AT_FIRST)
-    assert set(rows(path)) == {("A", "b.example"), ("A", "e.example")}
+    await save_cache(cache, saved, wall.runtime)
+    assert await names(saved) == {("A", "b.example"), ("A", "e.example")}
 
 
-async def test_the_file_is_bounded_as_the_memory_is(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
+async def test_the_table_is_bounded_as_the_memory_is(
+    autojump_clock: trio.testing.MockClock, wall: Wall, saved: SenderStore
 ) -> None:
-    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
-    for number in range(300):
+    cache = DiscoveryCache(10)
+    for number in range(60):
         lookup = Lookup(("192.0.2.7",), 1000 + number)
         cache.keep_lookup(f"b{number}.example", "A", lookup)
-        await save_cache(cache, path, AT_FIRST)
-    assert set(rows(path)) == {("A", f"b{number}.example") for number in range(280, 300)}
+        await save_cache(cache, saved, wall.runtime)
+    assert await names(saved) == {("A", f"b{number}.example") for number in range(40, 60)}
 
     # Nor is there a list without end of what a full disk does not take.
     for number in range(300):
         cache.keep_lookup(f"c{number}.example", "A", Lookup(("192.0.2.7",), 1000))
-    assert len(cache.take_changes(NOW_MS).rows) <= cache.most
+    assert len(cache.take_changes(NOW_MS).found) <= cache.most
 
 
-async def test_what_has_lapsed_is_taken_out_of_the_file(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
-) -> None:
-    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
-    cache.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 5))
-    await save_cache(cache, path, AT_FIRST)
-    cache.keep_lookup("c.example", "A", Lookup(("192.0.2.7",), 5000))
-    await save_cache(cache, path, at(NOW_MS + 6000))
-    assert set(rows(path)) == {("A", "c.example")}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'{"version": 1, "delegations": [], "lookups": []}',
-        b"\x00\xff",
-        b"CREATE TABLE theirs (x); ",
-        b"PRAGMA user_version = 1; ",
-        b"INSERT INTO entries VALUES ('A', 'b.example', 9, '{}'); ",
-        b"INSERT INTO entries VALUES ('A', 'b.example', 9, 'nonsense'); ",
-        b"INSERT INTO entries VALUES ('well_known', 'b.example', 9, '{\"server\": \"b c\",'"
-        b' || \'"refresh_at": 1, "expires_at": 1, "failures": 0, "text": "",\''
-        b" || '\"broken\": false}'); ",
-        b"INSERT INTO entries VALUES ('A', 'b.example', 9, '{\"values\": [], \"text\": \"\",'"
-        b' || \'"expires_at": 1' + b"0" * 400 + b"}'); ",
-    ],
-)
-async def test_a_bad_file_is_left_as_it_is_with_one_line_in_the_log(
-    tmp_path: Path, content: bytes
-) -> None:
-    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
-    if content.endswith(b"; "):
-        if content.startswith(b"INSERT"):
-            cache.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
-            await save_cache(cache, path, AT_FIRST)
-        with closing(sqlite3.connect(path)) as connection:
-            connection.executescript(content.decode().replace("INSERT", "INSERT OR REPLACE"))
-    else:
-        path.write_bytes(content)
-    before, after = path.read_bytes(), DiscoveryCache(10)
-    with structlog.testing.capture_logs() as logs:
-        await load_cache(after, path, AT_FIRST)
-    assert [(line["event"], line["file"]) for line in logs] == [
-        ("discovery_cache_ignored", str(path))
-    ]
-    assert after.delegation("b.example") is None
-    assert path.read_bytes() == before
-
-
-async def test_missing_file_is_nothing_to_talk_about_and_one_that_cannot_be_written_is(
-    tmp_path: Path,
+async def test_what_has_lapsed_is_taken_out_of_the_table(
+    autojump_clock: trio.testing.MockClock, wall: Wall, saved: SenderStore
 ) -> None:
     cache = DiscoveryCache(10)
+    cache.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 5))
+    await save_cache(cache, saved, wall.runtime)
+    cache.keep_lookup("c.example", "A", Lookup(("192.0.2.7",), 5000))
+    wall.now_ms += 60_000
+    await save_cache(cache, saved, wall.runtime)
+    assert await names(saved) == {("A", "c.example")}
+
+
+BAD = [
+    ("A", "{}"),
+    ("A", "nonsense"),
+    ("A", '{"values": [], "text": "", "expires_at": 1' + "0" * 400 + "}"),
+    ("well_known", '{"server": "b c", "refresh_at": 1, "expires_at": 1, "failures": 0}'),
+    ("well_known", "[" * 10_000),
+]
+
+
+async def test_a_bad_row_is_dropped_and_the_others_stand(
+    autojump_clock: trio.testing.MockClock, wall: Wall, saved: SenderStore
+) -> None:
+    cache = DiscoveryCache(10)
+    cache.keep_lookup("good.example", "A", Lookup(("192.0.2.7",), 5000))
+    await save_cache(cache, saved, wall.runtime)
+    bad = [
+        Discovered(kind, f"b{number}.example", NOW_MS + 4000_000, value)
+        for number, (kind, value) in enumerate(BAD)
+    ]
+    await saved.save_discoveries(bad, [], 100)
+    after = DiscoveryCache(10)
+    with structlog.testing.capture_logs() as logs:
+        await load_cache(after, saved, wall.runtime)
+    assert [(line["event"], line["count"]) for line in logs] == [("discoveries_dropped", len(BAD))]
+    assert len(after) == 1
+    assert after.lookup("good.example", "A") is not None
+
+
+class Away(Taken):
+    """A database that is away at first."""
+
+    away = True
+
+    async def discoveries(self, most: int) -> Sequence[Discovered]:
+        raise StoreError("it is away")
+
+    async def save_discoveries(
+        self, found: Sequence[Discovered], gone: Sequence[tuple[str, str]], most: int
+    ) -> None:
+        if self.away:
+            raise StoreError("it is away")
+        await super().save_discoveries(found, gone, most)
+
+
+async def test_a_database_that_is_away_keeps_no_daemon_from_its_start_and_gets_it_all_later(
+    wall: Wall,
+) -> None:
+    cache, away = DiscoveryCache(10), Away()
     cache.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
     with structlog.testing.capture_logs() as logs:
-        await load_cache(cache, tmp_path / "none.sqlite3", AT_FIRST)
-    assert logs == []
-    with structlog.testing.capture_logs() as logs:
-        await save_cache(cache, tmp_path / "missing" / "x.sqlite3", AT_FIRST)
-    assert [line["event"] for line in logs] == ["discovery_cache_not_saved"]
-    # It is written once it can be.
-    await save_cache(cache, tmp_path / "x.sqlite3", AT_FIRST)
-    assert set(rows(tmp_path / "x.sqlite3")) == {("A", "b.example")}
+        await load_cache(cache, away, wall.runtime)
+        await save_cache(cache, away, wall.runtime)
+    assert [line["event"] for line in logs] == ["discoveries_not_read", "discoveries_not_saved"]
+    away.away = False
+    await save_cache(cache, away, wall.runtime)
+    assert away.found == 1
+
+
+async def test_senders_that_share_a_database_have_their_own(
+    postgres: Databases, tmp_path: Path
+) -> None:
+    url = postgres.create_schema()
+    held = Discovered("A", "b.example", 2**50, "{}")
+
+    @asynccontextmanager
+    async def opened(instance: str) -> AsyncIterator[SenderStore]:
+        own = HomeserverSettings("embedded", instance, ("fed1", "fed2"))
+        settings = StoreConfig(own, f"sqlite:///{tmp_path}/{instance}.db", url, synchronous="OFF")
+        async with open_store(settings, real_runtime()) as store:
+            yield store.sender
+
+    async with opened("fed1") as one, opened("fed2") as two:
+        await one.save_discoveries([held], [], 1)
+        await two.save_discoveries([], [("A", "b.example")], 1)
+        assert await one.discoveries(9) == [held]
+        assert await two.discoveries(9) == []

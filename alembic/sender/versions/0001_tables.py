@@ -46,6 +46,20 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("destination"),
     )
     op.create_table(
+        "discoveries",
+        sa.Column("instance_name", sa.Text(), nullable=False, comment="whose look-up it was"),
+        sa.Column(
+            "kind", sa.Text(), nullable=False, comment="well_known, or the type of a DNS record"
+        ),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
+        sa.Column(
+            "value", sa.Text(), nullable=False, comment="JSON: see federation.discovery_cache"
+        ),
+        sa.PrimaryKeyConstraint("instance_name", "kind", "name"),
+    )
+    op.create_index("discoveries_expiry", "discoveries", ["instance_name", "expires_ms"])
+    op.create_table(
         "frozen_transactions",
         sa.Column("destination", sa.Text(), nullable=False),
         sa.Column("transaction_id", sa.Text(), nullable=False),
@@ -254,5 +268,6 @@ def downgrade() -> None:
     op.drop_table("instance_lock")
     op.drop_table("generation")
     op.drop_table("frozen_transactions")
+    op.drop_table("discoveries")
     op.drop_table("catch_ups")
     op.drop_table("catch_up_rooms")

@@ -1,6 +1,6 @@
 """The steps of `fedsender probe`: the way of an attempt, up to where a transaction would be sent.
 
-The client is the daemon's, by the daemon's configuration and its cache of discovery. This module
+The client is the daemon's, by the daemon's configuration. This module
 puts into words what it finds. No transaction is sent, and no file is written.
 """
 
@@ -182,8 +182,7 @@ async def _find(client: FederationClient, peer: Peer, policy: Policy, walk: _Wal
         walk.done(f"none: {delegation.text}")
     else:
         host, port = parse_server_name(delegation.server)
-        earlier = "the last request failed, and an earlier answer still holds"
-        walk.done(f"m.server is {delegation.server}", *[earlier] * bool(delegation.failures))
+        walk.done(f"m.server is {delegation.server}")
     lines = []
     if delegation is not None and port is None and not is_literal(host):
         for name in (f"{service}.{host.lower()}" for service in SRV_SERVICES):

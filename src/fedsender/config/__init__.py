@@ -407,6 +407,7 @@ _GONE: Final[Mapping[str, str]] = {
     "destinations.defaults.edus.to_device": "encryption needs them; remove it",
     "destinations.defaults.max_edus": "a transaction has the 100 that Matrix allows; remove it",
     "federation.connect_timeout": "it is ten seconds; remove it",
+    "federation.discovery_cache": "a table of sender_database has it; remove it, and the file",
     "federation.handshake_timeout": "it is 15 seconds; remove it",
     "federation.idle_connection": "a connection is closed after two minutes without use; remove it",
     "federation.max_answer_bytes": "an answer has 64 KiB, and 4 KiB more for each PDU; remove it",
@@ -531,7 +532,7 @@ _TEXTS: Final = ("signing_key", "private_key_file", "certificate_file")
 _OF_OUR_OWN: Final = ("token_file", "secret_file")
 _SQLITE: Final = "sqlite:///"
 _DATABASES: Final = ("sender_database", "database", "state_database")
-_KEPT: Final = ("sender_database", "discovery_cache")
+_KEPT: Final = ("sender_database",)
 """Files that we make for our user alone; one that is there keeps the mode it has."""
 
 

@@ -159,8 +159,6 @@ def _kept_in(state: Path, values: dict[str, Any]) -> dict[str, Any]:
     write to."""
     return {
         "sender_database": str(state / "fedsender.sqlite3"),
-        "federation": values.get("federation", {})
-        | {"discovery_cache": str(state / "discovery-cache.sqlite3")},
         "ledger": {"directory": str(state / "ledger")},
         "pipeline": {"lake": str(state / "lake"), "health": str(state / "health.sqlite3")},
     }

@@ -212,10 +212,6 @@ class Federation(Section):
     proxy: Proxy = Field(
         default_factory=Proxy, description="The HTTP proxy through which other servers are reached."
     )
-    discovery_cache: FilePath = Field(
-        default=Path("discovery-cache.sqlite3"),
-        description="File that keeps where other servers were found over a restart.",
-    )
     max_connections: int = Field(
         default=2500,
         ge=1,

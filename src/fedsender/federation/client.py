@@ -34,6 +34,7 @@ from fedsender.federation.discovery import (
 )
 from fedsender.federation.discovery_cache import (
     DiscoveryCache,
+    Saved,
     keep_saved,
     load_cache,
     save_cache,
@@ -147,11 +148,15 @@ async def open_client(
     server_name: str,
     keys: KeyRing | None,
     metrics: Metrics,
+    saved: Saved | None = None,
 ) -> AsyncIterator["FederationClient"]:
     """A client that sends as `server_name`, signing with the first of `keys`.
 
     At the end idle connections are closed and the cache of discovery is saved. A client without
-    keys only looks: it sends no transaction, and the file of the cache stays as it is.
+    keys only looks: it sends no transaction.
+
+    Args:
+        saved: where the cache of discovery outlives a restart; None: nowhere.
 
     Raises:
         ConfigError: the file with the proxy's password cannot be used.
@@ -161,18 +166,19 @@ async def open_client(
     # At the start, not when the first server has a name.
     public_suffixes()
     cache = client.discovery.cache
-    await load_cache(cache, config.discovery_cache, runtime)
+    if saved is not None:
+        await load_cache(cache, saved, runtime)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connections.watch, name="idle connections")
-            if keys is not None:
-                nursery.start_soon(keep_saved, cache, config.discovery_cache, runtime)
+            if saved is not None:
+                nursery.start_soon(keep_saved, cache, saved, runtime)
             yield client
             nursery.cancel_scope.cancel()
     finally:
-        if keys is not None:
+        if saved is not None:
             with trio.CancelScope(shield=True):
-                await save_cache(cache, config.discovery_cache, runtime)
+                await save_cache(cache, saved, runtime)
         await client.connections.close()
 
 

@@ -1,18 +1,13 @@
-"""The cache of server discovery: in memory, bounded, and in one file on disk.
+"""The cache of server discovery: in memory, bounded, and in a table of the sender's database.
 
-The file, an SQLite database, only saves a restarted daemon some ten thousand lookups. Changes are
-written to it in small steps. A file that cannot be read is ignored.
+The table only saves a restarted daemon some ten thousand lookups. Changes are written to it in
+small steps, once a minute.
 """
 
-import os
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import structlog
 import trio
@@ -21,6 +16,8 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import RecordType, Runtime
+from fedsender.store.engine import StoreError
+from fedsender.store.records import Discovered
 
 _log = structlog.get_logger()
 
@@ -30,7 +27,7 @@ _RETRY_REFRESH_S: Final = 120.0
 # Server-server API, "Resolving server names": errors are cached for up to an hour, and repeated
 # ones back off exponentially. What came before is remembered for as long again.
 ERROR_MAX_S: Final = 3600.0
-# Nothing lives longer; a file that says otherwise was written under another clock.
+# Nothing lives longer; a row that says otherwise was written under another clock.
 _LIFE_MAX_S: Final = 48 * 3600.0
 _SAVE_EVERY_S: Final = 60.0
 # Entries that are written in one step: some milliseconds of the loop.
@@ -40,7 +37,7 @@ SRV_SERVICES: Final = ("_matrix-fed._tcp", "_matrix._tcp")
 """The SRV services of a server, in the order to ask for them; the second is the deprecated one."""
 
 
-# Lookups and delegations are read back from a file.
+# Lookups and delegations are read back from the database.
 _CHECKED: Final = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -140,7 +137,7 @@ class DiscoveryCache:
 
     def __init__(self, entries: int) -> None:
         self.most = 2 * entries
-        # What differs from the file, the longest-known difference first.
+        # What differs from the database, the longest-known difference first.
         self._changed: dict[tuple[str, str], None] = {}
         self._delegations: TLRUCache[str, Delegation] = TLRUCache(
             entries, lambda _key, value, _now: value.expires_at, timer=trio.current_time
@@ -213,21 +210,21 @@ class DiscoveryCache:
         self._differs(_WELL_KNOWN, host)
         self._delegations.pop(host, None)
 
-    # What differs from the file
+    # What differs from the database
 
     @property
     def changed(self) -> bool:
-        """Whether any entry differs from the file."""
+        """Whether any entry differs from the database."""
         return bool(self._changed)
 
     def _differs(self, kind: str, name: str) -> None:
         self._changed[kind, name] = None
         if len(self._changed) > self.most:
-            # The file takes nothing. What it misses is looked up again.
+            # The database takes nothing. What it misses is looked up again.
             del self._changed[next(iter(self._changed))]
 
     def take_changes(self, now_ms: int) -> "Changes":
-        """Some differences from the file. A caller that cannot write them gives them back."""
+        """Some differences from the database. Who cannot write them gives them back."""
         offset = now_ms / 1000 - trio.current_time()
         changes = Changes([], [])
         for kind, name in list(islice(self._changed, _STEP)):
@@ -242,62 +239,57 @@ class DiscoveryCache:
                 continue
             filed = _moved(known, lambda at: at + offset)
             text = _ADAPTERS[type(filed)].dump_json(filed).decode()
-            changes.rows.append((kind, name, round(filed.expires_at * 1000), text))
+            expires_ms = round(filed.expires_at * 1000)
+            changes.found.append(Discovered(kind, name, expires_ms, text))
         return changes
 
     def give_back(self, changes: "Changes") -> None:
-        """Mark changes that could not be written as still different from the file."""
-        for kind, name in (*(row[:2] for row in changes.rows), *changes.gone):
+        """Mark changes that could not be written as still different from the database."""
+        for kind, name in (*(row[:2] for row in changes.found), *changes.gone):
             self._differs(kind, name)
 
-    def take_in(self, rows: "Sequence[Row]", now_ms: int) -> None:
-        """Remember the entries of a file; those that have lapsed drop out.
+    def take_in(self, found: Discovered, now_ms: int) -> bool:
+        """Remember a discovery of the database; returns False if it is of another form.
 
-        So do those that would live longer than any may: the wall clock was set back since.
-
-        Raises ValidationError.
+        One that has lapsed drops out. So does one that would live longer than any may: the wall
+        clock was set back since.
         """
         now = trio.current_time()
 
         def moment(wall_s: float) -> float:
             return now + wall_s - now_ms / 1000
 
-        for kind, name, expires_ms, text in rows:
-            if expires_ms - now_ms > _LIFE_MAX_S * 1000:
-                continue
-            if kind == _WELL_KNOWN:
-                delegation = _ADAPTERS[Delegation].validate_json(text)
-                self._delegations[name] = _moved(delegation, moment)
+        if found.expires_ms - now_ms > _LIFE_MAX_S * 1000:
+            return True
+        try:
+            if found.kind == _WELL_KNOWN:
+                delegation = _ADAPTERS[Delegation].validate_json(found.value)
+                self._delegations[found.name] = _moved(delegation, moment)
             else:
-                lookup = _ADAPTERS[Lookup].validate_json(text)
-                self._lookups[name, kind] = _moved(lookup, moment)
+                lookup = _ADAPTERS[Lookup].validate_json(found.value)
+                self._lookups[found.name, found.kind] = _moved(lookup, moment)
+        except ValidationError:
+            return False
+        return True
 
 
-# --- the file -------------------------------------------------------------------------------------
+# --- what outlives a restart ----------------------------------------------------------------------
 
-Row = tuple[str, str, int, str]
-"""Kind ("well_known" or a record type), name, expiry (ms since the epoch), and the rest in JSON."""
 
-_VERSION: Final = 2
-_SCHEMA: Final = f"""
-CREATE TABLE entries (
-    kind TEXT NOT NULL, name TEXT NOT NULL, expires_ms INTEGER NOT NULL, value TEXT NOT NULL,
-    PRIMARY KEY (kind, name)) WITHOUT ROWID;
-CREATE INDEX by_expiry ON entries (expires_ms);
-PRAGMA user_version = {_VERSION};
-"""
-# Removes what has expired; beyond a number of entries, also what expires first.
-_TOO_MANY: Final = """
-DELETE FROM entries WHERE expires_ms < ? OR expires_ms <
-    (SELECT expires_ms FROM entries ORDER BY expires_ms DESC LIMIT 1 OFFSET ?)
-"""
+class Saved(Protocol):
+    """The sender's database, as this cache uses it; both raise StoreError."""
+
+    async def discoveries(self, most: int) -> Sequence[Discovered]: ...
+    async def save_discoveries(
+        self, found: Sequence[Discovered], gone: Sequence[tuple[str, str]], most: int
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes of the file: entries to write, and entries to remove."""
+    """The changes of the database: discoveries to write, and those to remove by (kind, name)."""
 
-    rows: list[Row]
+    found: list[Discovered]
     gone: list[tuple[str, str]]
 
 
@@ -307,79 +299,46 @@ _ADAPTERS: Final[Mapping[type, TypeAdapter[Any]]] = {
 
 
 def _moved(known: Known, to: Callable[[float], float]) -> Known:
-    """The same entry with its times by another clock; in the file they are of the wall clock, s."""
+    """The same entry with its times by another clock; in the database they are of the wall's, s."""
     if isinstance(known, Delegation):
         known = replace(known, refresh_at=to(known.refresh_at))
     return replace(known, expires_at=to(known.expires_at))
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    """The database, made if there is none; raises OSError and sqlite3.Error."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    connection = sqlite3.connect(path)
+async def load_cache(cache: DiscoveryCache, saved: Saved, runtime: Runtime) -> None:
+    """Remember what was found before the start.
+
+    Nothing here can keep a daemon from its start: a row of another form is dropped, and so are all
+    of them if the database cannot be read now. The log says so once.
+    """
+    dropped = 0
     try:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if version == tables == 0:
-            connection.executescript(_SCHEMA)
-        elif version != _VERSION:
-            raise sqlite3.DatabaseError("it is a database of something else")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        rows = await saved.discoveries(cache.most)
+    except StoreError as error:
+        _log.warning("discoveries_not_read", reason=str(error))
+        return
+    for start in range(0, len(rows), _STEP):
+        for row in rows[start : start + _STEP]:
+            dropped += not cache.take_in(row, runtime.now_ms())
+        await trio.lowlevel.checkpoint()
+    if dropped:
+        _log.warning("discoveries_dropped", count=dropped, reason="rows of another form")
 
 
-def _read(path: Path, most: int) -> list[Row]:
-    if not path.exists():
-        return []
-    with closing(_open(path)) as connection:
-        query = "SELECT * FROM entries ORDER BY expires_ms DESC LIMIT ?"
-        return connection.execute(query, (most,)).fetchall()
-
-
-async def load_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
-    """Remember the entries of `path`. An unreadable file is left as it is, with a log line."""
-    try:
-        read = partial(_read, path, cache.most)
-        rows = await runtime.run_sync(read, limiter=trio.CapacityLimiter(1))
-        for start in range(0, len(rows), _STEP):
-            cache.take_in(rows[start : start + _STEP], runtime.now_ms())
-            await trio.lowlevel.checkpoint()
-    except (OSError, sqlite3.Error, ValidationError, TypeError, OverflowError) as error:
-        reason = "a row of another form" if isinstance(error, ValidationError) else str(error)
-        _log.warning("discovery_cache_ignored", file=str(path), reason=reason)
-
-
-def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
-    """Write these changes to `path`; False, with a line in the log: it failed."""
-    try:
-        with closing(_open(path)) as connection, connection:
-            connection.executemany(
-                "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", changes.rows
-            )
-            connection.executemany("DELETE FROM entries WHERE kind = ? AND name = ?", changes.gone)
-            connection.execute(_TOO_MANY, (now_ms, most - 1))
-    except (OSError, sqlite3.Error) as error:
-        _log.warning("discovery_cache_not_saved", file=str(path), reason=str(error))
-        return False
-    return True
-
-
-async def save_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
-    """Write the changes to `path`, in steps that do not block the loop."""
-    limiter = trio.CapacityLimiter(1)
+async def save_cache(cache: DiscoveryCache, saved: Saved, runtime: Runtime) -> None:
+    """Write the changes, in steps that do not block the loop."""
     while cache.changed:
-        now_ms = runtime.now_ms()
-        changes = cache.take_changes(now_ms)
-        write = partial(_write, path, changes, now_ms, cache.most)
-        if not await runtime.run_sync(write, limiter=limiter):
+        changes = cache.take_changes(runtime.now_ms())
+        try:
+            await saved.save_discoveries(changes.found, changes.gone, cache.most)
+        except StoreError as error:
             cache.give_back(changes)
+            _log.warning("discoveries_not_saved", reason=str(error))
             return
 
 
-async def keep_saved(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
-    """Write the changes to `path` once a minute, for ever."""
+async def keep_saved(cache: DiscoveryCache, saved: Saved, runtime: Runtime) -> None:
+    """Write the changes once a minute, for ever."""
     while True:
         await trio.sleep(_SAVE_EVERY_S)
-        await save_cache(cache, path, runtime)
+        await save_cache(cache, saved, runtime)

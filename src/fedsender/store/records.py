@@ -356,6 +356,22 @@ class CatchUp:
     rooms: Mapping[str, int]
 
 
+class Discovered(NamedTuple):
+    """Where a server was found, or an answer on the way there.
+
+    Attributes:
+        kind: "well_known", or the type of a DNS record.
+        name: the host.
+        expires_ms: in ms since the epoch.
+        value: the answer, as JSON.
+    """
+
+    kind: str
+    name: str
+    expires_ms: int
+    value: str
+
+
 @dataclass(frozen=True, slots=True)
 class Quarantined:
     """An item in quarantine.

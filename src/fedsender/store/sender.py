@@ -39,13 +39,20 @@ from fedsender.store.lock import InstanceLock, LockHeld, LockUnknown
 from fedsender.store.migrations import refuse_old_tables
 from fedsender.store.records import (
     CatchUp,
+    Discovered,
     FrozenManifest,
     FrozenRecord,
     Quarantined,
     Redelivery,
     StoredGeneration,
 )
-from fedsender.store.statements import in_chunks, insert_rows, replace_rows, select_rows
+from fedsender.store.statements import (
+    MAX_PARAMETERS,
+    in_chunks,
+    insert_rows,
+    replace_rows,
+    select_rows,
+)
 from fedsender.waiting import again, doubling
 
 MAX_REASON = 500
@@ -192,6 +199,50 @@ class SenderStore:
             .limit(limit)
         )
         return [FrozenManifest(*row) for row in connection.execute(query)]
+
+    # --- where servers were found -----------------------------------------------------------------
+
+    @reading
+    def discoveries(self, connection: Connection, most: int) -> list[Discovered]:
+        """Where this instance has found servers; the `most` that hold longest."""
+        table = tables.discoveries
+        query = (
+            select(table.c.kind, table.c.name, table.c.expires_ms, table.c.value)
+            .where(table.c.instance_name == self._instance)
+            .order_by(table.c.expires_ms.desc())
+            .limit(most)
+        )
+        return [Discovered(*row) for row in connection.execute(query)]
+
+    @writing
+    def save_discoveries(
+        self,
+        connection: Connection,
+        found: Sequence[Discovered],
+        gone: Sequence[tuple[str, str]],
+        most: int,
+    ) -> None:
+        """Store these discoveries, and delete those by (kind, name), and all that have expired.
+
+        `most`: of more than so many, those that expire first are deleted.
+        """
+        table, now_ms = tables.discoveries, self._now_ms()
+        ours = table.c.instance_name == self._instance
+        rows = [{"instance_name": self._instance, **each._asdict()} for each in found]
+        insert_rows(connection, table, rows, replacing=("expires_ms", "value"))
+        for chunk in in_chunks(gone, MAX_PARAMETERS // 2):
+            which = tuple_(table.c.kind, table.c.name).in_(chunk)
+            connection.execute(delete(table).where(ours, which))
+        last = (
+            select(table.c.expires_ms)
+            .where(ours)
+            .order_by(table.c.expires_ms.desc())
+            .limit(1)
+            .offset(most - 1)
+            .scalar_subquery()
+        )
+        over = or_(table.c.expires_ms < now_ms, table.c.expires_ms < last)
+        connection.execute(delete(table).where(ours, over))
 
     # --- server states ----------------------------------------------------------------------------
 

@@ -441,6 +441,16 @@ sender_list = Table(
     Column("instance_name", Text, primary_key=True),
     Column("place", Integer, nullable=False, comment="in the list by which all senders last ran"),
 )
+discoveries = Table(
+    "discoveries",
+    sender,
+    Column("instance_name", Text, primary_key=True, comment="whose look-up it was"),
+    Column("kind", Text, primary_key=True, comment="well_known, or the type of a DNS record"),
+    Column("name", Text, primary_key=True),
+    Column("expires_ms", BigInteger, nullable=False),
+    Column("value", Text, nullable=False, comment="JSON: see federation.discovery_cache"),
+    Index("discoveries_expiry", "instance_name", "expires_ms"),
+)
 instance_lock = Table(
     "instance_lock",
     sender,
