@@ -8,13 +8,14 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
-from fedsender.sender.sender import MARKS_EVERY_S
+from fedsender.sender.sender import MARKS_EVERY_S, SWEEP_EVERY_S
 from fedsender.store.homeserver import MARKS_LATE_S, MAX_UNWRITTEN
 from fedsender_lab.simulation.daemon_life import disk_full
 
@@ -89,6 +90,28 @@ async def test_answers_of_a_moment_are_written_together(
         await trio.sleep(MARKS_EVERY_S)
         assert stored(world.directory) == stored(world.directory, B) == token
         assert commits.count("homeserver: before commit") == 1
+
+
+async def test_an_idle_daemon_does_not_wake_to_write_nothing(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world.run() as sender:
+        token = await five_answers(world)
+        await trio.sleep(MARKS_EVERY_S)
+        assert stored(world.directory) == token
+        store, writes = type(sender.context.homeserver), list[object]()
+        real = store.write_marks
+
+        async def write_marks(*args: Any) -> None:
+            writes.append(args)
+            await real(*args)
+
+        monkeypatch.setattr(store, "write_marks", write_marks)
+        await trio.sleep(3600)
+        assert len(writes) <= 3600 / SWEEP_EVERY_S + 1
+        token = await world.say(R, "at last")
+        await trio.sleep(MARKS_EVERY_S + 1)
+        assert stored(world.directory) == token
 
 
 async def test_a_segment_stays_open_until_its_answers_are_written(

@@ -296,8 +296,9 @@ class Sender:
             await self.context.homeserver.write_marks()
 
     async def write_marks_for_ever(self) -> None:
-        """Write the marks that answers have moved, many at once."""
+        """Write the marks that answers have moved, many at once; nobody wakes for none."""
         while True:
+            await self.context.homeserver.until_unwritten()
             await trio.sleep(MARKS_EVERY_S)
             await self.context.homeserver.write_marks()
 

@@ -62,6 +62,7 @@ from fedsender.store.statements import (
     select_rows,
     upsert,
 )
+from fedsender.waiting import Signal
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
@@ -153,6 +154,7 @@ class HomeserverStore(ABC):
         self.warnings: Sequence[str] = ()
         self._marks: dict[str, Mark] = {}
         self._marks_since = 0.0
+        self._marked = Signal()
         # Our events position is between these: two values while it is not known what was committed.
         self._left: frozenset[int] = frozenset()
         self._era = 0
@@ -756,7 +758,13 @@ class HomeserverStore(ABC):
         if len(outbox_ids) > MAX_UNWRITTEN:
             return False
         self._marks[destination] = Mark(lsso, tuple(outbox_ids), written)
+        self._marked.set()
         return True
+
+    async def until_unwritten(self) -> None:
+        """Wait until effects of an answer are in memory only. One task at a time may wait."""
+        while not self._marks:
+            await self._marked.wait()
 
     def unwritten(self, destination: str) -> Mark | None:
         """The effects of the destination's answers that are in memory only; None: all is stored."""
