@@ -705,6 +705,7 @@ class WireChecks:
         """The daemon's wall clock is set ahead by so much from now on."""
         self._ledger.catch_up()
         self._observed.set_by_ms = set_by_ms
+        self._observed.clock_was_set = True
         self._observed.counts["clocks set"] += 1
 
     def broken(self, server: str, rule: str, text: str) -> None:

@@ -224,6 +224,7 @@ class Observations:
         secrets: texts that may stand in no log line and in no line of the ledger.
         disk_full: the ledger takes no lines at present.
         set_by_ms: how far the daemon's wall clock was set ahead.
+        clock_was_set: whether it was set since the daemon's last start.
         lock: the room that is locked at present, if any is.
         failover: the one that the daemon has not noticed yet, if there is any.
         anew_at: when (virtual seconds) it last began anew: attempts of before are void.
@@ -253,6 +254,7 @@ class Observations:
     secrets: tuple[bytes, ...] = ()
     disk_full: bool = False
     set_by_ms: int = 0
+    clock_was_set: bool = False
     lock: RoomLock | None = None
     failover: Failover | None = None
     anew_at: float = -1.0

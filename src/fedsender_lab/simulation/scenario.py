@@ -154,12 +154,16 @@ class Scenario:
 
     def _has_opened(self, number: int) -> None:
         self._opened.advance(number)
+        self._observed.clock_was_set = False
         self._has_begun_anew()
 
     def _has_begun_anew(self) -> None:
         self._observed.calm_since = trio.current_time() + CALM_AFTER_S
         assert self._nursery is not None
-        self._nursery.start_soon(self._watch_start, StartCheck(self._observed))
+        # A life that begins anew waits by the steady clock that it has had from its start, and what
+        # is due is found by the wall clock here.
+        if not self._observed.clock_was_set:
+            self._nursery.start_soon(self._watch_start, StartCheck(self._observed))
 
     async def _watch_start(self, check: StartCheck) -> None:
         """Until something comes in between that excuses it (I8)."""
