@@ -10,8 +10,11 @@ from tests.sender.harness import EPOCH_MS, Request, World, answer
 from trio.testing import MockClock
 
 from fedsender.federation.answer import Answer
-from fedsender.sender.failure import ServerState
+from fedsender.runtime import SteadyClock
+from fedsender.sender.destination import AttemptTimer
+from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState
 from fedsender.sender.isolation import Search
+from fedsender.waiting import Alarms
 
 A = "a.example"
 ROOM = "!r:hs.example"
@@ -173,3 +176,17 @@ async def test_a_pause_ends_when_it_was_to_end(
             await trio.sleep(until - trio.current_time() + 30)
     assert server.got == ["one"]
     assert server.attempts == pytest.approx([until], abs=20)
+
+
+async def test_a_destination_that_is_made_anew_keeps_the_gap_after_a_failure(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """Also where nothing was to be waited for, as after an item's quarantine (I5)."""
+    clock = SteadyClock(World(tmp_path).runtime)
+    failed_at, failed_ms = trio.current_time(), clock.now_ms()
+    state = ServerState(
+        A, failing_since_ms=failed_ms, last_attempt_ms=failed_ms, next_attempt_ms=failed_ms
+    )
+    await trio.sleep(0.4)
+    timer = AttemptTimer(state, clock, Alarms())
+    assert timer.not_before == pytest.approx(failed_at + MIN_GAP_SECONDS, abs=0.002)

@@ -110,7 +110,7 @@ class AttemptTimer(Alarm):
         self._failed_at = -math.inf
         if not state.healthy and state.last_attempt_ms is not None:
             self._failed_at = min(now, self._from_ms(state.last_attempt_ms))
-        self.not_before = now + state.wait_s(clock.now_ms())
+        self.not_before = max(now + state.wait_s(clock.now_ms()), self._failed_at + MIN_GAP_SECONDS)
         self._hastened = False
         self._news = False
         self._signal = Signal()
