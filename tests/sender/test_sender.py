@@ -14,6 +14,7 @@ from fedsender.embedded.facts import ServersRow
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
 from fedsender.matrix import Pdu
+from fedsender.sender.destination import Destination
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Router
 from fedsender.store.homeserver import HomeserverStore
@@ -413,6 +414,37 @@ async def test_the_step_that_offers_an_event_finds_out_no_sites(
 
     assert steps.most == 1
     assert all(world.servers[name].got == ["one"] for name in servers)
+
+
+async def test_thousands_of_destinations_are_not_made_between_offers(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event to 10,000 servers that are not in memory made them all in one step of 0.4 s."""
+    monkeypatch.setattr("fedsender.sender.registry.MADE_AT_ONCE", 10)
+    made, offering = [], False
+    make, offer = Destination.__init__, Registry.offer
+
+    def note_made(destination: Destination, name: str, *args: Any, **values: Any) -> None:
+        made.append((name, offering))
+        make(destination, name, *args, **values)
+
+    def note_offer(registry: Registry, *args: Any, **values: Any) -> None:
+        nonlocal offering
+        offering = True
+        offer(registry, *args, **values)
+        offering = False
+
+    monkeypatch.setattr(Destination, "__init__", note_made)
+    monkeypatch.setattr(Registry, "offer", note_offer)
+    servers = [f"s{number}.example" for number in range(40)]
+    async with world.run():
+        await world.join(R1, *servers)
+        await world.say(R1, "one")
+        await settle()
+
+    assert all(world.servers[name].got == ["one"] for name in servers)
+    assert [name for name, offered in made if offered] == []
+    assert len(made) == 40
 
 
 async def test_a_server_never_reached_gets_all_it_is_owed(

@@ -239,6 +239,7 @@ class FanOut:
             for server in self._without(item):
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
+        await self._registry.make_ready(first)
         async with self.handing_over:
             newest = rows[-1].event_id if rows else None
             gone_rooms, aside, again = await self._commit(position, owed, first, routed, newest)

@@ -42,6 +42,8 @@ log = structlog.get_logger()
 NEVER = math.inf
 """The time at which a paused or parked server is due, unless its pause ends by itself."""
 NOTHING_OWED = "nothing is owed to it"
+MADE_AT_ONCE = 500
+"""Destinations that a step of the fan-out may make between its offers, in 20 ms of CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +318,19 @@ class Registry:
         self._context.receipts_unsaved.set()
         nursery.start_soon(self._supervise, destination, name=f"destination {server}")
         return destination
+
+    async def make_ready(self, servers: Iterable[str]) -> None:
+        """Make the destinations that these servers lack, in steps, if that takes long.
+
+        They are about to be offered an event, and between offers nothing may wait. Whoever is
+        behind stays so.
+        """
+        lack = [server for server in servers if server not in self.active]
+        if len(lack) <= MADE_AT_ONCE or not self.complete.is_set():
+            return
+        async for server in self._context.runtime.turns.with_breaks(lack):
+            if server not in self._behind:
+                self.reach(server, kind=Kind.PDUS)
 
     def _wait_with_s(self, server: str, kind: Kind | None) -> float:
         """Seconds for which an item that has just come for a server behind has to wait.
