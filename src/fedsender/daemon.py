@@ -59,9 +59,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-GARBAGE_AFTER = (5_000, 4, 12)
-"""Thresholds of the garbage collector: 5,000 new objects take a few MB at most, and surviving
-objects are searched again before there are a quarter of a million of them."""
+GARBAGE_AFTER = (5_000, 4, 4)
+"""Thresholds of the garbage collector: 5,000 new objects take a few MB at most, and no search is of
+more than some 100,000 objects."""
+ALL_GARBAGE_EVERY_S = 3600.0
 FEED_PATIENCE_S = 30.0
 LOCK_RENEWAL_S = 5.0
 WRITE_DOWN_S = 15.0
@@ -250,16 +251,32 @@ async def watch_lag(metrics: Metrics) -> None:
         metrics.sample(trio.current_time())
 
 
-def collect_less_often() -> None:
-    """Have Python's garbage collector search for cycles less often than after 700 new objects.
+def collect_in_steps() -> None:
+    """Have Python's garbage collector search for cycles seldom, and in what is new only.
 
     A transaction makes hundreds of objects, hardly any of them in cycles, and the search took one
-    tenth of the CPU time. Objects of the imports stay for ever: they are neither searched nor
-    counted. If they were counted, a full search would wait until garbage is a quarter of all.
+    tenth of the CPU time. Whoever has survived a full search is not searched again before
+    `collect_all_garbage`: with thousands of servers in memory each full search held the loop for
+    half a second.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GARBAGE_AFTER)
+    if _freeze_survivors not in gc.callbacks:
+        gc.callbacks.append(_freeze_survivors)
+
+
+def _freeze_survivors(phase: str, info: dict[str, int]) -> None:
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
+
+
+async def collect_all_garbage() -> None:
+    """Search all objects, once an hour for ever: some cycles die after they survived a search."""
+    while True:
+        await trio.sleep(ALL_GARBAGE_EVERY_S)
+        gc.unfreeze()
+        gc.collect()
 
 
 async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
@@ -285,7 +302,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
         log.warning("environment_proxy_unused", variables=unused)
     use_few_arenas()
     raise_file_limit(of_daemon(config.federation, config.sending).files)
-    collect_less_often()
+    collect_in_steps()
     signals = Signals(config.sending.drain + WRITE_DOWN_S)
     async with signals.heard(notifier):
         await _run_until_told(_Run(path, runtime, notifier, signals), config)
@@ -347,6 +364,7 @@ async def _run_until_told(run: _Run, config: Config) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(give_memory_back, run.runtime.run_sync)
                 nursery.start_soon(watch_lag, daemon.metrics)
+                nursery.start_soon(collect_all_garbage)
                 nursery.start_soon(_announce_ready, daemon, run.notifier, ready)
                 nursery.start_soon(_reload_when_told, run, daemon, endpoints, ready)
                 await run.signals.stop.wait()

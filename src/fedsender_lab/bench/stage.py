@@ -19,7 +19,7 @@ import trio
 import yaml
 
 from fedsender.config import Config, from_values
-from fedsender.daemon import Daemon, collect_less_often, open_core
+from fedsender.daemon import Daemon, collect_in_steps, open_core
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import store_config, upgrade_databases
 from fedsender_lab.bench.homeserver import SERVER_NAME, encode_seed
@@ -171,7 +171,7 @@ async def open_stage(
         rooms: what the homeserver tells of first.
         settings: sections of the configuration that are not to have their defaults.
     """
-    collect_less_often()
+    collect_in_steps()
     runtime = real_runtime()
     seed = encode_seed(runtime.entropy(32))
     with tempfile.TemporaryDirectory(prefix="fedsender-bench-") as name:

@@ -1,0 +1,65 @@
+"""Python's garbage collector, as the daemon has it work: without a long stop of the loop."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from fedsender.daemon import (
+    ALL_GARBAGE_EVERY_S,
+    GARBAGE_AFTER,
+    collect_all_garbage,
+    collect_in_steps,
+)
+
+
+@pytest.fixture
+def in_steps() -> Iterator[None]:
+    before, callbacks = gc.get_threshold(), list(gc.callbacks)
+    collect_in_steps()
+    yield
+    gc.callbacks[:] = callbacks
+    gc.set_threshold(*before)
+
+
+class Ring:
+    """Only a search frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_no_search_is_of_all_that_is_kept(in_steps: None) -> None:
+    searched: list[int] = []
+
+    def note(phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            searched.append(len(gc.get_objects()))
+
+    gc.callbacks.insert(0, note)
+    kept = [[number] for number in range(500_000)]
+    gc.callbacks.remove(note)
+
+    first, second, third = GARBAGE_AFTER
+    assert len(searched) > 10
+    assert max(searched) < 2 * first * second * third + first
+    assert len(kept) == 500_000
+
+
+async def test_once_an_hour_what_has_survived_a_search_is_searched_again(
+    in_steps: None, autojump_clock: MockClock
+) -> None:
+    ring = Ring()
+    gone = weakref.ref(ring)
+    gc.collect()
+    del ring
+    gc.collect()
+    assert gone() is not None
+
+    with trio.move_on_after(ALL_GARBAGE_EVERY_S + 1):
+        await collect_all_garbage()
+
+    assert gone() is None
