@@ -1,6 +1,7 @@
 """W13: an item that a server refuses is found and taken out of the way; a server's own fault is no
-item's. The rule by itself is in `test_search.py`."""
+item's. The rule by itself is in `test_isolation_search.py`."""
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -521,3 +522,23 @@ async def test_what_waited_beside_an_acquitted_edu_goes_on_at_once(
     assert len(server.requests) > 7
     said = [edu["content"]["message_id"] for request in server.answered for edu in request.edus]
     assert set(said) == set(map(str, range(60)))
+
+
+async def test_who_refuses_far_more_than_it_answers_is_not_asked_once_a_second(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """An answer now and then must not buy a server all our attempts."""
+    asked = itertools.count(1)
+    async with world.run():
+        server = await begin(world)
+        server.reply = lambda request: answer(400 if next(asked) % 6 else 200, {})
+        for number in range(30):
+            await world.say(R1, str(number))
+        began = len(server.requests)
+        await trio.sleep(180)
+        attempts = len(server.requests) - began
+        server.reply = ok
+        await trio.sleep(3600)
+
+    assert attempts <= 70
+    assert {str(number) for number in range(30)} <= set(server.got)

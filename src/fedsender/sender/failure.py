@@ -664,8 +664,8 @@ def _kind_waits(
 ) -> Decision:
     """The next step of this search follows: a few at once in a row, then after growing waits (I5).
 
-    An answer to an item of this kind begins that anew. The server has no wait of its own, so that
-    the other kind can go on.
+    An answer to an item of this kind gives back some of the first, and begins the others anew. The
+    server has no wait of its own, so that the other kind can go on.
     """
     verdict, now_ms = failed.verdict, failed.now_ms
     state = _failed(state, verdict, now_ms)

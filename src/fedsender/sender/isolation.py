@@ -54,6 +54,9 @@ AHEAD: Final = 100
 again."""
 OTHERS: Final = 3
 """How many other items are refused, and none answered, before the server counts as at fault."""
+ANSWER_IS_WORTH: Final = 3
+"""So many refusals without a wait an answer gives back. Whoever refuses more often than that has us
+wait, although it answers now and then."""
 CLIMB_MS: Final = 30 * 60_000
 """The time until a larger transaction is tried than the size that works, in ms."""
 STEP: Final = 1.5
@@ -124,8 +127,8 @@ class Search:
         alone: whether there is no other item; the next one that comes is tried at once.
         full: whether the suspect is convicted, but quarantine has no room for it.
         ahead: events that were answered out of turn, and must not be sent again in turn.
-        quick, waits, since_ms: refusals since the last answer that no wait followed, those that one
-            did, and the time of the first of these.
+        quick: refusals that no wait followed; an answer gives back some.
+        waits, since_ms: those since the last answer that one followed, and the time of the first.
         set_ms, next_ms: when the present wait was set, and its end.
     """
 
@@ -264,7 +267,7 @@ class Search:
         ahead = self.ahead + tuple(mark for mark in marks if mark not in self.ahead)
         search = replace(
             self.hastened(),
-            quick=0,
+            quick=max(0, self.quick - ANSWER_IS_WORTH),
             waits=0,
             since_ms=None,
             alone=False,
