@@ -25,7 +25,7 @@ def config(directory: Path, senders: Sequence[str]) -> Config:
         "instance_name": "s1",
         "signing_key": "signing.key",
         "homeserver": {"federation_sender_instances": list(senders)},
-        "feed": {"kind": "relay", "relay": {"address": "unix:/nowhere.sock", "name": "s1"}},
+        "feed": {"kind": "relay", "relay": {"address": "unix:/nowhere.sock"}},
     }
     return from_values(values, directory=directory)
 
