@@ -259,11 +259,17 @@ def collect_in_steps() -> None:
     `collect_all_garbage`: with thousands of servers in memory each full search held the loop for
     half a second.
     """
-    gc.collect()
-    gc.freeze()
+    _search_all()
     gc.set_threshold(*GARBAGE_AFTER)
     if _freeze_survivors not in gc.callbacks:
         gc.callbacks.append(_freeze_survivors)
+
+
+def _search_all() -> None:
+    gc.collect()
+    gc.freeze()
+    # The next full search comes after a quarter of what the last one has left: of nothing, now.
+    gc.collect()
 
 
 def _freeze_survivors(phase: str, info: dict[str, int]) -> None:
@@ -276,7 +282,7 @@ async def collect_all_garbage() -> None:
     while True:
         await trio.sleep(ALL_GARBAGE_EVERY_S)
         gc.unfreeze()
-        gc.collect()
+        _search_all()
 
 
 async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
