@@ -196,7 +196,7 @@ class Seats(Generic[K, T]):
         return [(key, each.holder) for some in self._resting for key, each in some.items()]
 
     def get(self, key: K) -> T | None:
-        """Whoever rests under this key."""
+        """Return the holder that rests under this key; None: none does."""
         resting = self._resting[0].get(key) or self._resting[1].get(key)
         return None if resting is None else resting.holder
 
@@ -228,7 +228,7 @@ class Seats(Generic[K, T]):
             self._make_room(None)
 
     def use(self, key: K) -> T | None:
-        """Whoever rests under this key; it works from now on."""
+        """Have the holder that rests under this key work from now on; None: none rests there."""
         resting = self._resting[0].pop(key, None) or self._resting[1].pop(key, None)
         if resting is None:
             return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.replication.parts import rows, tokens, words
 
 from fedsender.replication.commands import (
     BadLine,
@@ -213,19 +214,6 @@ def test_rows_are_compact_and_escaped() -> None:
 
 # --- fuzz -----------------------------------------------------------------------------------------
 
-words = st.text(
-    st.characters(codec="utf-8", exclude_characters=" \n\r", exclude_categories=["Zs", "Cc"]),
-    min_size=1,
-    max_size=20,
-)
-tokens = st.integers(-(2**63) + 1, 2**63 - 1)
-rows = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
 old_commands = st.one_of(
     st.builds(Server, words),
     st.builds(Ping, words),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.replication.parts import rows, tokens, words
 
 from fedsender.replication.commands import (
     SPOKEN,
@@ -105,19 +106,6 @@ def test_command_that_is_no_line_is_not_sent(command: Command) -> None:
         SPOKEN.format(command)
 
 
-words = st.text(
-    st.characters(codec="utf-8", exclude_characters=" \n\r", exclude_categories=["Zs", "Cc"]),
-    min_size=1,
-    max_size=20,
-)
-tokens = st.integers(-(2**63) + 1, 2**63 - 1)
-rows = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
 commands = st.one_of(
     st.just(Replicate()),
     st.builds(Position, words, words, tokens, tokens),
