@@ -238,6 +238,28 @@ async def test_long_body_arrives_whole_and_the_connection_stays(tmp_path: Path) 
         connection.close()
 
 
+async def test_long_body_stands_in_memory_once() -> None:
+    """Servers that come back together have hundreds of long bodies on their way."""
+    ours, theirs = memory_connection()
+    body, written = b"x" * 4_000_000, 0
+
+    async def read() -> None:
+        nonlocal written
+        while not written or written < len(body):
+            written += len(await theirs.receive_some(65_536))
+        await theirs.send_all(response())
+
+    tracemalloc.start()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await put(Connection(ours), body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < len(body) / 2
+
+
 async def test_an_exchange_leaves_nothing_to_search_for(tmp_path: Path) -> None:
     """Its objects go at once; those of a thousand exchanges would fill memory until the search."""
 

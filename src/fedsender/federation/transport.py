@@ -309,16 +309,16 @@ class Connection:
         self.sent = self.heard = False
         if not self.reusable:
             raise ExchangeFailed("closed", "the connection is closed")
-        request = request_head(method, target, lines, body) + (body or b"")
+        head = request_head(method, target, lines, body)
         self.reusable = False
         reader = ResponseReader(bounds)
         try:
             self.sent = True
-            if len(request) <= _LISTEN_WHILE_WRITING_BYTES:
-                await self.stream.send_all(request)
+            if body is None or len(body) <= _LISTEN_WHILE_WRITING_BYTES:
+                await self.stream.send_all(head + (body or b""))
                 await self._read(reader, memory)
             else:
-                await self._converse(request, reader, memory)
+                await self._converse(head, body, reader, memory)
         except trio.BrokenResourceError as error:
             raise ExchangeFailed("closed", f"the connection broke: {reason(error)}") from error
         except trio.ClosedResourceError as error:
@@ -340,8 +340,10 @@ class Connection:
         self.reusable = False
         close_now(self.stream)
 
-    async def _converse(self, request: bytes, reader: ResponseReader, memory: AnswerMemory) -> None:
-        """Listen while writing."""
+    async def _converse(
+        self, head: bytes, body: bytes, reader: ResponseReader, memory: AnswerMemory
+    ) -> None:
+        """Listen while writing. Hundreds do so at once: the body is not copied behind its head."""
         written = False
         failure: ExchangeFailed | trio.BrokenResourceError | trio.ClosedResourceError | None = None
 
@@ -349,7 +351,8 @@ class Connection:
             nonlocal written
             # What broke while writing shows to the reader, who may still find the answer to why.
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await self.stream.send_all(request)
+                await self.stream.send_all(head)
+                await self.stream.send_all(body)
                 written = True
 
         async with trio.open_nursery() as nursery:
