@@ -18,7 +18,7 @@ from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Sending
 from fedsender.config.sections import Ledger
 from fedsender.federation import answer, client, dialing, discovery, places, transport
-from fedsender.http import access, http1
+from fedsender.http import server
 from fedsender.replication import resp
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
@@ -175,19 +175,19 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"up to {isolation.WITNESSES} of them; at most {QUARANTINE_LIMIT:,} items of one server",
         f"1 in {1 / isolation.CHANCE:,.0f}",
         f"fewer than {LEAST_SECRET} characters",
-        f"{http1.OPERATORS.connections} connections, HTTP/1.1 only; headers of"
-        f" {http1.HEAD_BYTES // kib} KiB within {http1.HEAD_SECONDS:.0f} s; a body of"
-        f" {http1.OPERATORS.body_bytes // mib} MiB within {access.BODY_SECONDS:.0f} s;"
-        f" {http1.OPERATORS.requests} requests with a token at once,"
-        f" {access.REQUEST_SECONDS:.0f} s each, with {access.LARGE_BYTES // mib} MiB of bodies"
-        f" beyond the first {access.SMALL_BODY // kib} KiB of each;"
-        f" {http1.SEND_SECONDS:.0f} s to read each 64 KiB",
+        f"{server.OPERATORS.connections} connections, HTTP/1.1 only; headers of"
+        f" {server.HEAD_BYTES // kib} KiB within {server.HEAD_SECONDS:.0f} s; a body of"
+        f" {server.OPERATORS.body_bytes // mib} MiB within {server.BODY_SECONDS:.0f} s;"
+        f" {server.OPERATORS.requests} requests with a token at once,"
+        f" {server.REQUEST_SECONDS:.0f} s each, with {server.LARGE_BYTES // mib} MiB of bodies"
+        f" beyond the first {server.SMALL_BODY // kib} KiB of each;"
+        f" {server.SEND_SECONDS:.0f} s to read each 64 KiB",
         f"| {page.SESSION_SECONDS // 3600} h, in memory alone;",
         f"There are {page.MAX_SESSIONS}; one more",
         f"{page.WRONG_TOKENS} within {page.WRONG_SECONDS:.0f} s",
         f"| {page.LOGIN_BYTES // kib} KiB, compared",
-        f"a drain waits {http1.GRACE_SECONDS:.0f} s",
-        f"a `Host` of any name; at most {http1.PROBES.connections} connections",
+        f"a drain waits {server.GRACE_SECONDS:.0f} s",
+        f"a `Host` of any name; at most {server.PROBES.connections} connections",
         f"lines of {MAX_LINE_BYTES // kib} KiB, Redis replies of"
         f" {resp.MAX_BULK // mib} MiB, {line_server.MAX_CONNECTIONS} clients",
     ):

@@ -55,7 +55,7 @@ from fedsender.telemetry import Metrics, configure_logging, note_start
 from fedsender.waiting import again
 
 if TYPE_CHECKING:
-    from fedsender.http.serving import Admin
+    from fedsender.http.server import Admin
 
 log = structlog.get_logger()
 
@@ -415,7 +415,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
     append endpoint's certificate. A file that cannot be used changes nothing.
     """
 
-    from fedsender.http.serving import read_files
+    from fedsender.http.server import read_files
 
     def read() -> tuple[Config, Sequence[SigningKey]]:
         newer = load(run.path)

@@ -39,7 +39,7 @@ from fedsender.embedded.facts import (
     MAX_ROWS,
     RoomServers,
 )
-from fedsender.http.access import MAX_PARTS
+from fedsender.http.server import MAX_PARTS
 from fedsender.streams import Json
 
 T = TypeVar("T")

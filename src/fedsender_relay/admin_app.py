@@ -11,16 +11,8 @@ from starlette.responses import Response
 
 from fedsender.admin.client import PREFIX
 from fedsender.config import Config
-from fedsender.http.application import (
-    DESCRIBED,
-    Body,
-    Error,
-    Refusal,
-    json_answer,
-    new_app,
-    not_found,
-)
-from fedsender.http.serving import Admin, serve_app
+from fedsender.http.application import DESCRIBED, Body, Error, json_answer, new_app
+from fedsender.http.server import Admin, Refusal, not_found, serve_app
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.telemetry import EXPOSITION_TYPE

@@ -18,7 +18,7 @@ from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
 from fedsender.embedded.endpoint import serve_intake
 from fedsender.embedded.facts import Elsewhere
-from fedsender.http.serving import Admin, read_files
+from fedsender.http.server import Admin, read_files
 from fedsender.limits import OF_RELAY, raise_file_limit
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.signals import Signals

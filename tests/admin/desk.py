@@ -15,8 +15,7 @@ from fedsender.admin.context import AdminContext
 from fedsender.admin.page import Page
 from fedsender.config import Policies
 from fedsender.federation.signing import KeyRing, signing_key_from_seed
-from fedsender.http.access import Doorkeeper
-from fedsender.http.serving import Admin
+from fedsender.http.server import Admin, Doorkeeper
 from fedsender.streams import FeedStatus
 
 TOKEN = "the admin token"

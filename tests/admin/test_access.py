@@ -14,8 +14,14 @@ from tests.sender.harness import World
 from trio.testing import MockClock
 
 from fedsender.admin.app import OPENAPI_PATH, description
-from fedsender.http.access import BODY_SECONDS, LARGE_BYTES, SMALL_BODY, Doorkeeper
-from fedsender.http.http1 import OPERATORS, Bounds
+from fedsender.http.server import (
+    BODY_SECONDS,
+    LARGE_BYTES,
+    OPERATORS,
+    SMALL_BODY,
+    Bounds,
+    Doorkeeper,
+)
 from fedsender.streams import FeedStatus
 
 GUARDED = (

@@ -12,9 +12,8 @@ from trio.testing import MockClock
 from fedsender.admin import probes
 from fedsender.daemon import LAG_EVERY_S, watch_lag
 from fedsender.federation.answer import Answer
-from fedsender.http.access import Doorkeeper
 from fedsender.http.application import new_app
-from fedsender.http.http1 import PROBES
+from fedsender.http.server import PROBES, Doorkeeper
 from fedsender.telemetry import Metrics
 
 A, B = "a.example", "b.example"

@@ -16,8 +16,7 @@ from trio.testing import MockClock
 
 from fedsender.admin import display, page
 from fedsender.console import safe
-from fedsender.http.access import Doorkeeper
-from fedsender.http.http1 import OPERATORS
+from fedsender.http.server import OPERATORS, Doorkeeper
 
 FILES = ("/", "/page.css", "/page.js", "/icon.svg")
 PROTECTED = f"{OURS}/destinations"

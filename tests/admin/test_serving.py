@@ -18,7 +18,7 @@ from tests.sender.harness import World
 
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.config import ConfigError, TcpAddress, UnixAddress
-from fedsender.http.serving import Admin, read_files
+from fedsender.http.server import Admin, read_files
 from fedsender.runtime import real_runtime
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fedsender.admin.context import AdminContext
     from fedsender.admin.page import Page
-    from fedsender.http.serving import Admin
+    from fedsender.http.server import Admin
 
 __all__ = ["open_admin"]
 
@@ -28,8 +28,7 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
         CannotListen: the address cannot be listened on; an OSError.
     """
     # Here, because the command line only needs the client.
-    from fedsender.http.http1 import PROBES
-    from fedsender.http.serving import serve_app
+    from fedsender.http.server import PROBES, serve_app
 
     def make_app() -> "FastAPI":
         from fedsender.admin.app import build_app

@@ -13,7 +13,7 @@ import trio
 from fedsender.admin.bodies import MAX_SERVERS, Servers
 from fedsender.admin.context import AdminContext
 from fedsender.admin.display import AGES, many
-from fedsender.http.application import bad_param, not_found
+from fedsender.http.server import bad_param, not_found
 from fedsender.matrix import matches
 from fedsender.sender.debts import Debt
 from fedsender.sender.failure import ServerState

@@ -37,7 +37,8 @@ from fedsender.admin.overview import Overview, overview
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
-from fedsender.http.application import Error, Refusal, not_found
+from fedsender.http.application import Error
+from fedsender.http.server import Refusal, not_found
 from fedsender.sender.operations import UNKNOWN, Freed
 from fedsender.store.records import Quarantined
 from fedsender.telemetry import Standing

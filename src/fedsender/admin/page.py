@@ -19,7 +19,7 @@ import structlog
 import trio
 from starlette.types import Message, Scope, Send
 
-from fedsender.http.application import Refusal
+from fedsender.http.server import Refusal
 
 log = structlog.get_logger()
 

@@ -23,17 +23,8 @@ from fedsender.embedded.facts import (
 )
 from fedsender.embedded.feedback import BadCursor, Cursor, Feedback, Gap
 from fedsender.embedded.intake import MAX_APPENDS, Append, Busy, Intake, ReservationGone, Waiting
-from fedsender.http.application import (
-    Body,
-    Error,
-    Refusal,
-    bad_param,
-    json_answer,
-    new_app,
-    not_found,
-)
-from fedsender.http.http1 import Bounds
-from fedsender.http.serving import Admin, MakeTls, serve_app
+from fedsender.http.application import Body, Error, json_answer, new_app
+from fedsender.http.server import Admin, Bounds, MakeTls, Refusal, bad_param, not_found, serve_app
 from fedsender.runtime import Runtime
 
 PREFIX: Final = "/_fedsender/intake/v1"

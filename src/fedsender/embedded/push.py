@@ -45,7 +45,7 @@ from fedsender.streams import FeedStatus, Json
 
 if TYPE_CHECKING:
     from fedsender.config import Config
-    from fedsender.http.serving import Admin
+    from fedsender.http.server import Admin
     from fedsender.ledger import Ledger
     from fedsender.sender.registry import Progress
 

@@ -1,7 +1,6 @@
-"""What the applications share: bodies that are checked, answers, and errors of one kind."""
+"""What the applications behind the server share: checked bodies, answers, errors of one kind."""
 
 from collections.abc import Mapping
-from typing import Final
 
 import orjson
 from fastapi import FastAPI, Request, Security
@@ -12,8 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fedsender import version
-
-_LONGEST: Final = 500
+from fedsender.http.server import Refusal, error_body
 
 
 class Error(BaseModel):
@@ -21,40 +19,6 @@ class Error(BaseModel):
 
     errcode: str = Field(description="Machine-readable, as in the Matrix specification.")
     error: str = Field(description="One sentence for people.")
-
-
-class Refusal(Exception):
-    """The request is refused.
-
-    Attributes:
-        more: further fields of the answer; `retry_after_ms` is also in its head, in seconds.
-    """
-
-    def __init__(
-        self, status: int, errcode: str, error: str, more: Mapping[str, object] | None = None
-    ) -> None:
-        super().__init__(error)
-        self.status = status
-        self.errcode = errcode
-        self.error = error
-        self.more = more or {}
-
-
-def bad_param(error: str) -> Refusal:
-    """A parameter has a value that cannot be used."""
-    return Refusal(400, "M_INVALID_PARAM", error)
-
-
-def not_found(error: str) -> Refusal:
-    """There is no such thing."""
-    return Refusal(404, "M_NOT_FOUND", error)
-
-
-def error_body(errcode: str, error: str, more: Mapping[str, object] | None = None) -> bytes:
-    """The answer's body."""
-    # A request may hold lone surrogates, and texts about it repeat them.
-    text = error[:_LONGEST].encode(errors="backslashreplace").decode()
-    return orjson.dumps({"errcode": errcode, "error": text, **(more or {})})
 
 
 def json_answer(value: object, status: int = 200) -> Response:
@@ -119,12 +83,12 @@ class Body(BaseModel):
         return value
 
 
-# For the description only: `access` has checked the token before any of this runs.
+# For the description only: the doorkeeper has checked the token before any of this runs.
 DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admin.token_file."))]
 
 
 def new_app(title: str, summary: str, openapi_url: str, context: object) -> FastAPI:
-    """An application without endpoints; each of its errors is one of `refusal`.
+    """An application without endpoints; each of its errors is answered as a `Refusal`.
 
     Args:
         context: the objects that its endpoints use, as `app.state.context`; None: it can only be

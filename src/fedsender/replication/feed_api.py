@@ -19,7 +19,7 @@ from fedsender.waiting import BeginAnew, again, doubling
 
 if TYPE_CHECKING:
     from fedsender.config import Config
-    from fedsender.http.serving import Admin
+    from fedsender.http.server import Admin
     from fedsender.ledger import Ledger
     from fedsender.sender.registry import Progress
     from fedsender.telemetry import Metrics

@@ -11,7 +11,7 @@ import trio
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trio.testing import MockClock, lockstep_stream_pair
 
-from fedsender.http.http1 import (
+from fedsender.http.server import (
     GRACE_SECONDS,
     HEAD_BYTES,
     HEAD_SECONDS,
