@@ -63,7 +63,7 @@ def job(
     that no other job can come in between.
     """
     from fedsender_pipeline.ingest import rows_to_read, rows_to_work_on
-    from fedsender_pipeline.session import SMALL_ROWS, showing, spark_session
+    from fedsender_pipeline.session import showing, spark_session
 
     with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
         if name in ("health", "run"):
@@ -81,12 +81,7 @@ def job(
         else:
             rows = lake.rows() + unread
         with steps.step("starting Spark"):
-            # The first run over a few rows may be the only one.
-            goes_on = lake.position("audit") >= 0 or rows is None or rows > SMALL_ROWS
-            session = spark_session(
-                *(loaded.pipeline.spark, name, lake.directory, rows),
-                archives=steps if name == "run" and goes_on else None,
-            )
+            session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
             spark = stack.enter_context(session)
         yield spark, lake, loaded, steps
 
@@ -367,35 +362,23 @@ def _day(text: str | None) -> datetime.date | None:
 
 
 @app.command()
-def health(
-    config: ConfigFile,
-    follow: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=1, max=86_400, help="Go on, looking that often."),
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
+def health(config: ConfigFile, as_json: AsJson = False) -> int:
     """Compute the health of the servers from the ledger, for the daemon."""
     from fedsender_pipeline import health as module
     from fedsender_pipeline.ledger_lines import read_ledger
 
-    with job("health", config, writes=follow is None) as (spark, lake, loaded, steps):
-        if follow is None:
-            read_ledger(spark, lake, loaded.ledger.directory, steps)
-        told = module.health(spark, lake, loaded, steps, every_seconds=follow)
-        if follow is not None:
-            say(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
-            return DONE
+    with job("health", config, writes=True) as (spark, lake, loaded, steps):
+        read_ledger(spark, lake, loaded.ledger.directory, steps)
+        known = module.health(spark, lake, loaded, steps)
         with steps.spark("the week, and what is usual", spark):
             level = module.service_level(spark, lake)
             today = module.last_24_hours(*module.recent_hours(spark, lake))
             worse = module.worse(spark, lake, today)
     week, unusual = asdict(level), [asdict(each) for each in worse]
-    counts = {"servers": told.servers, "ill": told.ill}
     say_answer(
-        counts | {"service_level": week, "worse_than_usual": unusual},
+        asdict(known) | {"service_level": week, "worse_than_usual": unusual},
         as_json,
-        f"{told.servers} servers, of which {told.ill} ill",
+        f"{known.servers} servers, of which {known.ill} ill",
         f"this week {level}",
         *(f"worse than usual: {each}" for each in worse),
     )
@@ -506,16 +489,16 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     with job("run", config, ingests=True) as (spark, lake, loaded, steps):
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)
-        well = health_module.health(spark, lake, loaded, steps)
+        known = health_module.health(spark, lake, loaded, steps)
         path = (output or lake.directory / "report.html").absolute()
         report_module.report(spark, lake, loaded, steps, path)
         if loaded.pipeline.textfile is not None:
             write_textfile(loaded.pipeline.textfile, loaded, lake, found.counts)
     answer = {"ingest": asdict(told), "audit": found.as_json(), "report": str(path)}
     say_answer(
-        answer | {"health": {"servers": well.servers, "ill": well.ill}},
+        answer | {"health": asdict(known)},
         as_json,
         f"{told.events} events, {told.attempts} attempts taken in; {found.expected} deliveries"
-        f" expected, {found.missing} missing; {well.ill} of {well.servers} servers ill; {path}",
+        f" expected, {found.missing} missing; {known.ill} of {known.servers} servers ill; {path}",
     )
     return WRONG if found.missing else DONE

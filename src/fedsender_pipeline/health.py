@@ -5,17 +5,13 @@ times are KLL sketches, which Spark merges for any window. A day with new attemp
 and whole, so a job that is repeated changes nothing.
 
 `fedsender pipeline health` writes one small SQLite file for the daemon (`fedsender.health`), out of
-those rows. With `--follow` a Spark stream goes on with the lines of the ledger that the lake has
-not read. It keeps no state of its own: after a kill the next start begins with the lake again. So
-every line counts exactly once.
+those rows.
 """
 
 import datetime
 import math
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +25,10 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.config import Config
 from fedsender.files import draft_of
 from fedsender.health import SCHEMA, VERSION
-from fedsender.segments import segments
-from fedsender_pipeline import PipelineError, latest_ms, ledger_lines, ledger_source, schemas
+from fedsender_pipeline import latest_ms, ledger_lines, schemas
 from fedsender_pipeline.lake import Lake, in_days
 from fedsender_pipeline.schemas import FAILURES
-from fedsender_pipeline.session import Steps, kept
+from fedsender_pipeline.session import Steps
 
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
@@ -347,43 +342,25 @@ def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
 # --- the file for the daemon ----------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Absorbed:
-    """The counts of a run; `batches`: of the stream."""
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The number of servers in the file, and of those that are ill."""
 
-    batches: int = 0
-    servers: int = 0
-    ill: int = 0
+    servers: int
+    ill: int
 
 
-def health(
-    spark: SparkSession,
-    lake: Lake,
-    config: Config,
-    steps: Steps,
-    *,
-    every_seconds: float | None = None,
-) -> Absorbed:
+def health(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Known:
     """Bring the tables up to date, and write the file.
 
-    Args:
-        every_seconds: then follow the ledger, looking that often, until interrupted; None: end.
-
     Raises:
-        PipelineError: the ledger cannot be read, or another job writes to the lake.
+        Busy: another job writes to the lake.
     """
-    ledger, path = config.ledger.directory, config.pipeline.health
-    if not ledger.is_dir():
-        raise PipelineError(f"ledger.directory: {ledger}: is not a directory")
-    told = Absorbed()
     with steps.spark("health", spark) as step:
         update(spark, lake)
-        state = _recent(spark, lake)
-        newest_ms = _write(state, path, told)
-        if every_seconds is not None:
-            _follow(spark, lake, config, state, newest_ms, told, every_seconds)
-        step.say(f"{told.servers:,} servers, {told.ill:,} ill")
-    return told
+        known = _write(_recent(spark, lake), config.pipeline.health)
+        step.say(f"{known.servers:,} servers, {known.ill:,} ill")
+    return known
 
 
 def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
@@ -392,47 +369,6 @@ def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
     rows = days_of(spark, lake, schemas.HEALTH, 1).drop("day")
     before = before.drop("day").withColumn("hour_ms", F.lit(0).cast("bigint"))
     return rows.unionByName(before).where(OF_SERVERS)
-
-
-def _follow(
-    spark: SparkSession,
-    lake: Lake,
-    config: Config,
-    state: DataFrame,
-    newest_ms: int,
-    told: Absorbed,
-    every_seconds: float,
-) -> None:
-    """Add the lines that the lake does not have, and those that come, until interrupted."""
-    ledger = config.ledger.directory
-    there = {path.stem for path in segments(ledger)}
-    read = ledger_lines.bytes_read(lake)
-    after = {name: size for name, size in read.items() if name in there}
-
-    def absorb(batch: DataFrame, _number: int) -> None:
-        nonlocal state, newest_ms
-        lines = ledger_lines.parsed_text(batch).where("why is null").dropDuplicates(["line"])
-        new = hours(ledger_lines.attempts_of(lines)).drop("day")
-        rows = _of_a_day(state, newest_ms).unionByName(new)
-        state = kept(merged(rows, "server", "hour_ms"))
-        newest_ms = _write(state, config.pipeline.health, told)
-        told.batches += 1
-
-    with tempfile.TemporaryDirectory(prefix="fedsender-health-") as checkpoint:
-        query = (
-            ledger_source.following(spark, ledger, after)
-            .writeStream.foreachBatch(absorb)
-            .option("checkpointLocation", f"file://{checkpoint}")
-            .trigger(processingTime=f"{every_seconds} seconds")
-            .start()
-        )
-        # A signal that breaks into a question to Java spoils the connection for the next one.
-        with ThreadPoolExecutor(1) as waiting:
-            ended = waiting.submit(query.awaitTermination)
-            try:
-                ended.result()
-            except KeyboardInterrupt:
-                query.stop()
 
 
 def _of_a_day(rows: DataFrame, newest_ms: int) -> DataFrame:
@@ -446,8 +382,8 @@ def _of_a_day(rows: DataFrame, newest_ms: int) -> DataFrame:
     )
 
 
-def _write(state: DataFrame, path: Path, told: Absorbed) -> int:
-    """Replace the file by one of these rows; return the time of the newest attempt, in ms."""
+def _write(state: DataFrame, path: Path) -> Known:
+    """Replace the file by one of these rows."""
     row = state.agg(F.max("last_ms").alias("newest")).first()
     newest_ms: int = (row and row["newest"]) or 0
     rows = _of_a_day(state, newest_ms)
@@ -458,8 +394,7 @@ def _write(state: DataFrame, path: Path, told: Absorbed) -> int:
     )
     found = servers.collect()
     _replace(path, found, {"version": VERSION, "newest_ms": newest_ms})
-    told.servers, told.ill = len(found), sum(row["ill_ms"] is not None for row in found)
-    return newest_ms
+    return Known(len(found), sum(row["ill_ms"] is not None for row in found))
 
 
 def _replace(path: Path, servers: Iterable[tuple[Any, ...]], meta: dict[str, int]) -> None:

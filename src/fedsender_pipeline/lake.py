@@ -42,7 +42,7 @@ from fedsender.files import DRAFT, LONGEST_JOB_S, flush, replaced
 from fedsender.runtime import real_runtime
 from fedsender_pipeline import Busy, PipelineError, Usage
 from fedsender_pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
-from fedsender_pipeline.session import CHECKPOINTS, CLASSES, LOG_NAME
+from fedsender_pipeline.session import CHECKPOINTS, LOG_NAME
 
 MANIFEST: Final = "MANIFEST.json"
 
@@ -558,7 +558,7 @@ def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
-        known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, CLASSES, LOG_NAME, *TABLES}
+        known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, LOG_NAME, *TABLES}
         strange = sorted(
             path.name
             for path in directory.iterdir()

@@ -196,16 +196,11 @@ def _copied(path: Path, size: int, directory: Path) -> Path:
 
 
 def parsed(spark: SparkSession, paths: Iterable[Path]) -> DataFrame:
-    """Every line: its text, segment and fields, and `why` it is invalid (null: it is valid)."""
-    text = spark.read.text([url(path) for path in paths], lineSep="\n")
-    return parsed_text(text.select("value", F.col("_metadata.file_name").alias("segment")))
-
-
-def parsed_text(text: DataFrame) -> DataFrame:
-    """As `parsed`, for lines (value) with a known segment.
+    """Every line: its text, segment and fields, and `why` it is invalid (null: it is valid).
 
     `ms` is at most `latest_ms`; `is_early`: the line has a later time.
     """
+    text = spark.read.text([url(path) for path in paths], lineSep="\n")
     latest = latest_ms()
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "corrupt"}
@@ -213,7 +208,8 @@ def parsed_text(text: DataFrame) -> DataFrame:
     unknown = "map_filter(from_json(value, 'MAP<STRING, STRING>'), (name, value) -> "
     unknown += "array_contains(strange, name))"
     return (
-        text.where("value != ''")
+        text.select("value", F.col("_metadata.file_name").alias("segment"))
+        .where("value != ''")
         .withColumn("fields", F.from_json("value", f"{schema}, corrupt STRING", options))
         .selectExpr("value", "segment", "md5(value) as line", "fields.*", f"{strange} as strange")
         .withColumn("unknown_fields", F.expr(f"if(size(strange) > 0, to_json({unknown}), null)"))

@@ -7,9 +7,7 @@ no job of ours needs. Spark's standard error goes to a file from the first line 
 that it writes, also in /tmp, are for our user alone.
 """
 
-import hashlib
 import logging
-import math
 import os
 import re
 import shutil
@@ -18,13 +16,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import pyspark
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark import SparkContext
 from pyspark.errors import PySparkException
@@ -32,7 +28,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from fedsender.config import Spark
 from fedsender.console import say
-from fedsender.files import own_directory, put
+from fedsender.files import own_directory
 from fedsender_pipeline import PipelineError, Usage
 
 if TYPE_CHECKING:
@@ -43,8 +39,6 @@ OLDEST_JAVA: Final = 17
 LOG_NAME: Final = "spark.log"
 CHECKPOINTS: Final = "checkpoints"
 """The directory, below the lake's, for what `kept` writes on a cluster."""
-CLASSES: Final = "java"
-"""The directory, below the lake's, for the archive of classes (`ClassArchive`)."""
 _LOG_BYTES: Final = 10 * 2**20
 _VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
 
@@ -105,12 +99,7 @@ _SMALL: Final = {
 
 @contextmanager
 def spark_session(
-    spark: Spark,
-    job: str,
-    directory: Path,
-    rows: int | None = None,
-    *,
-    archives: "Steps | None" = None,
+    spark: Spark, job: str, directory: Path, rows: int | None = None
 ) -> Iterator[SparkSession]:
     """A session that ends with the body.
 
@@ -118,10 +107,8 @@ def spark_session(
 
     Args:
         rows: the rows that the job reads, about; None: not known.
-        directory: the lake's, for `spark.log`, checkpoints and classes; a large log is first kept
-            as `spark.log.1`.
-        archives: shows how an archive of Java's classes is written at the end; None: none is. See
-            `ClassArchive`.
+        directory: the lake's, for `spark.log` and checkpoints; a large log is first kept as
+            `spark.log.1`.
 
     Raises:
         Usage: there is no Java.
@@ -130,21 +117,13 @@ def spark_session(
     """
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     log = directory / LOG_NAME
-    with _java(log, wanted=not submitted) as java, _noise_in(log), ExitStack() as stack:
+    with _java(log, wanted=not submitted), _noise_in(log):
         settings = dict(_EVERYWHERE) if submitted else settings_for(spark, rows)
-        archive = None
-        # We add to our own options alone, and have some on this machine alone.
-        if java is not None and _JAVA_OPTIONS in settings.keys() - spark.settings.keys():
-            archive = ClassArchive(java, directory / CLASSES, log, settings["spark.driver.memory"])
-            settings[_JAVA_OPTIONS] += stack.enter_context(archive.mapped(archives))
         try:
             session = _start(job, None if submitted else spark.master, settings)
         except (PySparkException, OSError) as error:
             raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
         try:
-            if archive is not None and archives is not None:
-                jvm: Any = session.sparkContext._jvm
-                archive.classpath = jvm.java.lang.System.getProperty("java.class.path")
             with _checkpoints(session, directory / CHECKPOINTS):
                 yield session
         except (PySparkException, Py4JError, ConnectionError) as error:
@@ -256,13 +235,10 @@ def _last_words(log: Path) -> str:
 
 
 @contextmanager
-def _java(log: Path, *, wanted: bool) -> Iterator[Path | None]:
-    """Set the environment in which Spark finds Java and Python, while the body runs.
-
-    Yields what `find_java` has found; None: it is not wanted.
-    """
+def _java(log: Path, *, wanted: bool) -> Iterator[None]:
+    """Set the environment in which Spark finds Java and Python, while the body runs, if wanted."""
     if not wanted:
-        yield None
+        yield
         return
     java = find_java(os.environ)
     with suppress(FileNotFoundError):
@@ -273,107 +249,7 @@ def _java(log: Path, *, wanted: bool) -> Iterator[Path | None]:
         write_wrapper(Path(home), java, log)
         # Where no name is given, Spark's workers would run the first python3 on the PATH.
         with _environment(JAVA_HOME=home, PYSPARK_PYTHON=sys.executable):
-            yield java
-
-
-_KEPT_S: Final = 30 * 86_400
-"""The age at which an archive is written anew: the run that wrote it may have used few classes."""
-_LONGEST_WRITE_S: Final = 600
-_PLAIN: Final = re.compile(r"[\w./-]+", re.ASCII)
-"""A path in which neither Spark nor Java takes a character for another thing."""
-_QUIET: Final = "-XX:+DisplayVMOutputToStderr -Xlog:disable"
-"""Standard output is the job's."""
-
-
-class ClassArchive:
-    """The classes of Spark, loaded and checked, in a file that a later Java maps.
-
-    Thousands of classes are up to a fifth of the CPU of an hourly run. The name of a file has a key
-    of Java and Spark, and the file's size, as one that was cut off would end Java. An empty file
-    says that Java could not write one. Without an archive a job only takes longer.
-
-    Attributes:
-        classpath: Java's, to be set while it runs.
-    """
-
-    def __init__(self, java: Path, directory: Path, log: Path, memory: str) -> None:
-        """`memory`: the heap for writing, such as "2g"."""
-        self.classpath = ""
-        self._java = java
-        self._directory = directory
-        self._log = log
-        self._memory = memory
-
-    @contextmanager
-    def mapped(self, steps: "Steps | None" = None) -> Iterator[str]:
-        """Java's options while the body runs.
-
-        Args:
-            steps: if there is no archive of this month, Java notes its classes meanwhile, and one
-                is written after the body, as a step; None: never.
-        """
-        if not _PLAIN.fullmatch(str(self._directory)):
-            yield ""
-            return
-        option, names, key = "", None, ""
-        with ExitStack() as stack:
-            with suppress(OSError):
-                key = self._key()
-                age_s, size, path = self._newest(key)
-                if size:
-                    option = f"SharedArchiveFile={path}"
-                if steps is not None and age_s > _KEPT_S:
-                    self._directory.mkdir(mode=0o700, exist_ok=True)
-                    own = stack.enter_context(own_directory(self._directory / "draft"))
-                    names = own / "names"
-                    option = f"DumpLoadedClassList={names}"
-            yield option and f" {_QUIET} -XX:{option}"
-            if names is not None and steps is not None:
-                with steps.step("classes for later jobs"):
-                    self._write(key, names)
-
-    def _key(self) -> str:
-        spark = os.environ.get("SPARK_HOME") or os.path.dirname(pyspark.__file__)
-        of = (self._java.resolve(), Path(spark) / "jars")
-        said = repr([(str(path), path.stat().st_mtime_ns) for path in of])
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-    def _newest(self, key: str) -> tuple[float, int, Path | None]:
-        """The age in seconds, the size and the path of the newest file with this key."""
-        found: list[tuple[float, int, Path | None]] = []
-        for path in self._directory.glob(f"{key}.*"):
-            there = path.stat()
-            if path.suffix == f".{there.st_size}" and there.st_uid == os.geteuid():
-                found.append((time.time() - there.st_mtime, there.st_size, path))
-        return min(found, default=(math.inf, 0, None))
-
-    def _write(self, key: str, names: Path) -> None:
-        """Write an archive of the classes with these names.
-
-        Whoever interrupts it loses nothing: the job is done.
-        """
-        draft = names.with_name("archive")
-        command = [str(self._java), *_QUIET.split(), "-Xlog:all=error:stderr", "-Xshare:dump"]
-        command += ["-XX:+UseSerialGC", f"-Xmx{self._memory}", "-cp", self.classpath]
-        command += [f"-XX:SharedClassListFile={names}", f"-XX:SharedArchiveFile={draft}"]
-        with suppress(OSError, KeyboardInterrupt), self._log.open("ab") as log:
-            try:
-                limit = _LONGEST_WRITE_S
-                done = subprocess.run(command, stdout=log, stderr=log, timeout=limit, check=False)
-                code = done.returncode
-            except subprocess.TimeoutExpired:
-                code = 1
-            if code < 0:
-                return  # Java was killed, say for lack of memory: the next run tries again.
-            if code > 0:
-                draft.unlink(missing_ok=True)
-            draft.touch()
-            path = self._directory / f"{key}.{draft.stat().st_size}"
-            put(draft, path)
-            for other in self._directory.glob(f"{'[0-9a-f]' * 16}.*"):
-                is_old = time.time() - other.stat().st_mtime > _KEPT_S
-                if other != path and (is_old or other.stem == key):
-                    other.unlink()
+            yield
 
 
 def write_wrapper(home: Path, java: Path, log: Path) -> None:

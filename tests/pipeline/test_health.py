@@ -28,7 +28,7 @@ from fedsender_pipeline.health import (
     LEAST,
     SHOWN,
     USUAL_DAYS,
-    Absorbed,
+    Known,
     last_24_hours,
     recent_hours,
     service_level,
@@ -46,7 +46,7 @@ START_MS = NOW_MS - NOW_MS % HOUR_MS
 A, B = "a.example", "b.example"
 
 
-def run(spark: "SparkSession", lake: Lake, directory: Path) -> Absorbed:
+def run(spark: "SparkSession", lake: Lake, directory: Path) -> Known:
     """As the command does it."""
     ingest_ledger(spark, lake, directory)
     with showing(quiet=True) as steps:
@@ -77,8 +77,7 @@ def test_the_lake_and_the_lines_behind_it_count_once(spark: "SparkSession", tmp_
     write(ledger, "f.b.000001.jsonl", *first, first[0], "{torn\n")
     write(ledger, "f.b.000002.open", attempt(A, 59), '{"v": 2, "ms": 17')
     ingest_ledger(spark, lake, tmp_path)
-    told = run(spark, lake, tmp_path)
-    assert (told.batches, told.servers, told.ill) == (0, 2, 1)
+    assert run(spark, lake, tmp_path) == Known(servers=2, ill=1)
     assert rows(tmp_path, COUNTED) == [(A, 11, 11, None), (B, 4, 1, 2)]
     found = read_health(tmp_path / "health.sqlite3", START_MS)
     # The other line of B took 56 ms, as that of A in the open segment did.

