@@ -3,7 +3,7 @@
 import datetime
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
-from fedsender.console import Mistake, safe, say, say_answer, say_json, say_text, show
+from fedsender.console import Mistake, safe, say, say_answer, say_text, show
 from fedsender_pipeline import Busy, PipelineError, Usage
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from fedsender.config import Config
     from fedsender_pipeline.lake import Lake
-    from fedsender_pipeline.plan import Plan
     from fedsender_pipeline.session import Steps
 
 BUSY: Final = os.EX_TEMPFAIL
@@ -140,11 +139,6 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
         f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
         f" from {told.segments} segments, {told.rejects} lines rejected"
     ]
-    if told.from_sender:
-        lines.append(
-            f"{told.from_sender} events by the sender's word alone: the relay has not got them"
-            " (any more); ingest more often than it lets segments go"
-        )
     if told.unknown_fields:
         lines.append(f"{told.unknown_fields} lines have fields that this version does not know")
     say_answer({"position": position, **asdict(told)}, as_json, *lines)
@@ -383,65 +377,6 @@ def health(config: ConfigFile, as_json: AsJson = False) -> int:
         *(f"worse than usual: {each}" for each in worse),
     )
     return DONE
-
-
-@app.command()
-def plan(
-    config: ConfigFile,
-    names: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,...", help="These senders; else one to eight of them."),
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
-    """Show the load of each sender in another list of senders, and the servers that would move."""
-    from fedsender_pipeline import plan as module
-
-    chosen = None if names is None else module.checked_names(names)
-    with job("plan", config) as (spark, lake, loaded, steps):
-        now = module.current_names(loaded)
-        wanted = (
-            [module.names_for(number, now) for number in range(1, module.MOST_SHARDS + 1)]
-            if chosen is None
-            else [chosen]
-        )
-        with steps.spark("plans", spark):
-            made = module.plans(module.loads(spark, lake), wanted, now)
-    if as_json:
-        for one in made:
-            say_json(asdict(one) | {"yaml": one.as_yaml()})
-    else:
-        _show_plans(made)
-    return DONE
-
-
-def _show_plans(made: "Sequence[Plan]") -> None:
-    if len(made) > 1:
-        say(f"{'senders':>7} {'worst':>24} {'share':>7} {'even':>7} {'servers moving':>14}")
-        for each in made:
-            share = max(shard.share for shard in each.shards)
-            even = 1 / len(each.shards)
-            number = len(each.shards)
-            say(f"{number:>7} {each.worst:>24} {share:>7.1%} {even:>7.1%} {each.moving:>14}")
-        say("")
-        say("`--names A,B,...` shows the load of each, and who moves.")
-        for each in made:
-            senders = "1 sender" if len(each.shards) == 1 else f"{len(each.shards)} senders"
-            say_text(f"\n# {senders}: in every sender's configuration\n---\n{each.as_yaml()}")
-        return
-    (only,) = made
-    say(f"{'sender':>24} {'servers':>8} {'attempts':>10} {'events':>10} {'MiB':>8} {'busy s':>8}")
-    for shard in only.shards:
-        say(
-            f"{shard.name:>24} {shard.servers:>8} {shard.attempts:>10} {shard.pdus:>10}"
-            f" {shard.bytes / 2**20:>8.1f} {shard.busy_ms / 1000:>8.1f} {shard.share:>7.1%}"
-        )
-    say(f"the worst is {only.worst}; {only.moving} servers move")
-    for server, before, after in only.moves:
-        say(f"  {server}: {before} -> {after}")
-    if only.moving > len(only.moves):
-        say(f"  and {only.moving - len(only.moves)} more")
-    say_text(f"\n# in every sender's configuration\n{only.as_yaml()}")
 
 
 ReportFile = Annotated[

@@ -6,7 +6,7 @@ least as new. The last step derives the servers that should get each event.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -26,7 +26,6 @@ from fedsender_pipeline.database import (
 )
 from fedsender_pipeline.intervals import NEWER_INTERVALS
 from fedsender_pipeline.lake import Commit, Lake
-from fedsender_pipeline.relay_source import open_relay_source
 from fedsender_pipeline.session import Steps
 from fedsender_pipeline.vacuum import vacuum
 
@@ -45,13 +44,12 @@ MOST_NEWER: Final = 200_000
 
 @dataclass(slots=True)
 class Ingested(ledger_lines.Read):
-    """The counts of a run, in rows; `from_sender`: events that the relay does not have."""
+    """The counts of a run, in rows."""
 
     events: int = 0
     state_groups: int = 0
     state_members: int = 0
     room_servers: int = 0
-    from_sender: int = 0
     snapshots: dict[str, int] = field(default_factory=dict)
 
 
@@ -88,8 +86,7 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
     homeserver, rate = config.homeserver, config.pipeline.rows_per_second
     main_url = database_url(homeserver.database, homeserver.database_password_file)
     with open_source(main_url, "homeserver", rate) as main:
-        with _rooms(lake, main, config, steps, told) as rooms:
-            HomeserverReader(lake, rooms, config, steps, told, spark).read()
+        HomeserverReader(lake, main, config, steps, told, spark).read()
         read_snapshots(lake, main, "homeserver", steps, told)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
     with open_source(own_url, "sender", rate) as own:
@@ -100,22 +97,6 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
         files = vacuum(lake, config.pipeline.keep)
         step.say(f"{files.merged:,} merged, {files.files:,} now")
     return told
-
-
-@contextmanager
-def _rooms(
-    lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested
-) -> Iterator[Source]:
-    """The source of events and of the servers of rooms: the homeserver's database, or a relay's."""
-    if config.pipeline.relay is None:
-        yield main
-        return
-    instance = config.instance_name
-    url = database_url(config.pipeline.relay, config.pipeline.relay_password_file)
-    with open_relay_source(lake, url, main, instance, steps) as opened:
-        source, followed = opened
-        told.from_sender = followed.from_sender
-        yield source
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-from pyspark.sql import Column, DataFrame, SparkSession, Window, WindowSpec
+from pyspark.sql import DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
@@ -43,22 +43,6 @@ _HEX_DIGITS_OF_SHA256: Final = 64
 def server_of(user: str) -> str:
     """The part behind an identifier's first colon, as SQL; null if none (`matrix.server_of`)."""
     return f"if({user} like '%:%', nullif(substr({user}, instr({user}, ':') + 1), ''), null)"
-
-
-def shard_of(server: Column, shards: int) -> Column:
-    """The index of the sender that handles a server, equal to `matrix.shard_of`.
-
-    It is all 32 bytes of the SHA-256 as one little-endian number, modulo `shards`, computed byte by
-    byte, so that no number is too large for a column.
-    """
-    if shards < 1:
-        raise ValueError("no sender to choose from")
-    digest = F.sha2(server, 256)
-    index = F.lit(0).cast("bigint")
-    for place in range(_HEX_DIGITS_OF_SHA256 // 2):
-        byte = F.conv(F.substring(digest, 2 * place + 1, 2), 16, 10).cast("bigint")
-        index = index + byte * pow(256, place, shards)
-    return (index % shards).cast("int")
 
 
 def sent_to(rows: DataFrame, config: Config) -> DataFrame:

@@ -129,8 +129,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 STAGING: Final = "staging"
-RELAY: Final = "relay"
-"""The directory, below the lake's, for the records of a relay (`relay_source`)."""
 LET_GO: Final = "let_go"
 """The position up to which the lake has let go lines of the ledger (`vacuum`)."""
 KEEP_DROPPED_MS: Final = 3_600_000
@@ -558,7 +556,7 @@ def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
-        known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, LOG_NAME, *TABLES}
+        known = {"LOCK", "READERS", STAGING, CHECKPOINTS, LOG_NAME, *TABLES}
         strange = sorted(
             path.name
             for path in directory.iterdir()

@@ -1,4 +1,4 @@
-"""What is read of a homeserver's database, of a sender's, or of a relay's records (`relay_source`).
+"""What is read of a homeserver's database, or of a sender's.
 
 Incremental reads go by stream ordering, up to the fan-out's position: below it no event can still
 appear. The rules by which an event is ours to send are the fan-out's own functions.

@@ -560,18 +560,6 @@ def read_epochs(connection: Connection) -> list[tuple[str, int]]:
     return [(row.epoch, end) for row, end in zip(rows, ends, strict=bool(rows))]
 
 
-def read_kept(connection: Connection, after: int, limit: int) -> list[LogRecord]:
-    """Records above `after` and below the log's first one that stay in the table."""
-    first = select(_state.c.first).scalar_subquery()
-    query = (
-        select(_log.c.token, _log.c.ms, _log.c.lines)
-        .where(_log.c.token > after, _log.c.token < first)
-        .order_by(_log.c.token)
-        .limit(limit)
-    )
-    return [LogRecord(token, ms, lines) for token, ms, lines in connection.execute(query)]
-
-
 def _stand(connection: Connection, token: int) -> tuple[int, int]:
     query = select(_log.c.ms, _log.c.end).where(_log.c.token == token)
     row = connection.execute(query).first()

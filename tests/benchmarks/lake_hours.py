@@ -3,8 +3,8 @@
     python -m tests.benchmarks.lake_hours [DAYS]
 
 One lake has a file for each hour of DAYS (180) days in `attempts` and in `pdus`, 20 rows each. A
-copy of it is vacuumed. Both are read by turns in one session of Spark, as `pipeline plan` and an
-ingest read them. Last, a first audit's rows of a year are written by day. A line of JSON for each
+copy of it is vacuumed. Both are read by turns in one session of Spark, as an ingest reads
+them. Last, a first audit's rows of a year are written by day. A line of JSON for each
 step has seconds, and CPU seconds of Python and Java.
 """
 
@@ -24,7 +24,7 @@ from pyspark.sql import SparkSession
 
 from fedsender.config import Spark
 from fedsender_lab.bench.meter import cpu_s_of
-from fedsender_pipeline import plan, schemas
+from fedsender_pipeline import schemas
 from fedsender_pipeline.lake import Lake, in_days, open_lake
 from fedsender_pipeline.ledger_lines import by_day
 from fedsender_pipeline.session import spark_session
@@ -89,7 +89,7 @@ def measured(lake: str, step: str, spark: SparkSession | None = None) -> Iterato
 
 
 def read(name: str, lake: Lake, spark: SparkSession) -> None:
-    """Read all that an ingest and a plan read."""
+    """Read what an ingest reads."""
     day = str(datetime.datetime.now(datetime.UTC).date())
     with measured(name, "all attempts", spark):
         lake.frame(spark, schemas.ATTEMPTS).selectExpr("max(ms)").collect()
@@ -97,8 +97,6 @@ def read(name: str, lake: Lake, spark: SparkSession) -> None:
         lake.frame(spark, schemas.ATTEMPTS, in_days([day])).selectExpr("max(ms)").collect()
     with measured(name, "attempts, without Spark", spark):
         lake.read(schemas.ATTEMPTS, ["ms", "destination"])
-    with measured(name, "plan", spark):
-        plan.plans(plan.loads(spark, lake), [("a", "b")], ("a",))
 
 
 def write_year(lake: Lake, spark: SparkSession) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.pipeline.worlds import US
 
 from fedsender.config import from_values
-from fedsender.matrix import server_of, shard_of
+from fedsender.matrix import server_of
 from fedsender_pipeline import intervals, schemas
 from fedsender_pipeline.lake import open_lake
 
@@ -61,14 +61,6 @@ def test_only_servers_that_we_may_send_to_are_looked_at(
         found = {row["server"] for row in intervals.sent_to(frame, config).collect()}
         assert found == {name for name in NAMES if config.handles(name) and config.allows(name)}
     assert 0 < len(found) < len(NAMES)
-
-
-def test_the_shard_of_a_server_is_synapses(spark: "SparkSession") -> None:
-    frame = spark.createDataFrame([(name,) for name in NAMES], "server STRING")
-    shards = (1, 2, 3, 4, 7, 1000)
-    columns = (intervals.shard_of(frame["server"], n).alias(str(n)) for n in shards)
-    for row in frame.select("server", *columns).collect():
-        assert [row[str(n)] for n in shards] == [shard_of(row["server"], n) for n in shards]
 
 
 def test_a_list_may_have_thousands_of_names(spark: "SparkSession", tmp_path: "Path") -> None:

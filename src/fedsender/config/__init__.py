@@ -308,8 +308,6 @@ class Config(Section):
             yield place, "has several senders: with feed.kind push they need a PostgreSQL database"
         if self.feed.kind == "relay" and not re.search(CONSUMER_NAME, self.instance_name):
             yield ("instance_name",), "must be 1 to 64 of a-z 0-9 _ . - where feed.kind is relay"
-        if self.pipeline.relay is not None and self.feed.kind != "relay":
-            yield ("pipeline", "relay"), "is of use where feed.kind is relay"
         senders = self.homeserver.federation_sender_instances
         if senders and self.instance_name not in senders:
             place = ("homeserver", "federation_sender_instances")
@@ -417,6 +415,8 @@ _GONE: Final[Mapping[str, str]] = {
     "ledger.segment_bytes": "a file has 64 MiB, or a quarter of ledger.keep_bytes; remove it",
     "ledger.segment_every": "a new file begins each hour; remove it",
     "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
+    "pipeline.relay": "an audit reads our own store and the ledger; remove it",
+    "pipeline.relay_password_file": "an audit reads our own store and the ledger; remove it",
     "pipeline.service_share": "the goal is 99 % of the servers; remove it",
     "pipeline.service_within": "the goal is five seconds; remove it",
     "relay.consumer_ttl": "a sender keeps its place in the log for a day; remove it",

@@ -389,14 +389,6 @@ class Pipeline(Section):
         description="`pipeline run` writes its figures there, for the text file collector of"
         " Prometheus' node exporter.",
     )
-    relay: Database | None = Field(
-        default=None,
-        description="The relay's database, a file or a URL: events and rooms are read there, not in"
-        " our own store.",
-    )
-    relay_password_file: SecretPath | None = Field(
-        default=None, description="File with the password of that database's user."
-    )
     connections: int = Field(
         default=4,
         ge=1,

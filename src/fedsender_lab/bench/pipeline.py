@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from fedsender.config import Config, from_values
 from fedsender_lab.bench.meter import Options, cpu_s_of, rss_kb
 from fedsender_lab.bench.pipeline_input import HOUR_EVENTS, US, Made, Shape, add_hour, make
-from fedsender_pipeline import audit, health, ingest, ledger_lines, plan, rebuild, report, schemas
+from fedsender_pipeline import audit, health, ingest, ledger_lines, rebuild, report, schemas
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.session import Steps, showing, spark_session
@@ -175,9 +175,6 @@ def _jobs(
         audited = audit.audit(spark, lake, config, steps)
     with meter.job("health"):
         well = health.health(spark, lake, config, steps)
-    with meter.job("plan"):
-        wanted = [plan.names_for(number, ("bench",)) for number in range(1, plan.MOST_SHARDS + 1)]
-        plan.plans(plan.loads(spark, lake), wanted, ("bench",))
     with meter.job("report"):
         report.report(spark, lake, config, steps, directory / "report.html")
     return {
