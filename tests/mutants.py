@@ -2,10 +2,10 @@
 
 A mutant is our source with one fault: an inverted condition, a call left out, or a bound that is
 off by one. They are drawn by a seed over the packages of `PACKAGES`, and each is tried in a copy of
-the tree, against the tests of its own package, up to the first that fails. Those of its module run
-first, then those that name the module or the function. `--again FILE` tries the mutants of an
-earlier run, whose output that is, found again by the names of their functions; `--tree DIR` takes
-another checkout. No test runs this.
+the tree, against the tests of its own package, up to the first that fails: all quick ones, then the
+slow ones in the files of its module and in those that name the module or the function. `--again
+FILE` tries the mutants of an earlier run, whose output that is, found again by the names of their
+functions; `--tree DIR` takes another checkout. No test runs this.
 """
 
 import argparse
@@ -34,6 +34,8 @@ PACKAGES = {
 }
 LOGS = {"debug", "info", "warning", "error", "exception", "say"}
 """Calls that nobody misses."""
+NONE_OF_THESE = 5
+"""How pytest ends when it was told of no test."""
 STRICT = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 
 
@@ -127,23 +129,28 @@ def draw(tree: Path, random: Random, count: int) -> list[Mutant]:
     return drawn
 
 
-def stages(tree: Path, mutant: Mutant, path: Path) -> Iterator[list[str]]:
-    """The package's test files: that of the module; those that name it or the function; others."""
+def stages(tree: Path, mutant: Mutant, path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Which tests of which files: the module's; of those that name it or the function; others."""
     stem, name = path.stem.strip("_"), mutant.function.rpartition(".")[2].strip("_")
     words = re.compile(rf"\b_*(?:{name}|{stem})\b")
     found: tuple[list[str], ...] = [], [], []
     for file in sorted((tree / PACKAGES[mutant.package]).glob("test_*.py")):
         number = 0 if file.stem == f"test_{stem}" else 1 if words.search(file.read_text()) else 2
         found[number].append(str(file.relative_to(tree)))
-    yield from filter(None, found)
+    for files in found:
+        yield "not slow", files
+    for files in found[:2]:
+        yield "slow and not long", files
 
 
-def caught_by(copy: Path, files: Iterable[str], seconds: float) -> str | None:
+def caught_by(copy: Path, which: str, files: Iterable[str], seconds: float) -> str | None:
     """The first test that fails; "": the time is over; None: all are green."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
+    # With a fault it may wait for ever; without one none of these takes as long.
+    command.append("--timeout=60")
     environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}:{copy}", "SEED": "1"}
     process = subprocess.Popen(
-        [*command, "-m", "not long", *files],
+        [*command, "-m", which, *files],
         cwd=copy,
         env=environment,
         stdout=subprocess.PIPE,
@@ -163,7 +170,7 @@ def caught_by(copy: Path, files: Iterable[str], seconds: float) -> str | None:
             process.communicate()
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-    if process.returncode == 0:
+    if process.returncode in (0, NONE_OF_THESE):
         return None
     return failed[1] if failed else "the run itself"
 
@@ -180,9 +187,11 @@ def tried(tree: Path, mutant: Mutant, seconds: float) -> dict[str, object]:
             return asdict(mutant) | {"result": "gone"}
         place.apply()
         by: str | None = None
-        for files in stages(copy, mutant, place.path):
+        for which, files in stages(copy, mutant, place.path):
+            if not files:
+                continue
             left = seconds - (time.monotonic() - began)
-            by = caught_by(copy, files, left) if left > 0 else ""
+            by = caught_by(copy, which, files, left) if left > 0 else ""
             if by is not None:
                 break
         where = f"{place.path.relative_to(copy)}:{place.first[0] + 1}"
