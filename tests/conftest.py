@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Importing and collecting makes hardly any garbage, and half a million objects to search for it.
+gc.disable()
+
 # How long an example takes says something about the machine, and nothing about the code.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -86,6 +89,7 @@ def pytest_collection_finish() -> None:
     """The garbage collector passes by the tests and their modules, which stay to the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _leaves_out_long(config: pytest.Config) -> bool:

@@ -105,6 +105,7 @@ async def with_a_dead_server(world: World) -> str:
 # --- asking ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_destinations_are_a_table_or_one_object_per_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +128,7 @@ async def test_destinations_are_a_table_or_one_object_per_line(
         assert shell.out == ""
 
 
+@pytest.mark.slow
 async def test_that_nobody_is_behind_says_nothing_while_nothing_is_heard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +159,7 @@ async def test_why_prints_a_sentence_and_the_facts(
         assert shell.lines[0]["last_error"]["outcome"] == "unreachable"
 
 
+@pytest.mark.slow
 async def test_destinations_show_an_operators_reason_before_an_older_error_and_keys_that_are_owed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +187,7 @@ async def test_trace_names_every_server(tmp_path: Path, capsys: pytest.CaptureFi
         assert shell.lines[0]["event_id"] == event_id
 
 
+@pytest.mark.slow
 async def test_what_is_not_known_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +227,7 @@ async def test_a_woken_server_gets_what_it_is_owed(
         await until(lambda: shell.world.servers[B].got == ["one"])
 
 
+@pytest.mark.slow
 async def test_wake_says_by_its_exit_code_whether_all_named_were_woken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +265,7 @@ async def test_pause_park_resume_and_purge_reach_the_daemon(
         assert shell.world.sender.registry.status(B) is None
 
 
+@pytest.mark.slow
 async def test_a_pause_has_an_end_and_the_name_of_its_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +284,7 @@ async def test_a_pause_has_an_end_and_the_name_of_its_user(
         assert "--for 'soon': must be a duration such as 30s" in shell.err
 
 
+@pytest.mark.slow
 async def test_attempts_are_listed_with_and_without_a_daemon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +309,7 @@ async def test_attempts_are_listed_with_and_without_a_daemon(
     assert shell.err.startswith("fedsender: no daemon answers; this is from ")
 
 
+@pytest.mark.slow
 def test_tail_prints_attempts_as_they_are_written_until_it_is_told_to_end(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     ledger.mkdir()
@@ -337,6 +345,7 @@ def test_tail_prints_attempts_as_they_are_written_until_it_is_told_to_end(tmp_pa
     assert (process.returncode, err) == (0, "")
 
 
+@pytest.mark.slow
 async def test_quarantine_is_listed_released_and_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,6 +372,7 @@ async def test_quarantine_is_listed_released_and_dropped(
         assert await shell("quarantine", "release", "1", "--room", R1) == 2
 
 
+@pytest.mark.slow
 async def test_all_parts_of_a_blocked_room_are_released_by_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,6 +394,7 @@ async def test_all_parts_of_a_blocked_room_are_released_by_one_command(
         assert await shell("quarantine", "drop", "--room", R1) == 1
 
 
+@pytest.mark.slow
 async def test_redeliver_since_lists_first_and_then_sends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,6 +534,7 @@ def test_db_upgrade_makes_the_tables_and_can_be_repeated(
     assert (tmp_path / "homeserver.sqlite3").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["push", "relay"])
 def test_a_backup_is_made_and_restored_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -550,6 +562,7 @@ def test_a_backup_is_made_and_restored_and_says_so(
     assert "has no whole backup" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_openapi_and_the_unit_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["openapi"]) == 0
     assert "/_fedsender/admin/v1/pause" in json.loads(capsys.readouterr().out)["paths"]
@@ -575,6 +588,7 @@ def test_h_is_help_for_every_command(words: list[str], capsys: pytest.CaptureFix
     assert long.startswith(" ".join(["Usage: fedsender", *words]))
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands() -> None:
     environ = {**os.environ, "_FEDSENDER_COMPLETE": "complete_bash"}
     environ |= {"COMP_WORDS": "fedsender quar", "COMP_CWORD": "1"}
@@ -624,6 +638,7 @@ _fedsender_completion fedsender && echo "${COMPREPLY[*]}"
     return done.stdout.decode().strip()
 
 
+@pytest.mark.slow
 async def test_a_shell_completes_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -646,6 +661,7 @@ async def test_a_shell_completes_servers(
         assert await trio.to_thread.run_sync(known_servers, context, "") == [B, ""]
 
 
+@pytest.mark.slow
 async def test_without_a_daemon_a_shell_completes_nothing(tmp_path: Path) -> None:
     config = write_config(tmp_path, admin={"listen": f"unix:{tmp_path}/none.sock"})
     assert await completed(tmp_path, "why", "-c", str(config), "") == ""
@@ -679,6 +695,7 @@ def test_help_does_not_wait_for_what_it_does_not_need() -> None:
     assert done.stderr == "[]\n"
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_command() -> None:
     command = [sys.executable, "-m", "fedsender", "why"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

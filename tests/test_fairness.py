@@ -93,6 +93,7 @@ def test_the_usual_is_the_median_of_sites_however_often_one_votes() -> None:
     assert usual.cost == 0.002
 
 
+@pytest.mark.slow
 async def test_the_usual_is_learnt_from_bursts_of_honest_handshakes_too(
     autojump_clock: MockClock,
 ) -> None:

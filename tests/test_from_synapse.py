@@ -736,6 +736,7 @@ def test_whatever_the_settings_are_no_secret_is_said_and_nothing_breaks(
 TEXT = yaml.safe_dump(WHOLE)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=80,
     deadline=None,

@@ -32,6 +32,7 @@ class Ring:
         self.itself = self
 
 
+@pytest.mark.slow
 def test_no_search_is_of_all_that_is_kept(in_steps: None) -> None:
     searched: list[int] = []
 
@@ -49,6 +50,7 @@ def test_no_search_is_of_all_that_is_kept(in_steps: None) -> None:
     assert len(kept) == 500_000
 
 
+@pytest.mark.slow
 async def test_once_an_hour_what_has_survived_a_search_is_searched_again(
     in_steps: None, autojump_clock: MockClock
 ) -> None:

@@ -206,6 +206,7 @@ GLOBS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(st.lists(NAMES | GLOBS, max_size=12), NAMES)
 def test_a_list_covers_what_its_patterns_do_one_by_one(patterns: list[str], server: str) -> None:
@@ -272,11 +273,13 @@ loose_json = json_of(
 )
 
 
+@pytest.mark.slow
 @given(strict_json)
 def test_canonical_json_is_the_reference_encoders(value: Any) -> None:
     assert canonical_json(value) == canonicaljson.encode_canonical_json(value)
 
 
+@pytest.mark.slow
 @given(loose_json)
 def test_loose_canonical_json_is_the_reference_encoders(value: Any) -> None:
     encoded = canonical_json(value, allow_fractions=True, allow_big_integers=True)

@@ -173,6 +173,7 @@ async def test_a_truncated_dns_answer_is_asked_for_by_tcp_wherever_it_was_cut(ke
     assert len(found.values) == 40
 
 
+@pytest.mark.slow
 def test_what_passes_for_a_dns_answer_ends_soon_and_is_cheap_to_read() -> None:
     """Of answers with bytes changed, cut off or added, by a seed."""
     random = Random(7)

@@ -166,6 +166,7 @@ async def test_one_server_gets_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     story.end()
 
 
+@pytest.mark.slow
 async def test_nobody_gets_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = Story("Nobody gets anything")
     servers = [f"{letter}.example" for letter in "abcdef"]

@@ -99,6 +99,7 @@ class Schedule:
                 self.check()
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.booleans())
 def test_reader_never_passes_an_id_in_flight_and_misses_nothing(
     rng: random.Random, writers: int, one_is_stuck: bool

@@ -124,6 +124,7 @@ async def test_nobody_is_fed_where_nobody_watches(manager: Manager, path: str) -
     assert manager.heard() == []
 
 
+@pytest.mark.slow
 def test_a_manager_that_does_not_read_costs_a_moment_and_a_message(
     manager: Manager, path: str
 ) -> None:
@@ -307,6 +308,7 @@ def test_a_descriptor_is_the_journal_if_systemd_says_so(tmp_path: Path) -> None:
     assert not is_journal(environ, closed)
 
 
+@pytest.mark.slow
 def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
     """As an operator makes it: the installed command, and a configuration with a longer drain."""
     config = tmp_path / "config.yaml"

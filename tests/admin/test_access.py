@@ -37,6 +37,7 @@ GUARDED = (
 )
 
 
+@pytest.mark.slow
 async def test_every_path_but_the_probes_needs_the_token(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -349,6 +350,7 @@ def paths_on_the_page() -> set[str]:
     }
 
 
+@pytest.mark.slow
 async def test_openapi_describes_every_endpoint(world: World, autojump_clock: MockClock) -> None:
     async with open_desk(world) as desk:
         described = await desk.get(OPENAPI_PATH)

@@ -163,6 +163,7 @@ async def test_what_is_too_old_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert len(opened) == 3  # The third is the first that is too old.
 
 
+@pytest.mark.slow
 async def test_the_endpoint_answers_from_the_daemons_ledger(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

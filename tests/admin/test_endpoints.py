@@ -217,6 +217,7 @@ async def test_why_says_what_is_wrong_with_a_server(
         assert "1 room" in why["summary"]
 
 
+@pytest.mark.slow
 async def test_nothing_is_tried_next_at_a_server_that_nothing_may_be_sent_to(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -240,6 +241,7 @@ async def test_nothing_is_tried_next_at_a_server_that_nothing_may_be_sent_to(
         assert [entry["next_attempt_ts"] for entry in page["destinations"]] == [None, None]
 
 
+@pytest.mark.slow
 async def test_every_list_has_the_word_of_why(world: World, autojump_clock: MockClock) -> None:
     """`doing` is there where it says more: a server that fails is being tried again."""
     async with open_desk(world) as desk:
@@ -342,6 +344,7 @@ async def test_trace_tells_every_servers_fate_of_an_event(
         assert found["ledger_complete"]
 
 
+@pytest.mark.slow
 async def test_trace_shows_what_catch_up_passed_over_as_superseded(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -393,6 +396,7 @@ async def test_trace_does_not_take_what_is_to_be_sent_again_for_settled(
         assert fate["outcome"] == "delivered"
 
 
+@pytest.mark.slow
 async def test_trace_does_not_take_what_lsso_has_passed_for_settled(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -420,6 +424,7 @@ async def test_trace_does_not_take_what_lsso_has_passed_for_settled(
         assert outcomes == ["delivered", "pending", "pending"]
 
 
+@pytest.mark.slow
 async def test_trace_finds_an_item_among_many_in_quarantine(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -504,6 +509,7 @@ async def test_pausing_keeps_a_server_parked(world: World, autojump_clock: MockC
         assert (why["paused"], why["parked"]) == ("to be sure", "gone for good")
 
 
+@pytest.mark.slow
 async def test_a_hold_survives_a_restart(world: World, autojump_clock: MockClock) -> None:
     async with open_desk(world) as desk:
         await with_a_dead_server(desk)
@@ -521,6 +527,7 @@ async def pause_for(desk: Desk, hours: float) -> None:
     await desk.post("pause", body)
 
 
+@pytest.mark.slow
 async def test_a_pause_ends_by_itself_and_why_says_when_and_whose_it_is(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -546,6 +553,7 @@ async def test_a_pause_ends_by_itself_and_why_says_when_and_whose_it_is(
         assert (stored["paused"], stored["paused_until_ms"]) == (None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("away_h", [1, 5])
 async def test_the_end_of_a_pause_survives_a_restart(
     world: World, autojump_clock: MockClock, away_h: float
@@ -673,6 +681,7 @@ async def test_a_dropped_item_is_gone(world: World, autojump_clock: MockClock) -
         assert (fates[B]["outcome"], fates[B]["reason"]) == ("given up", "dropped from quarantine")
 
 
+@pytest.mark.slow
 async def test_a_blocked_room_is_freed_part_by_part(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -758,6 +767,7 @@ async def since(desk: Desk, since_ts: int, **asked: Any) -> tuple[int, list[str]
         body |= {"after": part["next_after"], "upto": part["upto"]}
 
 
+@pytest.mark.slow
 async def test_what_a_server_got_since_a_time_is_sent_again_in_parts(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

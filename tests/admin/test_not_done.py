@@ -101,6 +101,7 @@ def test_each_verb_is_tried_on_a_full_disk() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "body"), VERBS, ids=lambda value: value if isinstance(value, str) else ""
 )

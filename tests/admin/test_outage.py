@@ -1,6 +1,7 @@
 """Metrics that show an outage, and the endpoint from which other hosts read them."""
 
 import httpx
+import pytest
 import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,6 +32,7 @@ def samples(text: str, name: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -70,6 +72,7 @@ async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
         assert (await read("fedsender_owed_redeliveries")) == {"": 0}
 
 
+@pytest.mark.slow
 async def test_a_paused_server_is_in_no_failing_class_and_its_state_began_with_the_pause(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -93,6 +96,7 @@ async def test_a_paused_server_is_in_no_failing_class_and_its_state_began_with_t
         assert (await desk.get("overview"))["failing_by_age"] == {}
 
 
+@pytest.mark.slow
 async def test_all_screens_say_why_events_wait_at_a_server_that_takes_keys_alone(
     world: World, autojump_clock: MockClock
 ) -> None:

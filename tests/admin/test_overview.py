@@ -144,6 +144,7 @@ async def test_an_event_that_is_owed_grows_older_whatever_is_said_after_it(
             assert age == pytest.approx(300, abs=1)
 
 
+@pytest.mark.slow
 async def test_of_a_catch_up_under_way_the_oldest_event_is_the_oldest_that_is_left(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -174,6 +175,7 @@ async def test_of_a_catch_up_under_way_the_oldest_event_is_the_oldest_that_is_le
             assert age == pytest.approx(trio.current_time() - began, abs=1)
 
 
+@pytest.mark.slow
 async def test_a_failing_server_is_counted_once(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +209,7 @@ async def test_a_server_that_is_gone_has_a_state_and_a_class_of_failure_of_its_o
         assert found["failing_by_age"] == {"gone": {"<1m": 1}, "unreachable": {"<1m": 1}}
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_level_again_owes_nothing_of_before(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -230,6 +233,7 @@ async def test_a_server_that_is_level_again_owes_nothing_of_before(
         assert entry["oldest_owed_s"] < 10
 
 
+@pytest.mark.slow
 async def test_what_changes_while_the_database_is_asked_is_known_afterwards(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +376,7 @@ async def test_top_is_as_large_as_the_screen(world: World, autojump_clock: MockC
     assert lines[-2].plain == r"no newer\x1b answer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 async def test_top_goes_on_and_a_signal_leaves_the_terminal_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals

@@ -129,6 +129,7 @@ async def test_one_bad_file_leaves_every_endpoint_as_it_was(world: World) -> Non
             checked(await http.get(f"{OURS}/destinations"), 401)
 
 
+@pytest.mark.slow
 async def test_nonsense_on_the_socket_harms_nobody_else(world: World) -> None:
     async with serving(world, "127.0.0.1:0") as admin:
         for nonsense in (
@@ -204,6 +205,7 @@ async def heard(admin: Any, said: bytes) -> bytes:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_nothing_that_a_client_sends_ends_the_process(world: World, name: str) -> None:
     async with serving(world, "127.0.0.1:0") as admin:

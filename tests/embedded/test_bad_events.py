@@ -153,6 +153,7 @@ CASES: dict[str, tuple[Callable[[], Json], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 async def test_a_bad_event_is_quarantined_by_name_and_all_else_goes_on(
     world: PushedWorld, case: str, autojump_clock: MockClock

@@ -214,6 +214,7 @@ async def test_cross_signing_keys_are_told_as_they_are_now_to_each_server(
             assert changes.cross_signing[ALICE].public_keys == {"M1", "M2", "M3", "S1", "S2"}
 
 
+@pytest.mark.slow
 async def test_a_change_of_cross_signing_keys_arrives_under_both_names(tmp_path: Path) -> None:
     async with whole_daemon(tmp_path) as (client, server, _):
         await client.append([cross_signing(server=server.name, master="M1", self_signing="S1")])
@@ -312,6 +313,7 @@ async def test_the_feed_is_level_while_an_append_is_being_stored(config: StoreCo
         gate.set()
 
 
+@pytest.mark.slow
 async def test_requests_that_share_a_transaction_with_a_bad_one_are_answered_200(
     config: StoreConfig, tmp_path: Path
 ) -> None:

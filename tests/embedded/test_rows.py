@@ -134,6 +134,7 @@ def test_a_homeserver_may_write_its_keys_in_any_order() -> None:
     assert (one, one.checksum) == (other, other.checksum)
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.lists(

@@ -65,6 +65,7 @@ def daemon_config(directory: Path, name: str, **more: Any) -> Config:
     return from_values(values | more, directory=directory)
 
 
+@pytest.mark.slow
 async def test_an_sqlite_feeds_one_sender(tmp_path: Path) -> None:
     """Of another name and with a database of its own, a second one would give out tokens twice."""
     write_signing_key(tmp_path, b"s" * 32)

@@ -329,6 +329,7 @@ async def test_cancelled_exchange_says_what_left_and_spoils_no_later_one(tmp_pat
         assert (await send(peer)).status == 200
 
 
+@pytest.mark.slow
 async def test_an_exchange_is_cut_by_another_task(tmp_path: Path) -> None:
     """While it reads, and while it writes a body that no buffer holds."""
 

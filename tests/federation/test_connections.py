@@ -221,6 +221,7 @@ async def test_cancelled_look_at_an_idle_connection_leaves_no_place_taken(
         assert network.connections == []
 
 
+@pytest.mark.slow
 async def test_work_for_a_request_does_not_grow_with_idle_connections(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -296,6 +296,7 @@ def test_what_is_no_server_name_is_refused(name: str) -> None:
         resolve(name, {})
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.builds(Srv, st.integers(0, 3), st.integers(0, 5), st.just(1), st.text("abc", min_size=1))

@@ -233,6 +233,7 @@ async def test_dns_that_never_answers_is_given_up(autojump_clock: trio.testing.M
     assert trio.current_time() - started == pytest.approx(20)
 
 
+@pytest.mark.slow
 async def test_dead_well_known_is_asked_ever_more_rarely(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

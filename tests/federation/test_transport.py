@@ -317,6 +317,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise(edges) if a < b]
 
 
+@pytest.mark.slow
 @given(
     status=st.integers(200, 599).filter(lambda status: status not in (204, 304)),
     headers=st.lists(
@@ -404,6 +405,7 @@ def test_nothing_is_read_for_ever(start: bytes, unit: bytes, piece: int) -> None
     assert held <= 200_000
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(
@@ -540,6 +542,7 @@ async def test_small_answers_need_no_room(autojump_clock: trio.testing.MockClock
     assert await answers_from(AnswerMemory(0), [small] * 50) == ["under way"] * 50
 
 
+@pytest.mark.slow
 @given(st.text(max_size=600))
 def test_words_are_one_short_printable_line(text: str) -> None:
     line = words(text)

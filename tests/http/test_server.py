@@ -344,6 +344,7 @@ async def test_while_all_places_are_at_work_one_more_waits_and_answers_are_the_l
         assert trio.current_time() == pytest.approx(4)
 
 
+@pytest.mark.slow
 async def test_who_connects_is_heard_however_many_keep_all_places_busy(
     autojump_clock: MockClock,
 ) -> None:

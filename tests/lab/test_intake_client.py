@@ -70,6 +70,7 @@ def one(number: int, **more: object) -> dict[str, object]:
     return {"appends": [{"id": f"id{number}", "rows": [pdu(number)], **more}]}
 
 
+@pytest.mark.slow
 async def test_a_200_means_that_it_is_in_the_log(tmp_path: Path) -> None:
     """Contract: an append endpoint over HTTP, with a token; the same id, the same token."""
     async with serving(tmp_path) as (intake, address):
@@ -125,6 +126,7 @@ async def test_a_unix_socket_is_opened_by_another_user_through_its_group() -> No
             assert b"PermissionError" in done.stderr
 
 
+@pytest.mark.slow
 async def test_inside_tls(tmp_path: Path) -> None:
     """By name; who speaks no TLS, or says nothing, gets nothing and stands in nobody's way. A
     client that is still sending when it is refused sees the answer."""
@@ -156,6 +158,7 @@ async def test_inside_tls(tmp_path: Path) -> None:
         assert log_of(intake).head == 1
 
 
+@pytest.mark.slow
 async def test_what_waiting_does_not_cure_is_said_at_once(tmp_path: Path) -> None:
     """A certificate that is not trusted, no TLS where it should be, another token."""
     authority, stranger = trustme.CA(), trustme.CA()
@@ -272,6 +275,7 @@ async def test_what_is_of_use_only_now(tmp_path: Path) -> None:
         assert log_of(intake).head == 0
 
 
+@pytest.mark.slow
 async def test_a_body_of_errors_costs_little_memory(tmp_path: Path) -> None:
     """Pydantic makes 1 KiB of each key that it does not know: 8 MiB of them took 914."""
     keys = b"{" + b",".join(b'"%06d":1' % number for number in range(2**17 - 2)) + b"}"

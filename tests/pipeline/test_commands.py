@@ -210,6 +210,7 @@ def _intervals(lake: Lake) -> list[str]:
     return sorted(str(row) for row in lake.read(INTERVALS).to_pylist())
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_before_any_spark_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,6 +256,7 @@ def from_scratch(spark: "SparkSession", life: Life, lake: Lake) -> dict[str, Any
     return found
 
 
+@pytest.mark.long
 def test_audits_one_after_the_other_find_what_one_of_everything_finds(
     spark: "SparkSession", seed: int
 ) -> None:

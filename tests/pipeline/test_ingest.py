@@ -136,6 +136,7 @@ def test_in_pieces_twice_and_after_crashes_it_is_the_same(
     assert lake.manifest.commit == commit
 
 
+@pytest.mark.slow
 def test_state_may_be_in_a_database_of_its_own(tmp_path: Path) -> None:
     """Synapse can be split so; what a membership event says is then in the other one."""
     main, state = f"sqlite:///{tmp_path}/main.db", f"sqlite:///{tmp_path}/state.db"
@@ -347,6 +348,7 @@ def test_nothing_can_be_written_to_the_homeserver(tmp_path: Path, postgres: Data
             source.read(lambda connection: connection.execute(sa.text("CREATE TABLE x (y INT)")))
 
 
+@pytest.mark.slow
 def test_the_rows_that_wait_are_estimated_and_a_synapses_state_only_once_it_was_read(
     tmp_path: Path,
 ) -> None:

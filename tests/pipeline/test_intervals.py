@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import trio
 from sqlalchemy import create_engine
 from tests.pipeline.test_ingest import config_of
@@ -155,6 +156,7 @@ def compared(spark: "SparkSession", kind: str, seed: int) -> Iterator[Expected]:
         assert tables[0] == tables[-1]
 
 
+@pytest.mark.long
 def test_state_groups_say_what_the_fan_out_says(spark: "SparkSession", seed: int) -> None:
     """Joins, kicks, rescinded invites, forks, merges, re-joins, state resets, sending on behalf,
     rooms without their full state, events without a state group: for every event the same servers

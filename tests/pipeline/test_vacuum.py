@@ -78,6 +78,7 @@ def test_days_become_one_file_each_and_then_one_for_their_month(tmp_path: Path) 
     assert len(rows(lake)) == len(before) + 1
 
 
+@pytest.mark.slow
 def test_a_file_that_has_grown_large_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def daemon(directory: Path) -> Iterator[None]:
             process.kill()
 
 
+@pytest.mark.long
 def test_every_job_on_what_a_chaotic_demo_left(
     spark: "SparkSession",
     tmp_path: Path,

@@ -149,6 +149,7 @@ async def test_who_says_nothing_is_gone_after_ten_seconds(
         await trio.sleep(100)
 
 
+@pytest.mark.slow
 async def test_those_who_say_nothing_keep_nobody_out(
     autojump_clock: Clock, secret_file: Path
 ) -> None:
@@ -204,6 +205,7 @@ async def test_who_makes_room_before_it_is_heard_is_not_obeyed(
     assert not obeyed
 
 
+@pytest.mark.slow
 async def test_one_secret_opens_so_many_connections_and_no_more(
     autojump_clock: Clock, secret_file: Path, tmp_path: Path
 ) -> None:
@@ -342,6 +344,7 @@ async def test_25_connections_that_end_leave_no_descriptor_behind(tmp_path: Path
         assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
+@pytest.mark.slow
 async def test_38_a_network_that_stalls_costs_the_connection_and_no_snapshot(
     tmp_path: Path, secret_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

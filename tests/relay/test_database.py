@@ -377,6 +377,7 @@ async def test_a_device_list_for_which_there_is_no_room_is_asked_for(new_url: Ne
         assert [row[1] for row in (await rows_of_snapshot(store))["edus"]] == [3]
 
 
+@pytest.mark.slow
 async def test_a_record_for_many_servers_is_not_read_once_for_each_of_them(
     new_url: NewUrl,
 ) -> None:
@@ -403,6 +404,7 @@ async def test_a_record_for_many_servers_is_not_read_once_for_each_of_them(
         assert len(found["events"]) == 1
 
 
+@pytest.mark.slow
 async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
     new_url: NewUrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -709,6 +711,7 @@ async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_
         assert wal.stat().st_size < 3 * MIB
 
 
+@pytest.mark.slow
 async def test_the_file_shrinks_by_what_was_deleted(tmp_path: Path) -> None:
     path = tmp_path / "relay.db"
     async with open_relay_store(f"sqlite:///{path}", real_runtime(), SERVER) as store:

@@ -19,6 +19,7 @@ async def test_ten_kills_lose_nothing(tmp_path: Path) -> None:
     assert figures.repeats > 200
 
 
+@pytest.mark.long
 async def test_two_relays_and_a_postgresql_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     """The one takes over from the other; `--postgresql` has 100 kills."""
     # Not the tests' own: that one is not to be killed under the others.

@@ -212,6 +212,7 @@ async def test_pause_is_short_again_after_rows_that_were_applied(
         assert world.network.tried_at[-1] - lost_at <= 0.1
 
 
+@pytest.mark.slow
 async def test_a_server_that_says_position_and_then_closes_is_not_asked_in_a_hot_loop(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -209,6 +209,7 @@ async def test_token_that_is_too_old_is_an_error() -> None:
         ]
 
 
+@pytest.mark.slow
 async def test_one_clients_broken_stream_does_not_disturb_the_others() -> None:
     broken, log = Log(), Log()
 

@@ -236,6 +236,7 @@ def cut(raw: bytes, places: list[int]) -> list[bytes]:
     return [raw[start:end] for start, end in itertools.pairwise(ends)]
 
 
+@pytest.mark.slow
 @given(
     st.one_of(
         st.tuples(st.just(OLD), st.lists(old_commands, max_size=5)),

@@ -50,6 +50,7 @@ async def test_10_nothing_is_told_before_it_is_durable(autojump_clock: Clock) ->
         assert await hands.until("RDATA events 4 ")
 
 
+@pytest.mark.slow
 async def test_20_a_reader_far_behind_reads_what_is_being_written(autojump_clock: Clock) -> None:
     """20: 100 x 100 rows of 1 KB, more than is in memory; each comes once and whole."""
     world = World(settings={"keep_min": "1h"})

@@ -103,6 +103,7 @@ def test_raw_bytes_stand_between_lines() -> None:
         assert connection.next_command() == Ping("1")
 
 
+@pytest.mark.slow
 async def test_a_relay_survives_whatever_a_client_says(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

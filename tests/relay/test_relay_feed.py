@@ -52,6 +52,7 @@ async def furnish(world: World, rooms: int, size: int = 0) -> None:
     await forget_log(world)
 
 
+@pytest.mark.slow
 async def test_12_63_who_is_behind_the_log_takes_a_snapshot_and_then_lives_on_as_ever(
     world: World, autojump_clock: Clock
 ) -> None:
@@ -107,6 +108,7 @@ async def test_01_02_what_is_written_during_the_join_arrives_once(
     assert store.applied[-1] == written[-1]
 
 
+@pytest.mark.slow
 async def test_03_a_newest_snapshot_that_was_spoiled_by_hand_is_replaced(
     world: World, autojump_clock: Clock
 ) -> None:
@@ -127,6 +129,7 @@ async def test_03_a_newest_snapshot_that_was_spoiled_by_hand_is_replaced(
             assert newest not in world.relay.snapshots.snapshots
 
 
+@pytest.mark.slow
 async def test_04_05_eight_join_at_once_and_one_snapshot_serves_them(
     world: World, autojump_clock: Clock
 ) -> None:
@@ -167,6 +170,7 @@ async def test_04_05_eight_join_at_once_and_one_snapshot_serves_them(
     assert world.relay.snapshots.makings.made - made <= 1
 
 
+@pytest.mark.slow
 async def test_06_07_a_file_whose_fetch_breaks_is_fetched_again_from_its_beginning(
     world: World, autojump_clock: Clock
 ) -> None:
@@ -241,6 +245,7 @@ async def test_a_fetch_ends_when_the_reserve_is_used_up_by_others(
         assert not list(fetcher.directory.glob("*.gz"))
 
 
+@pytest.mark.slow
 async def test_09_a_slow_relay_is_not_taken_for_a_dead_one(autojump_clock: Clock) -> None:
     """9: the making of the snapshot takes a minute; PINGs go on, and the feed waits."""
     world = World()
@@ -280,6 +285,7 @@ async def test_11_a_consumer_whose_fetch_leads_nowhere_keeps_its_place(
     assert store.loads == 1
 
 
+@pytest.mark.slow
 async def test_13_a_full_sync_is_shown_while_it_lasts_also_if_it_fails(
     world: World, autojump_clock: Clock
 ) -> None:
@@ -326,6 +332,7 @@ async def test_14_a_name_that_was_forgotten_and_lost_its_data_joins_again(
     assert store_of(shard).loads == 1
 
 
+@pytest.mark.slow
 async def test_69_full_syncs_that_lead_nowhere_come_ever_later_and_raise_an_alarm(
     world: World, autojump_clock: Clock
 ) -> None:
@@ -427,6 +434,7 @@ async def test_26_a_sender_that_commits_slowly_holds_little_and_catches_up(
     assert 50_000 < store.largest < 1_000_000
 
 
+@pytest.mark.slow
 async def test_67_another_history_is_reported_on_both_sides(autojump_clock: Clock) -> None:
     """67: the database was replaced by another one; both say what was asked and what there is."""
     world = World()
@@ -481,6 +489,7 @@ async def test_a_wrong_homeserver_is_not_followed(world: World, autojump_clock: 
         assert store_of(shard).history is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "older"), [(2, "this sender"), (0, "the relay")])
 async def test_another_version_of_the_protocol_is_called_that_and_costs_nothing(
     world: World, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, version: int, older: str

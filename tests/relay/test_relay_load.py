@@ -108,6 +108,7 @@ async def away(stage: Stage) -> None:
     await forget_log(stage.relay)
 
 
+@pytest.mark.slow
 async def test_70_after_a_full_sync_each_server_gets_the_newest_event_once_and_its_leave(
     stage: Stage, autojump_clock: Clock
 ) -> None:
@@ -156,6 +157,7 @@ async def position_of(stage: Stage) -> int:
         return await own_store(store.homeserver).feed_position()
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_down_gets_what_is_here_whole_and_what_is_not_by_its_newest(
     stage: Stage, autojump_clock: Clock
 ) -> None:
@@ -178,6 +180,7 @@ async def test_a_server_that_was_down_gets_what_is_here_whole_and_what_is_not_by
         assert stage.got("a.example") == ["before 0", "before 1", "before 2", "missed 2", "after"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_never_owed_anything_before_has_it_on_record_too(
     stage: Stage, autojump_clock: Clock
 ) -> None:
@@ -198,6 +201,7 @@ async def test_a_server_that_was_never_owed_anything_before_has_it_on_record_too
     assert pdu["supersedes"] == [before + 1, before + 4]
 
 
+@pytest.mark.slow
 async def test_65_another_history_of_the_same_length_is_taken_over_and_nothing_sent_twice(
     tmp_path: Path, autojump_clock: Clock
 ) -> None:
@@ -231,6 +235,7 @@ async def test_65_another_history_of_the_same_length_is_taken_over_and_nothing_s
     assert stage.got("b.example") == ["old 0", "old 1", "old 2"]
 
 
+@pytest.mark.slow
 async def test_08_a_kill_while_a_snapshot_is_loaded_leaves_all_as_it_was(
     stage: Stage, autojump_clock: Clock
 ) -> None:
@@ -336,6 +341,7 @@ def edus_of(stage: Stage) -> list[dict[str, Any]]:
     return [edu for one in stage.world.servers["a.example"].answered for edu in one.edus]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["sqlite", "postgresql"])
 async def test_both_databases_take_a_snapshot_over_and_the_next_one(
     dialect: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -417,6 +423,7 @@ async def load(store: Store, relay: Relay) -> Loaded:
     return await load_into(store, as_loaded(relay))
 
 
+@pytest.mark.slow
 async def test_from_the_relay_to_push_on_the_same_store(
     stage: Stage, autojump_clock: Clock
 ) -> None:

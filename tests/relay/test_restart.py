@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 import structlog.testing
 import trio
 import trio.testing
@@ -46,6 +47,7 @@ async def after_the_copy(world: World) -> tuple[Path, str]:
 # --- an older copy --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_64_an_older_copy_gives_no_token_a_second_meaning(autojump_clock: Clock) -> None:
     """64: it has already given out the tokens again when one comes that has them from before: that
     one is told, although its token is in range. One that has nothing more than the copy goes on."""
@@ -73,6 +75,7 @@ async def test_64_an_older_copy_gives_no_token_a_second_meaning(autojump_clock: 
         assert world.relay.hub.counts.full_syncs == {"AHEAD": 1}
 
 
+@pytest.mark.slow
 async def test_64_who_was_told_by_a_life_that_the_copy_does_not_know_takes_a_snapshot(
     autojump_clock: Clock,
 ) -> None:
@@ -93,6 +96,7 @@ async def test_64_who_was_told_by_a_life_that_the_copy_does_not_know_takes_a_sna
         assert await hands.until("RESYNC ") == "RESYNC events EPOCH 1 20"
 
 
+@pytest.mark.slow
 async def test_64_a_sender_behind_an_older_copy_loses_and_repeats_nothing(
     autojump_clock: Clock,
 ) -> None:
@@ -156,6 +160,7 @@ async def test_starting_again_costs_nobody_a_snapshot(autojump_clock: Clock) -> 
     assert away.store.applied[-4:] == [4, 5, 6, 7]
 
 
+@pytest.mark.slow
 async def test_one_that_the_log_does_not_reach_after_a_start_keeps_its_count(
     autojump_clock: Clock,
 ) -> None:
@@ -257,6 +262,7 @@ async def test_an_append_that_finds_the_disk_full_is_answered(autojump_clock: Cl
         assert world.relay.log.head == 1
 
 
+@pytest.mark.slow
 async def test_one_that_was_away_for_many_starts_is_of_this_history_still(
     autojump_clock: Clock,
 ) -> None:

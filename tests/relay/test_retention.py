@@ -98,6 +98,7 @@ async def test_45_a_consumer_that_is_gone_keeps_its_segments_until_it_is_forgott
         assert world.first == 6
 
 
+@pytest.mark.slow
 async def test_45_a_consumer_that_stays_away_loses_its_place(autojump_clock: Clock) -> None:
     """45: after a while the log does not wait for it any more, by itself."""
     async with World(patience=SHORT).running() as world:
@@ -128,6 +129,7 @@ async def test_46_three_consumers_that_stopped_at_one_point_all_come_back(
             assert await hands.tokens_until_level() == list(range(6, 46))
 
 
+@pytest.mark.slow
 async def test_47_the_stored_pin_follows_and_the_log_below_it_goes(autojump_clock: Clock) -> None:
     """47: ten rounds; what is written down is never above the truth."""
     async with World().running() as world:
@@ -144,6 +146,7 @@ async def test_47_the_stored_pin_follows_and_the_log_below_it_goes(autojump_cloc
         assert world.first == 20
 
 
+@pytest.mark.slow
 async def test_48_58_a_restart_forgets_neither_the_pin_nor_the_time(autojump_clock: Clock) -> None:
     """48, 50, 58: the record is as it was, its segments too, and its lapse goes on."""
     world = World(patience=SHORT)
@@ -199,6 +202,7 @@ async def test_a_clock_that_jumps_forgets_nobody(autojump_clock: Clock) -> None:
         assert (world.state("sender-1"), world.first) == ("STOPPED", 3)
 
 
+@pytest.mark.slow
 async def test_what_is_kept_for_a_time_is_kept_though_the_clock_jumps(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +226,7 @@ async def test_what_is_kept_for_a_time_is_kept_though_the_clock_jumps(
         assert await world.append_rows(pdu(2), key=b"key %012d" % 2) == 4
 
 
+@pytest.mark.slow
 async def test_49_50_an_erased_record_is_a_new_consumer(autojump_clock: Clock) -> None:
     """49, 50: with the log there it goes on; without it it is told of the gap, and joins."""
     world = World(settings={"keep_min": "1m"})
@@ -277,6 +282,7 @@ async def test_57_a_record_that_cannot_be_written_is_written_later(autojump_cloc
 CAP = {"log_cap": "256KiB", "keep_min": "1h"}
 
 
+@pytest.mark.slow
 async def test_52_the_cap_takes_the_place_of_who_is_too_far_behind(autojump_clock: Clock) -> None:
     """52: LOST consumers stay listed and hold nothing; a snapshot covers what went, always;
     after the next join they hold the log again."""
@@ -302,6 +308,7 @@ async def test_52_the_cap_takes_the_place_of_who_is_too_far_behind(autojump_cloc
         assert world.state("sender-1") == "FOLLOW"
 
 
+@pytest.mark.slow
 async def test_a_connected_consumer_that_is_overtaken_is_told_on_its_connection(
     autojump_clock: Clock,
 ) -> None:
@@ -326,6 +333,7 @@ async def test_a_connected_consumer_that_is_overtaken_is_told_on_its_connection(
         await hands.until("SNAPSHOT ")
 
 
+@pytest.mark.slow
 async def test_51_a_full_disk_costs_dead_consumers_their_place_and_never_what_is_needed(
     autojump_clock: Clock,
 ) -> None:
@@ -385,6 +393,7 @@ async def test_the_disk_that_counts_is_the_databases(
         assert (relay.log.refusing is None) == (where == "postgresql")
 
 
+@pytest.mark.slow
 async def test_pages_go_back_to_the_disk(autojump_clock: Clock) -> None:
     """What the cap takes from the log is free again for others."""
     async with World(settings=CAP).running() as world:

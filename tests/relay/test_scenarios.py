@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 LAST = 70
 
 
@@ -19,5 +21,6 @@ def numbers() -> Iterator[int]:
                     yield from (int(one) for one in found[1].split(", ") if one.isdigit())
 
 
+@pytest.mark.slow
 def test_no_number_is_without_a_test() -> None:
     assert set(numbers()) == set(range(1, LAST + 1))

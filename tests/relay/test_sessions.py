@@ -224,6 +224,7 @@ async def test_33_a_silent_consumer_is_dead_after_15_s_and_its_pin_stays(
         assert consumer.error == "ping timeout"
 
 
+@pytest.mark.slow
 async def test_34_35_slow_reads_hold_up_no_ping(autojump_clock: Clock) -> None:
     """34, 35: a read that takes eight time-outs, and many slow ones, with PINGs all the while."""
     world = World(settings={"keep_min": "1h"})
@@ -414,6 +415,7 @@ async def test_who_expects_another_homeserver_is_turned_away(autojump_clock: Clo
         assert world.state("sender-1") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Sender", "a" * 65, "a b", "ä"])
 async def test_a_consumer_has_a_plain_name(autojump_clock: Clock, name: str) -> None:
     """Names are labels of metrics and keys of a file."""
@@ -618,6 +620,7 @@ class Handshaking(trio.abc.HalfCloseableStream):
         await trio.lowlevel.checkpoint()
 
 
+@pytest.mark.slow
 async def test_clients_that_stay_in_the_handshake_take_no_more_than_their_places(
     autojump_clock: Clock,
 ) -> None:
@@ -634,6 +637,7 @@ async def test_clients_that_stay_in_the_handshake_take_no_more_than_their_places
         assert len(hub.sessions) == 1
 
 
+@pytest.mark.slow
 async def test_nothing_is_level_after_its_place_was_lost(autojump_clock: Clock) -> None:
     """POSITION means that C has all: one that was told RESYNC has not, whatever came before."""
     cap = {"log_cap": "256KiB", "keep_min": "1h"}

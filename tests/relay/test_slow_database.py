@@ -92,6 +92,7 @@ async def test_what_cannot_be_stored_stops_a_feed_and_is_not_tried_again(
         assert len(store.asked_at) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow_at_first", [True, False])
 async def test_a_relay_feed_goes_on_once_its_database_is_quick(
     autojump_clock: Clock, slow_at_first: bool

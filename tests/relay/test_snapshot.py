@@ -102,6 +102,7 @@ class GivenUp(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_08_a_making_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     """8: at each time that it asks; and so does a table that breaks off."""
     calls: list[None] = []
@@ -169,6 +170,7 @@ def test_a_line_that_is_no_row_is_refused_with_its_reason(content: bytes, reason
         list(decode_table("heads", [gzip.compress(content + b"\n")], Path("heads-00")))
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_or_goes_on_or_unpacks_to_too_much_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

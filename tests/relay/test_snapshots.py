@@ -333,6 +333,7 @@ def edus(info: SnapshotInfo) -> int:
 # --- EDUs of one that is away ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_to_device_messages_outlive_the_place_in_the_log(autojump_clock: Clock) -> None:
     """Time frees the log. What nobody could fetch again stays in the snapshots."""
     async with World(patience=SHORT).running() as world:
@@ -384,6 +385,7 @@ async def spoiled(world: World, how: str) -> SnapshotInfo:
     return info
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "bit", "short", "manifest", "directory"])
 async def test_a_spoiled_snapshot_is_made_anew(autojump_clock: Clock, how: str) -> None:
     """What is spoiled is never handed out, and nothing of it is lost: the database has it."""
@@ -399,6 +401,7 @@ async def test_a_spoiled_snapshot_is_made_anew(autojump_clock: Clock, how: str) 
         assert await hands.fetch(snapshot, MANIFEST) == made.path(MANIFEST).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing", "00000000000000000007.0123456789abcdef"])
 async def test_what_is_no_snapshot_is_removed_at_the_start(
     autojump_clock: Clock, name: str

@@ -268,6 +268,7 @@ async def test_notices_move_the_position_where_the_database_is_read_in_place(
             assert (sink.events.value, feed.status().stopped) == (14, None)
 
 
+@pytest.mark.slow
 async def test_a_notice_holds_an_embedded_store_until_it_comes_as_an_event(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

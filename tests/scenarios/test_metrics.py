@@ -3,6 +3,7 @@
 import sqlite3
 from pathlib import Path
 
+import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import OperationalError
@@ -193,6 +194,7 @@ async def test_trouble_of_every_kind_shows_in_the_metrics(
     assert BY_TROUBLE - (touched(metrics) | waiting) == set()
 
 
+@pytest.mark.slow
 async def test_a_daemon_on_real_sockets_sets_all_the_others(tmp_path: Path) -> None:
     failing = ["homeserver: before commit"]
 

@@ -78,6 +78,7 @@ def pushed(world: World) -> set[str]:
     return {server.name for server in world.servers.values() if server.requests}
 
 
+@pytest.mark.slow
 async def test_of_two_senders_exactly_one_tells_each_server_who_types(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ async def test_the_shared_columns_tell_of_a_streak_from_its_first_failure_to_its
         assert await columns(world) == (None, 0, 0)
 
 
+@pytest.mark.slow
 async def test_a_server_is_said_to_be_up_once_when_its_streak_ends(
     world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +258,7 @@ async def test_timings_as_long_as_they_can_be_fit_the_columns(postgres: Database
             assert (row.failure_ts, row.retry_interval) == (EPOCH_MS, interval)
 
 
+@pytest.mark.slow
 async def test_many_large_messages_to_devices_arrive_in_as_many_transactions_as_it_takes(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:

@@ -22,6 +22,7 @@ R1, R2 = "!1:hs.example", "!2:hs.example"
 DAY_MS = 86_400_000
 
 
+@pytest.mark.slow
 async def test_a_second_outage_repeats_nothing_of_the_time_between(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -159,6 +160,7 @@ async def test_the_log_names_the_server_that_fails_and_no_other(
     assert "server_recovered" in {line["event"] for line in lines}
 
 
+@pytest.mark.slow
 async def test_a_backlog_of_events_is_written_down_in_few_transactions(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

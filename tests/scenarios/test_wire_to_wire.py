@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+import pytest
 import trio
 import trio.testing
 from tests.replication.pubsub import FakeRedis
@@ -135,6 +136,7 @@ async def test_presence_of_one_user_is_conflated_and_a_first_join_is_told_what_i
         assert len(world.edus(A, "m.presence")) == 3
 
 
+@pytest.mark.slow
 async def test_the_place_in_receipts_outlives_the_daemon(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:

@@ -266,6 +266,7 @@ async def test_a_network_of_literals_does_not_keep_a_slow_server_waiting(
             await trio.sleep(5)
 
 
+@pytest.mark.slow
 async def test_ever_new_sites_do_not_keep_one_out_that_has_many_servers(
     autojump_clock: MockClock,
 ) -> None:
@@ -303,6 +304,7 @@ async def test_names_at_an_address_without_its_certificate_do_not_make_it_pay(
         assert await waited(lane, victim) < 1
 
 
+@pytest.mark.slow
 async def test_an_honest_site_in_the_network_of_an_attacker_goes_first_there(
     autojump_clock: MockClock,
 ) -> None:

@@ -45,6 +45,7 @@ def world(tmp_path: object) -> World:
     return World(tmp_path)  # type: ignore[arg-type]  # pytest's own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", NOTHING)
 async def test_a_homeserver_that_says_nothing_to_what_has_no_pdus_gets_everything(
     world: World, autojump_clock: MockClock, body: bytes

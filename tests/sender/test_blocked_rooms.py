@@ -269,6 +269,7 @@ async def test_what_was_answered_behind_a_room_that_waits_is_not_read_again_and_
         assert sender.active.get(A) is None or sender.active[A].outbox.level
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newer", [0, 3])
 @pytest.mark.parametrize("down", [True, False])
 async def test_what_was_owed_before_goes_before_what_is_released(
@@ -299,6 +300,7 @@ async def test_what_was_owed_before_goes_before_what_is_released(
         assert await world.store.sender.redeliveries(A, 1) == []
 
 
+@pytest.mark.slow
 async def test_what_is_released_below_lsso_is_sent_although_its_room_has_newer_events(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -331,6 +333,7 @@ async def test_what_is_released_below_lsso_is_sent_although_its_room_has_newer_e
         assert await world.store.homeserver.lagging() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["others are released", "the queue is full", "started anew"])
 async def test_what_was_released_and_answered_is_in_no_gap(
     world: World, autojump_clock: MockClock, then: str

@@ -80,6 +80,7 @@ async def test_who_leaves_is_gone_at_once(world: World, autojump_clock: MockCloc
     assert left <= 1
 
 
+@pytest.mark.slow
 async def test_where_an_event_goes_is_remembered_for_minutes_only(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -92,6 +93,7 @@ async def test_where_an_event_goes_is_remembered_for_minutes_only(
         assert 1 <= len(sender.context.router._pdus) <= 6
 
 
+@pytest.mark.slow
 async def test_a_room_that_is_larger_than_a_cache_is_routed_all_the_same(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ async def test_an_extremity_that_cannot_be_sent_does_not_stop_catch_up(
     assert world.servers[A].got[1:] == ["ours 4"]
 
 
+@pytest.mark.slow
 async def test_our_own_bad_event_in_quarantine_does_not_stop_catch_up(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -78,6 +79,7 @@ async def test_our_own_bad_event_in_quarantine_does_not_stop_catch_up(
     assert world.servers[A].got[1:] == ["ours 4"]
 
 
+@pytest.mark.slow
 async def test_a_quarantined_extremity_gives_way_to_the_event_that_is_owed(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -96,6 +98,7 @@ async def test_a_quarantined_extremity_gives_way_to_the_event_that_is_owed(
     assert world.servers[A].got[1:] == [f"ours {number}" for number in range(5)]
 
 
+@pytest.mark.slow
 async def test_two_extremities_of_which_one_is_refused_do_not_stop_catch_up(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -111,6 +114,7 @@ async def test_two_extremities_of_which_one_is_refused_do_not_stop_catch_up(
     assert behind == []
 
 
+@pytest.mark.slow
 async def test_a_large_gap_whose_newest_event_is_refused_is_not_passed_over(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -167,6 +171,7 @@ async def test_an_older_extremity_does_not_stand_in_for_a_newer_event(
     assert world.servers[A].got[-1] == "ours"
 
 
+@pytest.mark.slow
 async def test_an_extremity_without_full_state_is_not_waited_for(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -193,6 +198,7 @@ async def test_an_extremity_without_full_state_is_not_waited_for(
     assert behind == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [2, 400])
 @pytest.mark.parametrize("why", ["cannot be read", "servers unknown"])
 async def test_a_large_gap_whose_newest_event_cannot_be_loaded_is_sent_whole_without_it(
@@ -223,6 +229,7 @@ async def test_a_large_gap_whose_newest_event_cannot_be_loaded_is_sent_whole_wit
     assert behind == []
 
 
+@pytest.mark.slow
 async def test_a_large_gap_whose_newest_event_is_gone_is_sent_whole_without_it(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -290,6 +297,7 @@ async def test_what_stands_in_for_events_that_never_came_says_so_also_when_it_is
     assert [each["supersedes"] for each in of_it] == [[3, token]] * 2
 
 
+@pytest.mark.slow
 async def test_the_fan_out_goes_before_all_who_wait_for_state_groups(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

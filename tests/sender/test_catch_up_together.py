@@ -96,6 +96,7 @@ async def test_of_a_large_gap_nobody_reads_more_than_is_sent(
     assert max(reads.routed.values()) == 1
 
 
+@pytest.mark.slow
 async def test_those_of_a_small_gap_are_read_and_parsed_once_for_all(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ async def test_who_gets_an_event_is_told_apart_for_each_server(
         assert world.servers[name].got == ["first", *expected[name]]
 
 
+@pytest.mark.slow
 async def test_an_event_that_is_redacted_after_its_page_was_read_goes_redacted(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

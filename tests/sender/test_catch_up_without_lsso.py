@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 from sqlalchemy import text
 from tests.sender.harness import World, answer, ok
@@ -10,6 +11,7 @@ from trio.testing import MockClock
 R1, A = "!1:hs.example", "a.example"
 
 
+@pytest.mark.slow
 async def test_a_restart_repeats_the_frozen_transaction_of_a_server_never_reached(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

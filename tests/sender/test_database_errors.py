@@ -132,6 +132,7 @@ async def test_a_database_error_in_the_fan_out_costs_no_event(
     assert world.servers[A].got == ["one", "two", "three"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hint", ["none", "to-device"])
 @pytest.mark.parametrize("look_s", [0.0, 3.8])
 async def test_what_an_error_kept_from_being_offered_is_found_before_anything_newer_goes(

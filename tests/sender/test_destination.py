@@ -72,6 +72,7 @@ async def test_a_proxy_that_refuses_everything_for_a_while_costs_no_pdu(
     assert server.got == ["before", "one"]
 
 
+@pytest.mark.slow
 async def test_a_single_refused_pdu_is_quarantined_once_another_is_answered(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -86,6 +86,7 @@ def test_every_update_is_chained_to_the_one_before_and_carries_its_rows(
         assert sorted(carried) == pokes
 
 
+@pytest.mark.slow
 @given(pokes_of, st.integers(1, 5))
 def test_all_of_it_is_said_in_the_end(pokes: list[DevicePoke], room: int) -> None:
     left = list(pokes)
@@ -295,6 +296,7 @@ async def test_pruning_beneath_a_transaction_in_flight_cuts_the_chain(
     assert chain(world.edus(A, UPDATE)) == [("D1", []), ("D3", [])]
 
 
+@pytest.mark.slow
 async def test_after_an_error_the_servers_of_the_changes_meanwhile_are_woken_too(
     world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +390,7 @@ async def test_only_the_rows_that_were_answered_go(
         assert [row[:4] for row in rows] == [(A, 3, BOB, "LATE")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failed_before", [False, True])
 async def test_an_answer_on_record_is_not_forgotten_by_a_kill(
     world: SynapseWorld, autojump_clock: MockClock, failed_before: bool

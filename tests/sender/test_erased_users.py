@@ -30,6 +30,7 @@ async def come_back(world: SynapseWorld) -> None:
     await trio.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("erased", [False, True])
 async def test_an_extremity_of_an_erased_user_does_not_stand_in(
     tmp_path: Path, autojump_clock: MockClock, erased: bool
@@ -47,6 +48,7 @@ async def test_an_extremity_of_an_erased_user_does_not_stand_in(
     assert world.servers[AWAY].got == (["ours"] if erased else ["theirs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [0, 100])
 async def test_in_catch_up_our_own_event_goes_out_pruned(
     tmp_path: Path, autojump_clock: MockClock, gap: int

@@ -170,6 +170,7 @@ def test_no_wait_is_shorter_than_a_second_or_longer_than_the_longest_ceiling(
     assert 1.0 <= wait <= (7 if outcome is Outcome.GONE else 1) * 86_400 * 1.2
 
 
+@pytest.mark.slow
 @given(st.randoms(), st.sampled_from(sorted(RULES, key=lambda o: o.value)))
 def test_a_day_of_silence_sees_at_most_sixty_attempts(rng: random.Random, outcome: Outcome) -> None:
     """I5, with the default policy and the worst luck of jitter."""
@@ -183,6 +184,7 @@ def test_a_day_of_silence_sees_at_most_sixty_attempts(rng: random.Random, outcom
     assert attempts <= 60
 
 
+@pytest.mark.slow
 def test_wakes_are_few_in_a_row_and_bounded_in_a_day() -> None:
     """I5: with our own attempts a server that never answers sees at most 300 a day."""
     current, granted = state(wake_tokens_ms=NOW), 0

@@ -95,6 +95,7 @@ async def test_a_pdu_over_which_its_receiver_times_out_does_not_block_its_server
     assert len(server.attempts) <= 60
 
 
+@pytest.mark.slow
 async def test_a_wake_ends_the_wait_also_while_the_version_is_asked_for(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -154,6 +155,7 @@ async def test_poison_with_nothing_else_to_be_sent_is_held_until_there_is(
         assert await world.store.homeserver.lagging() == []
 
 
+@pytest.mark.slow
 async def test_a_restart_in_the_middle_of_a_search_goes_on_with_it(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -282,6 +284,7 @@ async def search_waits_longer(world: World) -> tuple[float, float]:
     return now + 1_000, now + 3_000
 
 
+@pytest.mark.slow
 async def test_after_a_start_and_a_reload_pdus_wait_for_the_next_step_of_their_search(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -301,6 +304,7 @@ async def test_after_a_start_and_a_reload_pdus_wait_for_the_next_step_of_their_s
         assert len(world.servers[A].attempts) > tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("came", ["while no daemon ran", "later"])
 async def test_keys_for_a_server_out_of_memory_wait_for_no_search_among_pdus(
     world: World, autojump_clock: MockClock, came: str
@@ -373,6 +377,7 @@ class Overloaded(RemoteServer):
     def latency(self, value: float) -> None: ...
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_overloaded_costs_nothing(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -444,6 +449,7 @@ async def test_a_poisonous_edu_is_found_by_another_edu(
     assert once(server) == ["before", "after"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_refuses_every_edu_costs_none_and_gets_its_pdus(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -491,6 +497,7 @@ async def test_typing_and_presence_that_are_refused_take_no_room_from_what_is_du
     assert len(server.requests) - len(server.answered) <= 2 * 6 * 60
 
 
+@pytest.mark.slow
 async def test_a_device_that_changes_again_and_again_has_the_waits_of_a_search(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -524,6 +531,7 @@ async def test_what_waited_beside_an_acquitted_edu_goes_on_at_once(
     assert set(said) == set(map(str, range(60)))
 
 
+@pytest.mark.slow
 async def test_who_refuses_far_more_than_it_answers_is_not_asked_once_a_second(
     world: World, autojump_clock: MockClock
 ) -> None:

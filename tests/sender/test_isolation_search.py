@@ -84,6 +84,7 @@ def names(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
+@pytest.mark.slow
 @given(st.integers(2, 120), st.data())
 def test_a_server_that_answers_the_rest_gets_all_but_what_it_refuses(
     count: int, data: st.DataObject
@@ -148,6 +149,7 @@ def test_what_fails_by_chance_is_no_items_fault(share: float, empty: bool) -> No
         assert lane.waiting == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["+-", "++-", "+--", "+-+--", "++--", "+" * 9 + "-" * 9])
 def test_what_fails_by_turns_is_no_items_fault(pattern: str) -> None:
     """One of two backends refuses everything, and requests go to each in turn."""
@@ -175,6 +177,7 @@ def test_a_poisonous_item_is_found_though_half_of_all_requests_fail(poison: str)
         assert len(lane.got) == 29
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 60))
 def test_who_refuses_everything_from_some_moment_on_proves_nothing(
     before: list[bool], count: int

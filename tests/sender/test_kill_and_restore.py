@@ -115,6 +115,7 @@ async def test_an_error_out_of_the_body_still_writes_down_what_is_in_flight(
     assert third.bodies == ["two"]
 
 
+@pytest.mark.slow
 async def test_what_the_ledger_knows_of_many_servers_is_settled_together(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -195,6 +196,7 @@ async def test_a_transaction_that_gave_way_is_sent_again_as_it_was(
     assert all(world.servers[name].got == ["to the slow ones"] for name in slow)
 
 
+@pytest.mark.slow
 async def test_a_kill_amid_a_catch_up_loses_nothing(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -279,6 +281,7 @@ async def test_what_is_frozen_is_read_page_by_page(
         assert len({request.id for request in server.requests}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answered_elsewhere", [False, True])
 async def test_what_is_frozen_outlives_the_first_mark_that_we_give_its_server(
     world: World, autojump_clock: MockClock, answered_elsewhere: bool
@@ -308,6 +311,7 @@ async def test_what_is_frozen_outlives_the_first_mark_that_we_give_its_server(
     assert server.got == ([] if answered_elsewhere else ["one"])
 
 
+@pytest.mark.slow
 async def test_a_backup_of_the_homeserver_s_database_from_amid_a_catch_up_loses_nothing(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -349,6 +353,7 @@ async def test_a_backup_of_the_homeserver_s_database_from_amid_a_catch_up_loses_
     assert set(server.got) >= {"c", "d", "f"}
 
 
+@pytest.mark.slow
 async def test_a_history_that_was_set_back_does_not_count_as_answered(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -379,6 +384,7 @@ async def test_a_history_that_was_set_back_does_not_count_as_answered(
     assert server.got == ["before", "old 1", "old 2", "old 3", "new 1", "new 2"]
 
 
+@pytest.mark.slow
 async def test_a_restore_says_what_is_void_and_sends_all_that_is_owed_since(
     world: World, autojump_clock: MockClock
 ) -> None:

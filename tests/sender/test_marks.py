@@ -127,6 +127,7 @@ async def test_a_segment_stays_open_until_its_answers_are_written(
         assert len(list(directory.glob("*.jsonl"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("segments", [1, 2])
 async def test_a_kill_with_five_unwritten_answers_repeats_nothing(
@@ -153,6 +154,7 @@ async def test_a_kill_with_five_unwritten_answers_repeats_nothing(
         assert server.requests[0].bodies == ["next"]
 
 
+@pytest.mark.slow
 async def test_the_last_answer_on_record_has_the_marks_before_it(
     world: World, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
@@ -183,6 +185,7 @@ async def test_the_last_answer_on_record_has_the_marks_before_it(
         assert world.servers[A].requests == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ledger", [True, False])
 async def test_a_frozen_transaction_is_not_void_by_a_mark_of_ours(
     world: World, autojump_clock: MockClock, tmp_path: Path, ledger: bool
@@ -210,6 +213,7 @@ async def test_a_frozen_transaction_is_not_void_by_a_mark_of_ours(
     assert "discarded" not in {line["outcome"] for line in after.ledger(A)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recovers", [False, True])
 async def test_without_a_ledger_each_answer_is_written_at_once(
     world: World,
@@ -272,6 +276,7 @@ async def test_answered_messages_are_deleted_later_and_not_sent_again(
         assert sent == ["1", "2", "3", "4", "5"]
 
 
+@pytest.mark.slow
 async def test_marks_that_are_late_stop_the_next_transaction(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -307,6 +312,7 @@ async def test_a_purge_leaves_no_mark_behind(world: World, autojump_clock: MockC
         assert stored(world.directory) is None
 
 
+@pytest.mark.slow
 async def test_a_kill_after_a_purge_brings_no_row_back(
     world: World, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
@@ -320,6 +326,7 @@ async def test_a_kill_after_a_purge_brings_no_row_back(
         assert stored(after.directory, B) is not None
 
 
+@pytest.mark.slow
 async def test_a_row_that_was_deleted_at_once_stands_in_no_later_line(
     world: World, autojump_clock: MockClock
 ) -> None:

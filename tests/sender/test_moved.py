@@ -28,6 +28,7 @@ async def failing_with(directory: Path, status: int, *, hours: float) -> tuple[l
     return [at - began for at in server.doubts], world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [301, 307, 401, 403, 404, 405, 418, 421])
 async def test_a_wrong_host_that_answers_makes_us_ask_again_within_minutes(
     tmp_path: Path, autojump_clock: MockClock, status: int
@@ -41,6 +42,7 @@ async def test_a_wrong_host_that_answers_makes_us_ask_again_within_minutes(
     assert len(doubts) <= len(world.servers[A].attempts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 413, 429, 500, 503])
 async def test_a_server_that_answers_as_itself_is_not_looked_for(
     tmp_path: Path, autojump_clock: MockClock, status: int

@@ -17,6 +17,7 @@ def broken(request: Request) -> Answer:
     return answer(500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun_s", [0, 15])
 @pytest.mark.parametrize("phase", ["sending", "failing", "answers in the drain"])
 async def test_what_is_purged_during_a_drain_does_not_come_back(

@@ -3,6 +3,7 @@
 import errno
 import os
 
+import pytest
 import structlog.testing
 import trio
 from tests.sender.harness import Request, World, ok
@@ -115,6 +116,7 @@ async def test_a_broken_proxy_is_no_failure_of_a_server(
     assert server.got == ["one"]
 
 
+@pytest.mark.slow
 async def test_a_stop_does_not_wait_for_descriptors(
     world: World, autojump_clock: MockClock
 ) -> None:

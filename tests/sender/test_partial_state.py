@@ -38,6 +38,7 @@ async def outage(world: SynapseWorld, *, events: int) -> None:
     world.server(BANNED).down = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 async def test_of_a_room_with_partial_state_no_other_server_s_event_stands_in(
     tmp_path: Path, autojump_clock: MockClock, known: bool
@@ -60,6 +61,7 @@ async def test_of_a_room_with_partial_state_no_other_server_s_event_stands_in(
     assert world.servers[BANNED].got == ["ours 4"]
 
 
+@pytest.mark.slow
 async def test_once_the_whole_state_is_known_it_says_who_may_see_the_newest_event(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -76,6 +78,7 @@ async def test_once_the_whole_state_is_known_it_says_who_may_see_the_newest_even
     assert world.servers[BANNED].got == ["secret"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("events", [2, 5])
 async def test_once_the_whole_state_is_known_it_says_who_gets_our_own_events(
     tmp_path: Path, autojump_clock: MockClock, events: int
@@ -97,6 +100,7 @@ async def test_once_the_whole_state_is_known_it_says_who_gets_our_own_events(
     assert line["reason"] == "by what is known now the event is not for this server"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["banned", "partial"])
 async def test_who_may_see_it_is_judged_when_the_transaction_is_frozen(
     tmp_path: Path, autojump_clock: MockClock, how: str
@@ -175,6 +179,7 @@ async def test_events_from_before_our_join_go_by_their_own_state(
     assert [event_id for _, event_id, _ in refused] == [old]
 
 
+@pytest.mark.slow
 async def test_our_own_newer_event_does_not_stand_in_before_it_is_fanned_out(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

@@ -76,6 +76,7 @@ def test_an_entry_says_no_more_than_is_known() -> None:
     }
 
 
+@pytest.mark.slow
 @given(st.integers(0, 300), st.integers(0, 5))
 def test_states_go_out_fifty_at_a_time_and_stay_until_answered(users: int, max_edus: int) -> None:
     """Synapse's S7."""
@@ -95,6 +96,7 @@ def test_states_go_out_fifty_at_a_time_and_stay_until_answered(users: int, max_e
     assert seen == (users if max_edus else 0)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 70_000), st.sampled_from(["x", "\x01", "ä"]))
 def test_no_edu_of_states_reaches_64_kib(length: int, letter: str) -> None:
     """MSC4514. They are halved; what one state alone has too much is its status message."""
@@ -133,6 +135,7 @@ async def test_a_change_goes_to_every_server_that_shares_a_room_with_the_user(
     assert world.servers[C].requests == []
 
 
+@pytest.mark.slow
 async def test_many_changes_in_large_rooms_are_given_out_in_steps(
     world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +215,7 @@ async def test_who_asks_is_told_the_present_state_changed_or_not(
     assert world.servers[B].requests == []
 
 
+@pytest.mark.slow
 async def test_the_newest_state_is_told_and_reckoned_when_it_leaves(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:
@@ -232,6 +236,7 @@ async def test_the_newest_state_is_told_and_reckoned_when_it_leaves(
     assert one["last_active_ago"] >= 3000
 
 
+@pytest.mark.slow
 async def test_what_could_not_be_told_for_long_is_let_go_with_a_count(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:

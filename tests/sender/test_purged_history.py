@@ -61,6 +61,7 @@ def given_up(world: SynapseWorld) -> list[dict[str, Any]]:
     return [line for line in world.ledger(AWAY) if line["outcome"] == "dropped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("events", [1, 2, 5])
 async def test_a_newer_event_that_the_server_may_see_stands_in(
@@ -78,6 +79,7 @@ async def test_a_newer_event_that_the_server_may_see_stands_in(
     assert given_up(world) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("events", [1, 5])
 async def test_if_nothing_stands_in_it_is_said_and_counted(
@@ -97,6 +99,7 @@ async def test_if_nothing_stands_in_it_is_said_and_counted(
     assert state["given_up"] == 1
 
 
+@pytest.mark.slow
 async def test_what_is_left_of_a_gap_is_sent_and_the_rest_is_superseded(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -112,6 +115,7 @@ async def test_what_is_left_of_a_gap_is_sent_and_the_rest_is_superseded(
     assert given_up(world) == []
 
 
+@pytest.mark.slow
 async def test_an_event_that_was_to_be_sent_again_is_not_passed_in_silence(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -131,6 +135,7 @@ async def test_an_event_that_was_to_be_sent_again_is_not_passed_in_silence(
     assert [(each["event_id"], each["lane"]) for each in line["pdus"]] == [(event_id, "redelivery")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deleted", [False, True])
 async def test_a_blocked_room_is_freed_though_some_of_its_events_were_purged(
     tmp_path: Path, autojump_clock: MockClock, deleted: bool

@@ -100,6 +100,7 @@ def test_the_newest_of_each_key_is_said_once_with_few_edus(items: list[Receipt])
     assert len(queue.waiting) == 0
 
 
+@pytest.mark.slow
 @given(receipts, st.integers(1, 8))
 def test_too_many_become_a_debt_that_covers_them_all(items: list[Receipt], limit: int) -> None:
     """I7. In whatever order they come, and whatever was answered: nothing below it is owed."""
@@ -115,6 +116,7 @@ def test_too_many_become_a_debt_that_covers_them_all(items: list[Receipt], limit
         assert owed < min(item.stream_id for item in newest.values())
 
 
+@pytest.mark.slow
 @given(receipts, st.integers(0, 3))
 def test_a_page_of_a_debt_is_paid_up_to_what_did_not_fit(items: list[Receipt], room: int) -> None:
     page = sorted(items, key=lambda item: item.stream_id)
@@ -265,6 +267,7 @@ async def test_a_receipt_that_waits_for_its_turn_does_not_come_after_a_newer_one
         assert told in ([["$new"]], [["$old"], ["$new"]])
 
 
+@pytest.mark.slow
 async def test_the_line_moves_faster_when_it_is_long(
     world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +280,7 @@ async def test_the_line_moves_faster_when_it_is_long(
     assert len(world.pushes()) == 40
 
 
+@pytest.mark.slow
 async def test_a_receipt_of_a_writer_that_was_passed_is_sent_once_it_is_written(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:
@@ -295,6 +299,7 @@ async def test_a_receipt_of_a_writer_that_was_passed_is_sent_once_it_is_written(
     assert [list(content[R1]["m.read"]) for content in world.edus(A)] == [[ALICE], [BOB]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("up_again", [False, True])
 async def test_a_receipt_of_a_writer_that_was_passed_before_a_restart_is_sent(
     world: SynapseWorld, autojump_clock: MockClock, up_again: bool
@@ -343,6 +348,7 @@ async def test_a_receipt_of_a_writer_that_was_passed_before_a_restart_is_sent(
     assert [list(content[R1]["m.read"]) for content in world.edus(A)] == [[ALICE], [BOB]]
 
 
+@pytest.mark.slow
 async def test_receipts_written_while_we_were_down_are_sent_when_we_are_back(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:
@@ -362,6 +368,7 @@ async def test_receipts_written_while_we_were_down_are_sent_when_we_are_back(
     ] == [["$one"], ["$two"]]
 
 
+@pytest.mark.slow
 async def test_receipts_survive_failures_and_the_newest_of_each_is_sent(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:
@@ -393,6 +400,7 @@ async def test_receipts_survive_failures_and_the_newest_of_each_is_sent(
     assert len(server.answered) == before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency", [1, 100])
 async def test_a_kill_loses_no_receipt(
     world: SynapseWorld, autojump_clock: MockClock, latency: float
@@ -466,6 +474,7 @@ async def test_a_receipt_whose_turn_came_while_its_server_was_denied_goes_when_i
     assert all(world.edus(f"host{number}", "m.receipt") for number in range(20))
 
 
+@pytest.mark.slow
 async def test_those_that_return_together_read_a_page_once_and_their_pdus_go_first(
     world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,6 +546,7 @@ async def test_a_page_for_many_servers_is_given_out_in_steps(
         assert {user for edu in world.edus(name) for user in edu[R1]["m.read"]} == set(users)
 
 
+@pytest.mark.slow
 async def test_a_receipt_that_is_written_late_is_in_no_page_of_before(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:

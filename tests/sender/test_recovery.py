@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from tests.sender.harness import World
 from tests.test_attempt_log import line_of, until_killed
@@ -165,6 +166,7 @@ class Looks(dict[str, Any]):
         return super().values()
 
 
+@pytest.mark.slow
 async def test_a_full_window_does_not_ask_every_queue_about_every_event(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

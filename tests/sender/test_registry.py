@@ -52,6 +52,7 @@ async def test_all_but_the_failing_the_slow_and_the_parked_have_answered(
         assert world.servers[D].got[-2:] == ["first", "second"]
 
 
+@pytest.mark.slow
 async def test_who_has_left_memory_is_level_unless_it_fails(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -64,6 +65,7 @@ async def test_who_has_left_memory_is_level_unless_it_fails(
         assert progress(sender) == (last, last, 2, 1)
 
 
+@pytest.mark.slow
 async def test_who_reads_what_it_is_owed_from_the_database_is_behind(
     world: World, autojump_clock: MockClock
 ) -> None:

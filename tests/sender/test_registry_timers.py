@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 from tests.sender.harness import World
 from trio.testing import MockClock
@@ -9,6 +10,7 @@ from trio.testing import MockClock
 R1, A = "!1:hs.example", "a.example"
 
 
+@pytest.mark.slow
 async def test_the_heap_does_not_grow_with_wakes(tmp_path: Path, autojump_clock: MockClock) -> None:
     world = World(tmp_path)
     world.server(A, down=True)

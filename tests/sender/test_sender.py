@@ -60,6 +60,7 @@ async def test_a_kick_reaches_the_kicked_server_and_nothing_after_it_does(
     assert world.servers[B].got == ["a.example leaves", "without you"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("membership", "before", "told"),
     [
@@ -182,6 +183,7 @@ async def test_an_event_that_a_server_elsewhere_redacts_goes_out_pruned(
     assert b"secret" not in world.servers[A].answered[-1].body
 
 
+@pytest.mark.slow
 async def test_neither_age_nor_our_clock_leaves(world: World, autojump_clock: MockClock) -> None:
     """W27."""
     async with world.run():
@@ -233,6 +235,7 @@ async def test_a_failed_transaction_is_repeated_unchanged_until_answered(
     assert server.got == ["one", "two"]
 
 
+@pytest.mark.slow
 async def test_a_restart_repeats_the_frozen_transaction(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -347,6 +350,7 @@ async def test_retry_after_is_kept(world: World, autojump_clock: MockClock) -> N
 # --- outages --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_backlog_goes_out_at_start_without_a_new_event(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -360,6 +364,7 @@ async def test_a_backlog_goes_out_at_start_without_a_new_event(
     assert world.servers[A].got == ["while you were out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 6])
 async def test_what_a_step_offers_is_bounded_and_all_of_it_arrives(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, most: int
@@ -541,6 +546,7 @@ async def test_small_gaps_are_sent_whole(world: World, autojump_clock: MockClock
     assert [text for text in server.got if text in ("e3", "e5")] == ["e3", "e5"]
 
 
+@pytest.mark.slow
 async def test_of_a_large_gap_the_newest_event_stands_in_for_the_rest(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -563,6 +569,7 @@ async def test_of_a_large_gap_the_newest_event_stands_in_for_the_rest(
     assert line["pdus"][0]["supersedes"] == [before + 1, newest]
 
 
+@pytest.mark.slow
 async def test_a_server_kicked_while_it_was_down_gets_the_kick_and_no_more(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -585,6 +592,7 @@ async def test_a_server_kicked_while_it_was_down_gets_the_kick_and_no_more(
     assert server.got == ["before", "a.example leaves"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_a_list_leaves_out_gets_what_it_was_owed_and_no_more(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -611,6 +619,7 @@ async def test_a_server_that_a_list_leaves_out_gets_what_it_was_owed_and_no_more
     assert other.got == ["before", "missed", "secret", "again"]
 
 
+@pytest.mark.slow
 async def test_lagging_servers_come_back_at_the_ramp_and_not_one_each_five_seconds(
     world: World,
     autojump_clock: MockClock,
@@ -655,6 +664,7 @@ async def test_our_own_event_is_caught_up_although_another_server_spoke_since(
     assert server.got == ["ours"]
 
 
+@pytest.mark.slow
 async def test_traffic_goes_on_while_one_server_is_dead(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -706,6 +716,7 @@ async def test_an_answer_that_is_none_is_a_failure_like_others(
     assert {line["outcome"] for line in world.ledger(A)} == {"lying"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "outcome"),
     [
@@ -817,6 +828,7 @@ async def test_an_impossible_depth_is_quarantined_and_not_passed_over(
     assert "number" in item.reason
 
 
+@pytest.mark.slow
 async def test_a_server_that_refuses_pdus_but_not_us_gets_all_but_the_poison(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -836,6 +848,7 @@ async def test_a_server_that_refuses_pdus_but_not_us_gets_all_but_the_poison(
     assert any(request.bodies == [] for request in server.answered)
 
 
+@pytest.mark.slow
 async def test_a_server_that_refuses_everything_costs_no_pdu(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -1009,6 +1022,7 @@ async def test_a_redelivery_outlasts_that_its_server_is_denied_when_it_is_asked_
     assert world.servers[A].got == ["again", "again"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["servers_of", "pdus"])
 async def test_what_catch_up_owes_outlasts_that_its_server_is_denied(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, step: str

@@ -67,6 +67,7 @@ def arrived(receiver: Receiver) -> int:
     return sum(body.isdigit() for body in receiver.got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("each", "limit"),
     [(1.0, 2**20), (1.5, 2**20), (3.0, 2**20), (1.0, 60_000), (1.0, 250_000), (1.0, 800_000)],
@@ -86,6 +87,7 @@ async def test_a_backlog_takes_hardly_longer_than_its_receiver_needs(
     assert receiver.in_vain <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [1.5, 3.0])
 async def test_keys_do_not_wait_behind_a_batch_that_takes_too_long(
     tmp_path: Path, autojump_clock: MockClock, each: float
@@ -102,6 +104,7 @@ async def test_keys_do_not_wait_behind_a_batch_that_takes_too_long(
         assert any(request.edus for request in receiver.answered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("each", "limit"), [(1.5, 2**20), (0.1, 60_000)])
 async def test_a_restart_remembers_the_size_that_works(
     tmp_path: Path, autojump_clock: MockClock, each: float, limit: int

@@ -57,6 +57,7 @@ async def test_those_of_a_large_gap_go_and_it_is_cut_there(
     assert [each["supersedes"] for each in sent] == [[2, 5], [6, 9], [10, 12]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "duration_ms", [600_000, 10 * HOUR_MS, 0, -1, "3600000", None, True, 2**53 - 1]
 )
@@ -76,6 +77,7 @@ async def test_an_expired_or_odd_mark_means_nothing(
     assert world.servers[AWAY].got == ["chatter 2"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_not_in_the_room_then_gets_none(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -117,6 +119,7 @@ async def begin(world: SynapseWorld) -> None:
     world.server(NEAR)
 
 
+@pytest.mark.slow
 async def test_synapse_says_which_ones_are_sticky(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -167,6 +170,7 @@ async def test_what_synapse_has_noted_as_owed_is_sent_and_wakes(
     assert world.servers[NEAR].got == []
 
 
+@pytest.mark.slow
 async def test_a_hand_back_leaves_synapse_its_notes(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -198,6 +202,7 @@ async def test_a_hand_back_leaves_synapse_its_notes(
         assert await world.store.sender.redeliveries(NEAR, 9) == []
 
 
+@pytest.mark.slow
 async def test_a_hand_back_reads_all_that_one_server_is_owed(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

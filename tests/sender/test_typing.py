@@ -31,6 +31,7 @@ def said(world: SynapseWorld, server: str) -> list[tuple[str, bool]]:
 # --- what is said ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.sampled_from([R1, R2]), st.sets(st.sampled_from("abc")), st.integers(0, 20))
@@ -111,6 +112,7 @@ async def test_a_user_who_goes_on_typing_is_told_again_every_forty_seconds(
     assert said(world, A) == [*(4 * [(ALICE, True)]), (ALICE, False)]
 
 
+@pytest.mark.slow
 async def test_many_who_type_in_a_large_room_are_told_of_in_steps(
     world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

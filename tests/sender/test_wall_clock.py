@@ -62,6 +62,7 @@ async def attempts(directory: Path, reply: Reply, *, steps: bool) -> list[float]
     return [at - began for at in server.attempts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", TROUBLES)
 async def test_attempts_are_made_at_the_same_times_however_the_clock_is_set(
     tmp_path: Path, autojump_clock: MockClock, trouble: str
@@ -76,6 +77,7 @@ async def test_attempts_are_made_at_the_same_times_however_the_clock_is_set(
     assert while_set == pytest.approx(calm, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_wait_on_record_is_only_shortened(
     tmp_path: Path, autojump_clock: MockClock, step: int
@@ -107,6 +109,7 @@ async def test_a_wait_on_record_is_only_shortened(
     assert server.attempts[-1] == pytest.approx(due, abs=5)
 
 
+@pytest.mark.slow
 async def test_a_wait_on_record_that_begins_in_the_future_is_over(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_state_is_moved_whole() -> None:
     assert (moved.paused_ms, moved.paused_until_ms) == (12, 13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("restart_after_s", [None, 400])
 async def test_a_pause_ends_when_it_was_to_end(

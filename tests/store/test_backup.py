@@ -256,6 +256,7 @@ async def test_what_was_there_is_kept_with_its_log(files: World, tmp_path: Path)
     assert "homeserver.sqlite3-wal" not in os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, STEPS + 2))
 def test_a_restore_that_is_cut_off_lets_nothing_start_until_it_is_run_again(
     files: World, tmp_path: Path, step: int
@@ -368,6 +369,7 @@ async def test_a_backup_that_fails_leaves_no_directory(files: World, tmp_path: P
         await backup.backup(files.databases, files.owner, tmp_path / "backup", real_runtime())
 
 
+@pytest.mark.slow
 async def test_answers_since_the_backup_are_counted(files: World, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     ledger.mkdir()
@@ -415,6 +417,7 @@ async def test_a_start_says_the_same_of_a_file_that_it_cannot_even_open(
         await files.state()
 
 
+@pytest.mark.slow
 async def test_a_look_at_a_large_database_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

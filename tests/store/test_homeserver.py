@@ -799,6 +799,7 @@ async def test_without_a_position_the_error_has_the_statement_that_mends_it(
         assert (await synapse.store.events_position(),) == newest != (0,)
 
 
+@pytest.mark.slow
 async def test_two_senders_write_the_same_servers_at_once(open_synapse: OpenSynapse) -> None:
     """Rows are written in one order, so that they wait for each other and never crosswise."""
     async with open_synapse(instances=("fed1", "fed2")) as synapse:

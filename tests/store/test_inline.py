@@ -58,6 +58,7 @@ def run(directory: Path, crash_at: int) -> list[str]:
     return points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", range(1, 11))
 def test_a_crash_at_any_commit_point_can_be_started_again(tmp_path: Path, point: int) -> None:
     with pytest.raises(BaseException) as caught:  # noqa: PT011  (groups of them, too)

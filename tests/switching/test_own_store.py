@@ -65,6 +65,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COUNTS)
 async def test_a_server_that_is_owed_something_does_not_change_hands(
     tmp_path: Path, kind: str
@@ -83,6 +84,7 @@ async def test_a_server_that_is_owed_something_does_not_change_hands(
     await start(tmp_path, ["s1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COUNTS)
 async def test_a_hand_back_counts_what_only_this_sender_can_see(tmp_path: Path, kind: str) -> None:
     async def give_back(*, accept_loss: bool = False) -> Findings:

@@ -7,6 +7,7 @@ on purpose, docs/switching.md says why.
 
 from contextlib import AbstractAsyncContextManager
 
+import pytest
 import trio
 import trustme
 from tests.synapse.daemon import open_daemon
@@ -32,6 +33,7 @@ async def played(
         return await play(world, at_b, c, d)
 
 
+@pytest.mark.long
 async def test_synapses_worker_and_the_daemon_send_the_same(
     world: World, synapse_authority: trustme.CA
 ) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import trio
 from tests.synapse.daemon import open_daemon
 from tests.synapse.world import INSTANCE, World, until
@@ -127,6 +128,7 @@ def audited(spark: "SparkSession", config: Config) -> Audited:
         return audit(spark, lake, config, steps)
 
 
+@pytest.mark.long
 async def test_what_synapses_worker_sent_in_turn_with_the_daemon_is_not_missing(
     world: World, spark: "SparkSession"
 ) -> None:

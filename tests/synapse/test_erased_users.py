@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
 import trio
 import trustme
 from tests.synapse.daemon import open_daemon
@@ -56,6 +57,7 @@ async def caught_up(
         return at_b.pdus(room.id)
 
 
+@pytest.mark.long
 async def test_events_of_erased_users_in_catch_up(
     world: World, synapse_authority: trustme.CA
 ) -> None:

@@ -137,6 +137,7 @@ async def test_a_kill_while_b_is_slow_loses_nothing(world: World) -> None:
         assert_all_was_sent(world, room)
 
 
+@pytest.mark.long
 async def test_synapses_own_worker_goes_on_where_the_daemon_was_killed(world: World) -> None:
     """And the daemon where Synapse's worker stopped: an operator can go back and forth."""
     with trio.fail_after(TEST_S):
@@ -165,6 +166,7 @@ async def test_synapses_own_worker_goes_on_where_the_daemon_was_killed(world: Wo
         assert world.daemon.delivered(world.b.name) == [*sent_by_the_daemon, again]
 
 
+@pytest.mark.long
 async def test_kills_in_the_middle_of_everything_lose_nothing(world: World) -> None:
     """Three times, at whatever the daemon is doing, while alice talks and B is slow."""
     with trio.fail_after(TEST_S):

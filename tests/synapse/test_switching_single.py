@@ -35,6 +35,7 @@ SYNAPSE = "matrix-synapse"
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 async def test_there_and_back_by_the_guide(
     own_database: Database, synapse_authority: trustme.CA, synapse_valkey: Valkey, tmp_path: Path
 ) -> None:

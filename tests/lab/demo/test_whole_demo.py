@@ -43,6 +43,7 @@ def test_every_event_arrives_where_it_should_and_nowhere_else(tmp_path: Path) ->
     assert any((keep / "ledger").iterdir())
 
 
+@pytest.mark.long
 def test_a_relay_and_two_senders_in_between_lose_nothing_though_one_is_forgotten() -> None:
     """One sender is killed, the other away until the log does not reach back to it: a full sync."""
     *_, summary = demo("--relay", "--chaos", "--servers=10", "--rooms=4", "--events=110")

@@ -46,6 +46,7 @@ def test_i1_position_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert goes_red("I1")
 
 
+@pytest.mark.long
 def test_i1_a_debt_in_a_locked_room_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forget(self: FanOut, *_: Any) -> Counter[str]:
         return Counter()
@@ -77,6 +78,7 @@ def test_unnoticed_a_failover_that_is_seen_and_passed_over(monkeypatch: pytest.M
     assert goes_red("unnoticed")
 
 
+@pytest.mark.long
 def test_standstill_a_lock_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wait(
         self: FanOut, position: int, owed: Any, first: Any, _: Any, newest: str | None
@@ -161,12 +163,14 @@ def test_i6_whoever_was_once_in_a_room_stays_there(monkeypatch: pytest.MonkeyPat
     assert goes_red("I6")
 
 
+@pytest.mark.long
 def test_i6_partial_state_is_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "is_whole", lambda _observed, _room_id: True)
 
     assert goes_red("I6", likely=6)
 
 
+@pytest.mark.long
 def test_order_new_events_do_not_wait_for_those_released(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(self: Outbox, *_: Any, **__: Any) -> dict[str, int]:
         return {}
@@ -176,6 +180,7 @@ def test_order_new_events_do_not_wait_for_those_released(monkeypatch: pytest.Mon
     assert goes_red("order", likely=6)
 
 
+@pytest.mark.long
 def test_share_redeliveries_take_whole_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_of_them(self: Outbox, draft: Any, again: Sequence[Any]) -> Sequence[Any]:
         for outgoing in again:
@@ -187,6 +192,7 @@ def test_share_redeliveries_take_whole_transactions(monkeypatch: pytest.MonkeyPa
     assert goes_red("share")
 
 
+@pytest.mark.long
 def test_i7_a_queue_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = PduQueue.__init__
     monkeypatch.setattr(PduQueue, "__init__", lambda self, _, window: begin(self, 10**9, window))
@@ -240,6 +246,7 @@ def test_clock_waits_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert goes_red("clock")
 
 
+@pytest.mark.long
 def test_fairness_slow_servers_in_the_lane_of_quick_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "lane_of", lambda self, _leave: (self.quick, True))
     monkeypatch.setattr(Lane, "_relieve", lambda _self: False)
@@ -249,6 +256,7 @@ def test_fairness_slow_servers_in_the_lane_of_quick_ones(monkeypatch: pytest.Mon
     assert any(violation.invariant == "fairness" for violation in report.violations)
 
 
+@pytest.mark.long
 def test_fairness_they_take_all_slow_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lane, "_in_the_way", lambda _self, _payers: None)
 

@@ -127,6 +127,7 @@ def test_own_events_carry_a_valid_signature_of_the_homeserver() -> None:
             verify_signed_json(redact(event, version), NAME, public)
 
 
+@pytest.mark.slow
 def test_tokens_count_up_by_one_and_the_same_seed_tells_the_same_story() -> None:
     one, other = a_homeserver(6), a_homeserver(6)
 
