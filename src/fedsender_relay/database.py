@@ -9,9 +9,10 @@ A token is the number of a record, 1, 2, 3 and so on. An *epoch* names the histo
 belong to. Each relay that takes the database over begins one (`begin_intake`), and each append
 checks that it is still the current one.
 
-For each (room, server) the state holds the newest event that the server was to get. For a server in
-the room this is the room's newest event of ours, if it came after the server. For a server that
-left, its departure names the event: the one that made it leave, or the last one before.
+Who is in a room is known by stays, as in any embedded store. For each (room, server) the log keeps
+the newest event that the server was to get. For most this is the room's newest event of ours. When
+that is so no more (a server left; the next event is not for all; it went to servers outside the
+room), the event is *kept* for 30 days, and with it the stays that ended since it came.
 """
 
 import enum
@@ -23,7 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
 import trio
@@ -38,12 +39,9 @@ from sqlalchemy import (
     delete,
     exists,
     func,
-    literal,
-    null,
     select,
     tuple_,
     union,
-    union_all,
     update,
 )
 
@@ -61,7 +59,7 @@ from fedsender.embedded.facts import (
     lines_of,
     rows_of,
 )
-from fedsender.embedded.stays import open_stays, room_of, store_told
+from fedsender.embedded.stays import Ended, room_of, store_hosts
 from fedsender.matrix import is_sent_by
 from fedsender.runtime import Runtime
 from fedsender.store import positions, tables
@@ -85,11 +83,10 @@ from fedsender.store.statements import (
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 T = TypeVar("T")
-Place = TypeVar("Place", int, tuple[str, str])
 
 INSTANCE: Final = "relay"
 KEEP_LEFT_MS: Final = 30 * 86_400_000
-"""Milliseconds for which a departure, with its event, and a redaction are kept."""
+"""Milliseconds for which ended stays, with their events, and redactions are kept."""
 MAX_EPOCHS: Final = 20_000
 ROWS_AT_ONCE: Final = 5_000
 """The most rows of a table that one transaction deletes, so that appends need not wait for long."""
@@ -103,7 +100,7 @@ MAX_READ: Final = 1_000
 PAGES_AT_ONCE: Final = 2_000
 
 _log, _state, _epochs = tables.relay_log, tables.relay_state, tables.relay_epochs
-_heads, _departures, _edus = tables.relay_heads, tables.relay_departures, tables.relay_edus
+_heads, _kept, _edus = tables.relay_heads, tables.relay_kept, tables.relay_edus
 _consumers, _stays = tables.relay_consumers, tables.room_servers
 
 # Statements that every append runs are made once: to make one costs as much as to run it.
@@ -234,19 +231,6 @@ def _save_consumers(
 # --- what records change --------------------------------------------------------------------------
 
 
-class _Came(NamedTuple):
-    """An event of ours. `minus`: servers in the room that do not get it; `plus`: others that do."""
-
-    token: int
-    event_id: str
-    plus: tuple[str, ...]
-    minus: tuple[str, ...]
-
-
-_Told = _Came | tuple[int, HostsRow | ServersRow]
-_Place = tuple[str, str]
-
-
 class RelayRows:
     """The rows of a batch of records, and their changes of the relay's tables."""
 
@@ -254,27 +238,27 @@ class RelayRows:
         self._server_name = server_name
         self._now_ms = now_ms
         self._records: list[tuple[int, bytes]] = []
-        self._rooms: defaultdict[str, list[_Told]] = defaultdict(list)
+        # room -> tokens of its events of ours, ascending.
+        self._events: defaultdict[str, list[int]] = defaultdict(list)
+        self._hosts: list[tuple[int, HostsRow | ServersRow]] = []
+        # (room, token): the newest event at this token is kept.
+        self._exceptions: set[tuple[str, int]] = set()
         self._edus: list[dict[str, Any]] = []
         self._redactions: list[dict[str, Any]] = []
 
     def add(self, token: int, rows: Sequence[RelayRow], texts: Sequence[bytes]) -> None:
         """Take the rows of a token, and their texts."""
         self._records.append((token, lines_of(texts, token)))
-        hosts: list[HostsRow | ServersRow] = []
         for number, row in enumerate(rows):
             if isinstance(row, PduRow):
                 self._add_pdu(token, row)
             elif isinstance(row, HostsRow | ServersRow):
-                hosts.append(row)
+                self._hosts.append((token, row))
             elif isinstance(row, RedactionRow):
                 values = feeding.redaction_values(row.target, row.event_id, self._now_ms)
                 self._redactions.append(values)
             else:
                 self._edus.append(_edu(token, number, row, texts[number].decode()))
-        # They are about what comes after their record.
-        for told in hosts:
-            self._rooms[told.room_id].append((token, told))
 
     def _add_pdu(self, token: int, row: PduRow) -> None:
         metadata = row.internal_metadata or {}
@@ -282,16 +266,17 @@ class RelayRows:
             return
         if not row.event.get("prev_events"):
             return  # The room began with it, and nobody was there.
-        behalf = metadata.get("send_on_behalf_of")
-        minus = (*row.minus, behalf) if isinstance(behalf, str) else tuple(row.minus)
-        self._rooms[row.room_id].append(_Came(token, row.event_id, tuple(row.plus), minus))
+        self._events[row.room_id].append(token)
+        if row.minus or metadata.get("send_on_behalf_of"):
+            self._exceptions.add((row.room_id, token - 1))
+        if row.plus:
+            self._exceptions.add((row.room_id, token))
 
     def store(self, connection: Connection) -> None:
         """Write all of it."""
         if self._records:
             ms = self._store_log(connection)
-            if self._rooms:
-                _Rooms(connection, self._rooms, ms).store()
+            self._store_events(connection, store_hosts(connection, self._hosts), ms)
             if self._edus:
                 _store_edus(connection, self._edus)
             insert_rows(connection, tables.redactions, self._redactions)
@@ -308,6 +293,40 @@ class RelayRows:
             rows.append(row)
         connection.execute(_INSERT, rows)
         return ms
+
+    def _store_events(self, connection: Connection, ended: Sequence[Ended], now_ms: int) -> None:
+        """Note each room's newest event, and keep those that were the newest for some servers."""
+        rooms = {stay.room_id for stay in ended} | {room_id for room_id, _ in self._exceptions}
+        query = select(_heads.c.room_id, _heads.c.token)
+        heads = dict[str, int](map(tuple, select_rows(connection, query, _heads.c.room_id, rooms)))
+
+        def newest(room_id: str, upto: int) -> int:
+            events = self._events.get(room_id, [])
+            before = bisect_right(events, upto)
+            return events[before - 1] if before else heads.get(room_id, 0)
+
+        kept = {newest(room_id, upto): room_id for room_id, upto in self._exceptions}
+        empty = []
+        for stay in ended:
+            token = newest(stay.room_id, stay.left)
+            if token > stay.joined:
+                kept[token] = stay.room_id
+            else:
+                # The server was to get none of ours: nobody will ask.
+                empty.append((stay.room_id, stay.server, stay.joined))
+        for chunk in in_chunks(empty, MAX_PARAMETERS // 3):
+            connection.execute(delete(_stays).where(tuple_(*_stays.primary_key).in_(chunk)))
+        keeping = [
+            {"token": token, "room_id": kept[token], "kept_ms": now_ms}
+            for token in sorted(kept)
+            if token
+        ]
+        insert_rows(connection, _kept, keeping, replacing=("kept_ms",))
+        newer = [
+            {"room_id": room_id, "token": events[-1]}
+            for room_id, events in sorted(self._events.items())
+        ]
+        insert_rows(connection, _heads, newer, replacing=("token",))
 
 
 def _edu(token: int, number: int, row: EduRow, text: str) -> dict[str, Any]:
@@ -370,130 +389,6 @@ def _store_edus(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
 def _delete_edus(connection: Connection, which: Iterable[tuple[int, int]]) -> None:
     for chunk in in_chunks(sorted(which), MAX_PARAMETERS // 2):
         connection.execute(delete(_edus).where(tuple_(_edus.c.token, _edus.c.number).in_(chunk)))
-
-
-class _Rooms:
-    """Changes of rooms, applied to their stored state."""
-
-    def __init__(
-        self, connection: Connection, stories: dict[str, list[_Told]], now_ms: int
-    ) -> None:
-        self._connection = connection
-        self._stories = stories
-        self._now_ms = now_ms
-        self._heads: dict[str, tuple[int, str]] = {}
-        self._moved: set[str] = set()
-        # room -> server -> the token after which it is there: those that the stories name.
-        self._here: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        self._before: dict[_Place, int] = {}
-        self._departures: dict[_Place, dict[str, Any]] = {}
-
-    def store(self) -> None:
-        """Read the state that the stories are about, apply them, write the changes."""
-        self._load()
-        told: dict[str, int] = {}
-        for room_id, story in self._stories.items():
-            for what in story:
-                if isinstance(what, _Came):
-                    self._come(room_id, what)
-                else:
-                    told[room_id] = what[0]
-                    self._move(room_id, *what)
-        self._write(told)
-
-    def _load(self) -> None:
-        whole: set[str] = set()
-        places: set[_Place] = set()
-        for room_id, story in self._stories.items():
-            for what in story:
-                if isinstance(what, _Came):
-                    places.update((room_id, server) for server in (*what.plus, *what.minus))
-                elif isinstance(what[1], ServersRow):
-                    whole.add(room_id)
-                else:
-                    hosts = what[1]
-                    places.update((room_id, server) for server in (*hosts.joined, *hosts.left))
-        # Of a room in which nobody moves, what it was before does not matter.
-        moving = whole | {room_id for room_id, _ in places}
-        heads = select_rows(self._connection, select(_heads), _heads.c.room_id, moving)
-        for room_id, token, event_id in heads:
-            self._heads[room_id] = (token, event_id)
-        wanted = {place for place in places if place[0] not in whole}
-        for room_id, here in open_stays(self._connection, whole, wanted).items():
-            for server, joined in here.items():
-                self._here[room_id][server] = self._before[room_id, server] = joined[0]
-
-    def _come(self, room_id: str, event: _Came) -> None:
-        """Apply an event of ours: it is the newest of its room."""
-        here, newest = self._here[room_id], (event.token, event.event_id)
-        for server in event.minus:
-            if server in here:
-                # As if it had been away for this one event.
-                self._leave(room_id, server, event.token - 1)
-                here[server] = event.token
-        for server in event.plus:
-            if server not in here:
-                self._depart(room_id, server, event.token - 1, event.token, newest)
-        self._heads[room_id] = newest
-        self._moved.add(room_id)
-
-    def _move(self, room_id: str, token: int, row: HostsRow | ServersRow) -> None:
-        """Apply a row about the room's servers: some joined, some left."""
-        here = self._here[room_id]
-        if isinstance(row, ServersRow):
-            joined, left = row.servers, tuple(sorted(here.keys() - set(row.servers)))
-        else:
-            joined, left = tuple(row.joined), tuple(row.left)
-        for server in left:
-            if server in here:
-                self._leave(room_id, server, token)
-        for server in joined:
-            here.setdefault(server, token)
-
-    def _leave(self, room_id: str, server: str, token: int) -> None:
-        joined = self._here[room_id].pop(server)
-        head = self._heads.get(room_id)
-        if head is not None and head[0] > joined:
-            self._depart(room_id, server, joined, token, head)
-
-    def _depart(
-        self, room_id: str, server: str, joined: int, left: int, event: tuple[int, str]
-    ) -> None:
-        self._departures[room_id, server] = {
-            "room_id": room_id,
-            "server": server,
-            "joined": joined,
-            "left_token": left,
-            "left_ms": self._now_ms,
-            "event_token": event[0],
-            "event_id": event[1],
-        }
-
-    def _write(self, told: dict[str, int]) -> None:
-        after = {
-            (room_id, server): joined
-            for room_id, here in self._here.items()
-            for server, joined in here.items()
-        }
-        ended = [place for place, joined in self._before.items() if after.get(place) != joined]
-        for chunk in in_chunks(ended, MAX_PARAMETERS // 2):
-            where = tuple_(_stays.c.room_id, _stays.c.server).in_(chunk)
-            self._connection.execute(delete(_stays).where(where))
-        begun = [
-            {"room_id": place[0], "server": place[1], "joined": joined, "left": None}
-            for place, joined in after.items()
-            if self._before.get(place) != joined
-        ]
-        insert_rows(self._connection, _stays, begun)
-        heads = [
-            {"room_id": name, "token": self._heads[name][0], "event_id": self._heads[name][1]}
-            for name in sorted(self._moved)
-        ]
-        insert_rows(self._connection, _heads, heads, replacing=("token", "event_id"))
-        departures = [self._departures[place] for place in sorted(self._departures)]
-        ended_by = ("joined", "left_token", "left_ms", "event_token", "event_id")
-        insert_rows(self._connection, _departures, departures, replacing=ended_by)
-        store_told(self._connection, told)
 
 
 # --- the log --------------------------------------------------------------------------------------
@@ -567,7 +462,7 @@ def _stand(connection: Connection, token: int) -> tuple[int, int]:
 
 
 _NAMED = exists().where(_heads.c.token == _log.c.token) | exists().where(
-    _departures.c.event_token == _log.c.token
+    _kept.c.token == _log.c.token
 )
 """Whether the state names the event in this record."""
 
@@ -588,42 +483,40 @@ def _delete_between(connection: Connection, begin: int, end: int) -> int:
     return connection.execute(unnamed).rowcount
 
 
-class _Page(NamedTuple, Generic[Place]):
-    """The start of the next page, and the number of rows of this one that were deleted."""
+def _tidy_log(connection: Connection, after: int) -> tuple[int, int]:
+    """Delete records of a page below the first one that the state does not name any more.
 
-    after: Place
-    deleted: int
-
-
-def _tidy_log(connection: Connection, after: int) -> _Page[int]:
-    """Delete records below the first one that the state does not name any more."""
+    Returns the start of the next page, and the number of deleted records.
+    """
     first = connection.execute(select(_state.c.first)).scalar_one()
-    kept = (
+    page = (
         select(_log.c.token)
         .where(_log.c.token > after, _log.c.token < first)
         .order_by(_log.c.token)
         .limit(ROWS_AT_ONCE)
     )
-    tokens = connection.execute(kept).scalars().all()
+    tokens = connection.execute(page).scalars().all()
     deleted = _delete_between(connection, tokens[0], tokens[-1] + 1) if tokens else 0
-    return _Page(tokens[-1] if len(tokens) == ROWS_AT_ONCE else 0, deleted)
+    return tokens[-1] if len(tokens) == ROWS_AT_ONCE else 0, deleted
 
 
-def _tidy_departures(connection: Connection, after: _Place) -> _Page[_Place]:
-    """Delete departures of servers that are back and were to get a newer event."""
-    place = (_departures.c.room_id, _departures.c.server)
-    page = (
-        select(*place, _IS_BACK.label("back"))
-        .where(tuple_(*place) > tuple_(literal(after[0]), literal(after[1])))
-        .order_by(*place)
-        .limit(ROWS_AT_ONCE)
-    )
-    rows = connection.execute(page).all()
-    back = [(row[0], row[1]) for row in rows if row.back]
-    for chunk in in_chunks(back, MAX_PARAMETERS // 2):
-        connection.execute(delete(_departures).where(tuple_(*place).in_(chunk)))
-    next_after = (rows[-1][0], rows[-1][1]) if len(rows) == ROWS_AT_ONCE else ("", "")
-    return _Page(next_after, len(back))
+_NAMES_NOTHING = _stays.c.left.is_not(None) & ~exists().where(
+    _kept.c.room_id == _stays.c.room_id,
+    _kept.c.token > _stays.c.joined,
+    _kept.c.token <= _stays.c.left,
+)
+"""Whether a stay has ended, and no event is kept that its server was to get."""
+
+
+def _forget_kept(connection: Connection, before_ms: int) -> int:
+    """Forget some events that were kept before then, and ended stays; returns their number."""
+    old = select(_kept.c.token, _kept.c.room_id).where(_kept.c.kept_ms < before_ms)
+    found = connection.execute(old.limit(ROWS_AT_ONCE)).all()
+    for chunk in in_chunks([row.token for row in found]):
+        connection.execute(delete(_kept).where(_kept.c.token.in_(chunk)))
+    for rooms in in_chunks(sorted({row.room_id for row in found})):
+        connection.execute(delete(_stays).where(_stays.c.room_id.in_(rooms), _NAMES_NOTHING))
+    return len(found)
 
 
 def _forget(connection: Connection, table: Table, which: ColumnElement[bool]) -> int:
@@ -681,18 +574,6 @@ def _shorten_device_lists(connection: Connection) -> int:
 
 # --- snapshots ------------------------------------------------------------------------------------
 
-_IS_BACK = exists(
-    select(_stays.c.server)
-    .join(_heads, _heads.c.room_id == _stays.c.room_id)
-    .where(
-        _stays.c.room_id == _departures.c.room_id,
-        _stays.c.server == _departures.c.server,
-        _stays.c.left.is_(None),
-        _stays.c.joined < _heads.c.token,
-    )
-    .correlate(_departures)
-)
-"""Whether the server is in the room again, and was to get a newer event."""
 _IS_WANTED = exists(
     select(_stays.c.server)
     .where(
@@ -703,6 +584,28 @@ _IS_WANTED = exists(
     .correlate(_heads)
 )
 """Whether a server in the room was to get the room's newest event."""
+
+_CONTENTS: Final = {
+    "hosts": select(_stays.c.room_id, _stays.c.server, _stays.c.joined, _stays.c.left).order_by(
+        *_stays.primary_key
+    ),
+    "edus": select(
+        *(_edus.c.destination, _edus.c.token, _edus.c.number, _edus.c.kind, _edus.c.resync),
+        _edus.c.text,
+    ).order_by(_edus.c.destination, _edus.c.token, _edus.c.number),
+    "redactions": select(
+        tables.redactions.c.redacts, tables.redactions.c.event_id, tables.redactions.c.received_ts
+    ).order_by(tables.redactions.c.redacts, tables.redactions.c.event_id),
+}
+_named = union(
+    select(_heads.c.room_id, _heads.c.token).where(_IS_WANTED),
+    select(_kept.c.room_id, _kept.c.token),
+).subquery()
+_EVENTS: Final = (
+    select(_named.c.room_id, _named.c.token, _log.c.lines, _log.c.checksum)
+    .outerjoin(_log, _log.c.token == _named.c.token)
+    .order_by(_named.c.room_id, _named.c.token)
+)
 
 Rows = Iterator[tuple[Any, ...]]
 
@@ -715,79 +618,23 @@ class SnapshotTables:
         epoch: the history of the token.
     """
 
-    def __init__(self, connection: Connection, now_ms: int) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection.execution_options(yield_per=1_000)
-        self._since_ms = now_ms - KEEP_LEFT_MS
         self.token = max(0, positions.feed_position(connection))
         epoch = connection.execute(select(tables.stream_epoch.c.epoch)).scalar()
         self.epoch = epoch or ""
 
     def rows(self, table: str) -> Rows:
         """The rows of a table, by their key."""
-        read: dict[str, Callable[[], Rows]] = {
-            "hosts": self._hosts,
-            "heads": self._read_heads,
-            "events": self._events,
-            "edus": self._read_edus,
-            "redactions": self._redactions,
-        }
-        return read[table]()
-
-    def _left(self) -> Any:
-        return and_(_departures.c.left_ms >= self._since_ms, ~_IS_BACK)
-
-    def _hosts(self) -> Rows:
-        present = select(
-            _stays.c.room_id,
-            _stays.c.server,
-            _stays.c.joined,
-            null().label("left_token"),
-            null().label("left_ms"),
-            null().label("event_id"),
-        ).where(_stays.c.left.is_(None))
-        gone = select(
-            _departures.c.room_id,
-            _departures.c.server,
-            _departures.c.joined,
-            _departures.c.left_token,
-            _departures.c.left_ms,
-            _departures.c.event_id,
-        ).where(self._left())
-        return self._read(union_all(present, gone).order_by("room_id", "server", "joined"))
-
-    def _read_heads(self) -> Rows:
-        return self._read(select(_heads).where(_IS_WANTED).order_by(_heads.c.room_id))
+        return self._events() if table == "events" else self._read(_CONTENTS[table])
 
     def _events(self) -> Rows:
-        named = union(
-            select(_heads).where(_IS_WANTED),
-            select(_departures.c.room_id, _departures.c.event_token, _departures.c.event_id).where(
-                self._left()
-            ),
-        ).subquery()
-        query = (
-            select(named.c.event_id, named.c.room_id, named.c.token, _log.c.lines, _log.c.checksum)
-            .outerjoin(_log, _log.c.token == named.c.token)
-            .order_by(named.c.room_id, named.c.token)
-        )
-        for event_id, room_id, token, lines, checksum in self._read(query):
+        for room_id, token, lines, checksum in self._read(_EVENTS):
             if lines is None:
-                raise DamagedLog(f"the log has no record {token}, which has {event_id}")
+                raise DamagedLog(f"the log has no record {token}, whose event a snapshot needs")
             _check(token, lines, checksum)
             pdu = next(row for row in rows_of(lines) if row.startswith(b'["pdu",'))
-            yield event_id, room_id, token, pdu.decode()
-
-    def _read_edus(self) -> Rows:
-        edu = _edus.c
-        columns = (edu.destination, edu.token, edu.number, edu.kind, edu.resync, edu.text)
-        return self._read(select(*columns).order_by(edu.destination, edu.token, edu.number))
-
-    def _redactions(self) -> Rows:
-        table = tables.redactions.c
-        query = select(table.redacts, table.event_id, table.received_ts).where(
-            table.received_ts >= self._since_ms
-        )
-        return self._read(query.order_by(table.redacts, table.event_id))
+            yield room_id, token, pdu.decode()
 
     def _read(self, query: Executable) -> Rows:
         with self._connection.execute(query) as found:
@@ -821,7 +668,6 @@ class RelayStore:
         self._epoch: str | None = None
         self._snapshot: trio.Event | None = None
         self._log_after = 0
-        self._departures_after: _Place = ("", "")
 
     @property
     def trouble(self) -> str | None:
@@ -985,25 +831,21 @@ class RelayStore:
             edu_bytes: the most bytes of all EDUs together.
         """
         before_ms = now_ms - KEEP_LEFT_MS
-        await self._forget(_departures, _departures.c.left_ms < before_ms)
+        while await self._write(partial(_forget_kept, before_ms=before_ms)) >= ROWS_AT_ONCE:
+            pass
         await self._forget(tables.redactions, tables.redactions.c.received_ts < before_ms)
         await self._forget(_edus, (_edus.c.kind == "to_device") & (_edus.c.token <= edu_floor))
         dropped = await self._bound_edus(edu_floor, edu_bytes)
-        self._departures_after = await self._go_on(_tidy_departures, self._departures_after)
-        self._log_after = await self._go_on(_tidy_log, self._log_after)
+        deleted = ROWS_AT_ONCE
+        while 4 * deleted >= ROWS_AT_ONCE:
+            tidy = partial(_tidy_log, after=self._log_after)
+            self._log_after, deleted = await self._write(tidy)
         return dropped
 
     async def _forget(self, table: Table, which: ColumnElement[bool]) -> None:
         """Delete these rows of a table, some in each transaction."""
         while await self._write(partial(_forget, table=table, which=which)) >= ROWS_AT_ONCE:
             pass
-
-    async def _go_on(self, look: Callable[..., _Page[Place]], after: Place) -> Place:
-        """Look through pages until few rows are deleted; returns the start of the next page."""
-        page = _Page(after, ROWS_AT_ONCE)
-        while 4 * page.deleted >= ROWS_AT_ONCE:
-            page = await self._write(partial(look, after=page.after))
-        return page.after
 
     async def _bound_edus(self, floor: int, most_bytes: int) -> int:
         """Drop the oldest EDUs beyond the bound; returns the number that a consumer may lack.
@@ -1076,12 +918,9 @@ class RelayStore:
 
         Raises the errors of `write`.
         """
-        now_ms = self._runtime.now_ms()
         self._snapshot = trio.Event()
         try:
-            return await self._database.read(
-                lambda connection: write(SnapshotTables(connection, now_ms))
-            )
+            return await self._database.read(lambda connection: write(SnapshotTables(connection)))
         finally:
             self._snapshot.set()
             self._snapshot = None

@@ -32,11 +32,11 @@ changed nothing that counts: its rows above the position are removed before anyt
 import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import (
     Connection,
@@ -121,28 +121,10 @@ class _Stay(NamedTuple):
     left: int | None
 
 
-class _Gone(NamedTuple):
-    """A stay that has ended."""
-
-    joined: int
-    left: int
-
-
-@dataclass(slots=True)
-class _Hosts:
-    """The servers of one room, by the snapshot, in our stream orderings."""
-
-    present: dict[str, int] = field(default_factory=dict)
-    gone: dict[str, _Gone] = field(default_factory=dict)
-
-
-class _Change(NamedTuple):
-    """The change of a server in a room: stays that end, and stays that begin."""
-
-    room_id: str
-    server: str
-    closed: Sequence[_Stay]
-    opened: Sequence[_Stay]
+_Stays = Mapping[str, Sequence[_Stay]]
+"""By server the stays of a room, by the snapshot, in our stream orderings."""
+_Rows = list[dict[str, Any]]
+"""What is written about one server in one room."""
 
 
 async def load_snapshot(
@@ -188,7 +170,7 @@ class _Loading:
         self._to_device: set[str] = set()
         self._redacted: set[str] = set()
         # Of rooms whose first new event comes right behind our position.
-        self._late: list[_Change] = []
+        self._late: _Rows = []
 
     def run(self) -> Steps[Loaded]:
         here = yield self._rooms_here
@@ -202,7 +184,7 @@ class _Loading:
         return Loaded(self._reached, self._events, *told)
 
     def _finish(self, connection: Connection) -> None:
-        self._change_stays(connection, self._late)
+        insert_rows(connection, _room_servers, self._late, replacing=("left",))
         last, new = tables.device_lists_outbound_last_success, _pokes.c.stream_id > self._position
         told = select(_pokes.c.destination, _pokes.c.user_id).where(new)
         # Of what came between nobody knows any more.
@@ -224,7 +206,7 @@ class _Loading:
         return first
 
     def _parsed_events(self, part: int) -> Iterator[tuple[int, PduRow]]:
-        for _, _, token, text in self._snapshot.read("events", part):
+        for _, token, text in self._snapshot.read("events", part):
             if token + self._base <= self._position:
                 continue
             row = parse_relay_row(json.loads(text))
@@ -270,44 +252,36 @@ class _Loading:
 
     def _load_hosts(self, part: int, first: Mapping[str, int], here: set[str]) -> Steps[None]:
         seen: set[str] = set()
-        rooms: dict[str, _Hosts] = {}
+        rooms: dict[str, _Stays] = {}
         waiting = 0
-        for room_id, hosts in self._parsed_hosts(part):
+        for room_id, stays in self._parsed_hosts(part):
             if room_id in seen:
                 raise BadRow(f"the servers of {room_id} do not stand together")
             seen.add(room_id)
-            rooms[room_id] = hosts
-            waiting += len(hosts.present) + len(hosts.gone)
+            rooms[room_id] = stays
+            waiting += sum(map(len, stays.values()))
             if waiting >= ROWS or len(rooms) >= ROWS:
                 yield from self._store_hosts(rooms, first)
                 rooms, waiting = {}, 0
         yield from self._store_hosts(rooms, first)
         for chunk in in_chunks(sorted(here - seen), ROWS // 4):
-            yield from self._store_hosts({room_id: _Hosts() for room_id in chunk}, first)
+            yield from self._store_hosts({room_id: {} for room_id in chunk}, first)
 
-    def _parsed_hosts(self, part: int) -> Iterator[tuple[str, _Hosts]]:
+    def _parsed_hosts(self, part: int) -> Iterator[tuple[str, _Stays]]:
         base = self._base
         for room_id, rows in groupby(
             self._snapshot.read("hosts", part), key=lambda row: str(row[0])
         ):
-            found = _Hosts()
-            for _, host, joined, left, _, _ in rows:
-                if left is None:
-                    found.present[host] = joined + base
-                else:
-                    found.gone[host] = _Gone(joined + base, left + base)
+            found: defaultdict[str, list[_Stay]] = defaultdict(list)
+            for _, host, joined, left in rows:
+                found[host].append(_Stay(joined + base, None if left is None else left + base))
             yield room_id, found
 
-    def _store_hosts(self, rooms: Mapping[str, _Hosts], first: Mapping[str, int]) -> Steps[None]:
+    def _store_hosts(self, rooms: Mapping[str, _Stays], first: Mapping[str, int]) -> Steps[None]:
         """Change the stays above our position to those of the snapshot."""
         if not rooms:
             return
-        stays = yield partial(open_stays, rooms=rooms, places=())
-        changes = [
-            change
-            for room_id, hosts in rooms.items()
-            for change in self._compare(room_id, stays.get(room_id, {}), hosts, first.get(room_id))
-        ]
+        ours = yield partial(open_stays, rooms=rooms, places=())
 
         def tell(connection: Connection) -> None:
             feeding.store_rooms(connection, dict.fromkeys(rooms))
@@ -315,48 +289,45 @@ class _Loading:
             store_told(connection, dict.fromkeys(rooms, self._reached))
 
         yield tell
-        for chunk in in_chunks(changes, ROWS):
-            yield partial(self._change_stays, changes=chunk)
+        changed = partial(insert_rows, table=_room_servers, replacing=("left",))
+        rows: _Rows = []
+        for room_id, theirs in rooms.items():
+            for change in self._compare(room_id, ours[room_id], theirs, first.get(room_id)):
+                rows += change
+                if len(rows) >= ROWS:
+                    yield partial(changed, rows=rows)
+                    rows = []
+        yield partial(changed, rows=rows)
 
     def _compare(
-        self, room_id: str, here: Mapping[str, Sequence[int]], there: _Hosts, first: int | None
-    ) -> Iterator[_Change]:
-        """The changes from the stays `here` to those of the snapshot.
+        self, room_id: str, ours: Mapping[str, Sequence[int]], theirs: _Stays, first: int | None
+    ) -> Iterator[_Rows]:
+        """The changes of a room's servers, from our open stays to those of the snapshot.
 
-        `first`: the room's first new event. A server that left and joined again before that event
-        is treated as one that stayed.
+        Up to `edge` our stays hold, and above it those of the snapshot: its first one goes on with
+        ours if it had begun by then. `first`: the room's first new event.
         """
-        position = self._position
-        late = first == position + 1 or self._reached == position
-        edge = position if late else position + 1
-        for server in sorted({*here, *there.present, *there.gone}):
-            since = here.get(server, ())
-            again, stay = there.present.get(server), there.gone.get(server)
-            stayed = again is not None and (again <= position or first is None or again < first)
-            if since and stayed:
+        late = first == self._position + 1 or self._reached == self._position
+        edge = self._position if late else self._position + 1
+        for server in sorted({*ours, *theirs}):
+            since = ours.get(server, ())
+            stays = [
+                _Stay(max(stay.joined, edge), stay.left)
+                for stay in theirs.get(server, ())
+                if stay.left is None or stay.left > edge
+            ]
+            if since:
+                goes_on = [stay.left for stay in stays if stay.joined == edge]
+                left = goes_on[0] if goes_on else edge
+                stays = [stay for stay in stays if stay.joined > edge]
+                stays += [_Stay(joined, left) for joined in since if left is not None]
+            if not stays:
                 continue
-            went = bool(since) and stay is not None and stay.joined <= position < stay.left
-            opened = []
-            if again is not None:
-                opened.append(_Stay(max(again, edge), None))
-            if stay is not None and not went and stay.left > position:
-                opened.append(_Stay(max(stay.joined, edge), stay.left))
-            left = stay.left if stay is not None and went else edge
-            change = _Change(room_id, server, [_Stay(joined, left) for joined in since], opened)
-            if not (since or opened):
-                continue
-            if late and (left == edge or any(stay.joined == edge for stay in opened)):
-                self._late.append(change)
+            change = [{"room_id": room_id, "server": server, **each._asdict()} for each in stays]
+            if late and any(edge in stay for stay in stays):
+                self._late += change
             else:
                 yield change
-
-    def _change_stays(self, connection: Connection, changes: Sequence[_Change]) -> None:
-        stays = [
-            {"room_id": change.room_id, "server": change.server, **stay._asdict()}
-            for change in changes
-            for stay in (*change.closed, *change.opened)
-        ]
-        insert_rows(connection, _room_servers, stays, replacing=("left",))
 
     # --- the rest ---------------------------------------------------------------------------------
 
@@ -401,6 +372,3 @@ class _Loading:
             else:
                 feeding.store_device_list(connection, token, row)
         feeding.store_to_device(connection, messages, self._now_ms)
-
-
-# --- what a load that was broken off has left -----------------------------------------------------

@@ -6,13 +6,13 @@ directory without a manifest is unfinished, and is removed. A file's name has th
 hash. So a file that is the same in two snapshots has the same name in both, and need not be fetched
 again. A file is lines of JSON, one array for each row, compressed with gzip.
 
-Tables, each cut into 16 parts by a hash of the room (of the destination for `edus`, of the target
-for `redactions`). The rows of a room stand together in each of its tables:
+Tables, each cut into 16 parts by a hash of the first column: the room, the destination of `edus`,
+the target of `redactions`. The rows of a room stand together in each of its tables:
 
-- `hosts`: the servers of each room: those in it since after `joined_token` (`left_token` NULL), and
-  those that left at `left_token`, with the newest event that such a server was to get until then.
-- `heads`: the newest event of the homeserver's own per room.
-- `events`: the `pdu` rows of the events that `hosts` and `heads` name.
+- `hosts`: the stays of servers in rooms: for events above `joined_token`, up to and with
+  `left_token` (NULL: still there).
+- `events`: the `pdu` rows of the homeserver's own events that are the newest of their room, or were
+  the newest that some server was to get there in the last 30 days.
 - `edus`: the durable EDUs that some consumer may not have.
 - `redactions`: the events that are to be sent pruned.
 """
@@ -38,7 +38,7 @@ from fedsender.files import flush
 MANIFEST: Final = "manifest.json"
 UNFINISHED: Final = ".unfinished"
 """The end of a directory's name until it is a snapshot."""
-FORMAT: Final = 2
+FORMAT: Final = 3
 PARTS: Final = 16
 MAX_MANIFEST_BYTES: Final = 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30
@@ -54,16 +54,8 @@ COLUMNS: Final[Mapping[str, tuple[tuple[str, type, bool], ...]]] = {
         ("host", str, False),
         ("joined_token", int, False),
         ("left_token", int, True),
-        ("left_ms", int, True),
-        ("left_event_id", str, True),
-    ),
-    "heads": (
-        ("room_id", str, False),
-        ("token", int, False),
-        ("event_id", str, False),
     ),
     "events": (
-        ("event_id", str, False),
         ("room_id", str, False),
         ("token", int, False),
         ("pdu", str, False),
@@ -86,8 +78,6 @@ COLUMNS: Final[Mapping[str, tuple[tuple[str, type, bool], ...]]] = {
 
 Tokens are the relay's; `ms` are milliseconds since the epoch.
 """
-KEYS: Final[Mapping[str, int]] = {"hosts": 0, "heads": 0, "events": 1, "edus": 0, "redactions": 0}
-"""The column by which a table is cut into parts."""
 
 Row = tuple[Any, ...]
 
@@ -364,13 +354,13 @@ def _write_table(
     directory: Path, table: str, tables: SnapshotTables, check: Callable[[], None]
 ) -> list[FileInfo]:
     """The files of a table, made side by side in one pass over its rows."""
-    key, parts = KEYS[table], dict[int, _Part]()
+    parts: dict[int, _Part] = {}
     rows = tables.rows(table)
     with ExitStack() as opened:
         while some := list(islice(rows, ROWS_AT_ONCE)):
             check()
             for row in some:
-                part = part_of(row[key])
+                part = part_of(row[0])
                 if part not in parts:
                     target = opened.enter_context((directory / f"{table}-{part:02d}").open("xb"))
                     parts[part] = _Part(target)

@@ -144,7 +144,7 @@ def _manifest() -> bytes:
     digest = "6b1f" * 16
     files = [
         FileInfo(file_name(table, part, digest), table, part, 5, 100, digest)
-        for table in ("hosts", "heads")
+        for table in ("hosts", "events")
         for part in range(3)
     ]
     return format_manifest(180_000, EPOCH, 1_790_000_000_000, files)

@@ -177,11 +177,10 @@ async def _post(app: FastAPI, path: str, body: bytes) -> tuple[int, Any]:
 _ROW: Final = json.dumps(pdu(1))
 ROWS: Final[Mapping[str, Sequence[tuple[Any, ...]]]] = {
     "hosts": [
-        ("!r:hs.example", "a.example", 3, None, None, None),
-        ("!r:hs.example", "b.example", 3, 8, 1_790_000_000_000, "$e1"),
+        ("!r:hs.example", "a.example", 3, None),
+        ("!r:hs.example", "b.example", 3, 8),
     ],
-    "heads": [("!r:hs.example", 9, "$e1")],
-    "events": [("$e1", "!r:hs.example", 9, _ROW), ("$e2", "!r:hs.example", 12, _ROW)],
+    "events": [("!r:hs.example", 9, _ROW), ("!r:hs.example", 12, _ROW)],
     "edus": [("b.example", 7, 0, "to_device", False, json.dumps(to_device(1)))],
     "redactions": [("$e1", "$e2", 1_790_000_000_000)],
 }
@@ -200,7 +199,7 @@ def fuzz_parts(rng: random.Random) -> None:
     if rng.random() < 0.5:
         content = gzip.compress(spoil(rng, gzip.decompress(_part(source)), ODD), 1)
     else:
-        content = spoil(rng, _part(source), [*ODD, _part("heads")[:10], _part("heads")[-8:]])
+        content = spoil(rng, _part(source), [*ODD, _part("hosts")[:10], _part("hosts")[-8:]])
     try:
         rows = list(decode_table(table, [content], Path("/relay/part")))
     except BadSnapshot:
@@ -219,7 +218,7 @@ STAGING: Final = Path("/sender/snapshot")
 def _snapshot() -> tuple[Snapshot, bytes, dict[str, bytes]]:
     """What is offered, its manifest and its files."""
     contents, files = {}, []
-    for table in ("heads", "events"):
+    for table in ("hosts", "events"):
         content = _part(table)
         digest = sha256(content).hexdigest()
         name = file_name(table, 3, digest)

@@ -66,7 +66,7 @@ class Relay:
     def compact(self) -> SnapshotInfo:
         """A snapshot of all that was told."""
         with self._engine.connect() as connection:
-            found = SnapshotTables(connection, self.now_ms)
+            found = SnapshotTables(connection)
             root = self.directory / "snap"
             self.newest = write_snapshot(root, found, self.now_ms, lambda: None)
         self._engine.dispose()
@@ -75,4 +75,4 @@ class Relay:
     def rows(self, table: str) -> list[tuple[Any, ...]]:
         """What is in a table of a snapshot that would be made now."""
         with self._engine.connect() as connection:
-            return list(SnapshotTables(connection, self.now_ms).rows(table))
+            return list(SnapshotTables(connection).rows(table))

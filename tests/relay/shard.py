@@ -18,7 +18,7 @@ from tests.relay.relay_world import new_directory
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
-from fedsender.embedded.facts import RelayRow
+from fedsender.embedded.facts import RelayRow, parse_relay_row
 from fedsender.embedded.store import EmbeddedStore
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.feed_api import Sink
@@ -129,8 +129,10 @@ class MemoryStore:
         if self.before_load is not None:
             await self.before_load()
         for part in range(16):
-            for row in snapshot.read("events", part):
-                self.rows.setdefault("events", set()).add(row[0])
+            for _, _, pdu in snapshot.read("events", part):
+                row = parse_relay_row(json.loads(pdu))
+                assert isinstance(row, PduRow)
+                self.rows.setdefault("events", set()).add(row.event_id)
         self.loads += 1
         self.position, self.history = snapshot.token + snapshot.history.base, snapshot.history
         return Loaded(self.position, 0, frozenset())

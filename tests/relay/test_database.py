@@ -32,6 +32,7 @@ from fedsender.store.connections import WrongDatabase
 from fedsender.store.engine import open_database
 from fedsender.store.lock import LockHeld
 from fedsender.streams import Json
+from fedsender_lab.simulation.relay_checks import newest_in
 from fedsender_relay import database as module
 from fedsender_relay.database import (
     KEEP_LEFT_MS,
@@ -84,7 +85,7 @@ async def rows_of_snapshot(store: RelayStore) -> dict[str, list[tuple[Any, ...]]
     """All tables of a snapshot of now."""
 
     def read(snapshot: SnapshotTables) -> dict[str, list[tuple[Any, ...]]]:
-        names = ("hosts", "heads", "events", "edus", "redactions")
+        names = ("hosts", "events", "edus", "redactions")
         return {name: list(snapshot.rows(name)) for name in names}
 
     return await store.with_tables(read)
@@ -96,9 +97,10 @@ class Model:
 
     token: int = 0
     here: defaultdict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    heads: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, tuple[int, str]] = field(default_factory=dict)
     newest: dict[tuple[str, str], str] = field(default_factory=dict)
     ended: dict[tuple[str, str], int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
     messages: list[tuple[str, int]] = field(default_factory=list)
     lists: dict[tuple[str, str, str], tuple[int, bool]] = field(default_factory=dict)
     redactions: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -132,19 +134,30 @@ class Model:
         if not ours or not event["prev_events"]:
             return
         here, minus = self.here[room_id], {*about["minus"], behalf}
-        for server in sorted(minus & here.keys()):
-            self._leave(room_id, server, ms)
-            here[server] = self.token  # As if it came after this one.
+        for server in minus & here.keys():
+            self._passed(room_id, server, ms)
+        if minus - {None} and room_id in self.heads:
+            self.kept[self.heads[room_id][1]] = ms
         for server in {*here, *about["plus"]} - minus:
             self.newest[room_id, server] = event_id
+        self.heads[room_id] = (self.token, event_id)
+        if about["plus"]:
+            self.kept[event_id] = ms
         for server in {*about["plus"]} - here.keys():
+            self._passed(room_id, server, ms)
+
+    def _passed(self, room_id: str, server: str, ms: int) -> None:
+        """What is the room's newest event may cease to be that of the server."""
+        _, head = self.heads.get(room_id, (0, ""))
+        if self.newest.get((room_id, server)) == head:
             self.ended[room_id, server] = ms
-        self.heads[room_id] = self.token
 
     def _leave(self, room_id: str, server: str, ms: int) -> None:
         joined = self.here[room_id].pop(server)
-        if self.heads.get(room_id, 0) > joined:
-            self.ended[room_id, server] = ms
+        token, head = self.heads.get(room_id, (0, ""))
+        if token > joined:
+            self._passed(room_id, server, ms)
+            self.kept[head] = ms
 
     def _move(self, room_id: str, joined: Sequence[str], left: Collection[str], ms: int) -> None:
         for server in sorted(left):
@@ -154,30 +167,13 @@ class Model:
             self.here[room_id].setdefault(server, self.token)
 
     def due(self, since_ms: int) -> dict[tuple[str, str], str]:
-        """By room and server the newest event for it: of those that left before then, none."""
+        """By room and server the newest event for it: of those that it passed before then, none."""
         return {
             (room_id, server): event_id
             for (room_id, server), event_id in self.newest.items()
-            if self.here[room_id].get(server, self.token) < self.heads[room_id]
-            or self.ended[room_id, server] >= since_ms
+            if (server in self.here[room_id] and event_id == self.heads[room_id][1])
+            or self.ended.get((room_id, server), -1) >= since_ms
         }
-
-
-def told_by(found: dict[str, list[tuple[Any, ...]]]) -> dict[tuple[str, str], str]:
-    """For each room and server the newest event that it was to get, by a snapshot."""
-    heads = {room_id: (token, event_id) for room_id, token, event_id in found["heads"]}
-    bodies = {row[0]: (row[1], row[2]) for row in found["events"]}
-    due: dict[tuple[str, str], str] = {}
-    for room_id, server, joined, left, _, event_id in found["hosts"]:
-        if left is not None:
-            assert joined < bodies[event_id][1] <= left
-            due.setdefault((room_id, server), event_id)
-    for room_id, server, joined, left, _, _ in found["hosts"]:
-        if left is None and room_id in heads and joined < heads[room_id][0]:
-            assert (room_id, server) not in due, "a departure of one that is back"
-            due[room_id, server] = heads[room_id][1]
-    assert {event_id for _, event_id in heads.values()} <= bodies.keys()
-    return due
 
 
 def some_rows(rng: random.Random, number: int) -> list[Any]:
@@ -232,7 +228,7 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
     clock = Clock()
     async with open_relay_store(new_url(), clock.runtime, SERVER, synchronous="OFF") as store:
         assert await store.begin_intake("e" * 16)
-        number = 0
+        number, since_ms = 0, 0
         for _ in range(40):
             group = [some_rows(rng, number + each) for each in range(rng.randrange(1, 9))]
             tokens = await store.append_records(
@@ -249,6 +245,7 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
                 await store.drop_through(rng.randrange(model.token + 1))
             if rng.random() < 0.3:
                 await store.expire(clock.ms, floor, 2**30)
+                since_ms = clock.ms - KEEP_LEFT_MS
             clock.ms += rng.choice([1, 1, DAY_MS, 12 * DAY_MS])
             bounds = await store.bounds()
             assert bounds.head == model.token
@@ -256,11 +253,18 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
             assert [each.token for each in kept] == list(range(bounds.first, bounds.head + 1))
             assert bounds.bytes == sum(len(each.lines) for each in kept)
             found = await rows_of_snapshot(store)
-            assert told_by(found) == model.due(clock.ms - KEEP_LEFT_MS)
+            told = newest_in(found["hosts"], found["events"])
+            assert model.due(clock.ms - KEEP_LEFT_MS).items() <= told.items()
+            assert told.items() <= model.newest.items()
+            came = {json.loads(row[2])[1][1]: row[1] for row in found["events"]}
+            lasting = {event_id for event_id, ms in model.kept.items() if ms >= since_ms}
+            assert lasting <= came.keys() <= lasting | {name for _, name in model.heads.values()}
+            for _, _, joined, left in found["hosts"]:
+                assert left is None or any(joined < came[name] <= left for name in lasting)
             assert {row[1]: (row[0], row[2]) for row in found["redactions"]} == {
                 event_id: (target, ms)
                 for event_id, (target, ms) in model.redactions.items()
-                if ms >= clock.ms - KEEP_LEFT_MS
+                if ms >= since_ms
             }
             here = {(row[0], row[1]): row[2] for row in found["hosts"] if row[3] is None}
             assert here == {
@@ -308,7 +312,7 @@ async def _tokens(url: str) -> list[int]:
         return await database.read(lambda connection: list(connection.execute(query).scalars()))
 
 
-async def test_departures_and_redactions_are_remembered_for_thirty_days(new_url: NewUrl) -> None:
+async def test_ended_stays_and_redactions_are_remembered_for_thirty_days(new_url: NewUrl) -> None:
     clock = Clock()
     async with open_relay_store(new_url(), clock.runtime, SERVER) as store:
         await store.begin_intake("e" * 16)
@@ -320,9 +324,14 @@ async def test_departures_and_redactions_are_remembered_for_thirty_days(new_url:
             ]
         )
         found = await rows_of_snapshot(store)
-        assert [row[5] for row in found["hosts"]] == ["$p"]
+        assert found["hosts"] == [(ROOMS[0], SERVERS[0], 1, 2)]
+        assert [row[:2] for row in found["events"]] == [(ROOMS[0], 2)]
         assert [row[:2] for row in found["redactions"]] == [("$t", "$r")]
-        clock.ms += KEEP_LEFT_MS + 1
+        clock.ms += KEEP_LEFT_MS
+        await store.expire(clock.ms, 0, 2**30)
+        assert await rows_of_snapshot(store) == found
+        clock.ms += 1
+        await store.expire(clock.ms, 0, 2**30)
         assert await rows_of_snapshot(store) == {name: [] for name in found}
         await store.append_records([record("n", ["redaction", ["$s", "$u"]])])
         await store.drop_through(3)
@@ -436,7 +445,12 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
         clock.ms += KEEP_LEFT_MS + 1
         assert await store.expire(clock.ms, 0, 2**30) == 0
         async with open_database(url, real_runtime(), name="test") as database:
-            for table in (tables.relay_departures, tables.redactions, tables.relay_edus):
+            for table in (
+                tables.relay_kept,
+                tables.room_servers,
+                tables.redactions,
+                tables.relay_edus,
+            ):
                 count = select(func.count()).select_from(table)
                 assert await database.read(partial(_scalar, query=count)) == 0
         # Each room's newest event is named by its head.
@@ -689,7 +703,7 @@ async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_
         await store.append_records([record("first", pdu(ROOMS[0], "$0", SERVERS[:1]))])
 
         def read(tables: SnapshotTables) -> None:
-            assert len(list(tables.rows("hosts"))) == 1
+            assert len(list(tables.rows("events"))) == 1
             assert over.wait(30)
 
         def big(number: int) -> Record:

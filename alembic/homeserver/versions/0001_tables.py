@@ -259,21 +259,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("name"),
     )
     op.create_table(
-        "relay_departures",
-        sa.Column("room_id", sa.Text(), nullable=False),
-        sa.Column("server", sa.Text(), nullable=False),
-        sa.Column("joined", sa.BigInteger(), nullable=False),
-        sa.Column("left_token", sa.BigInteger(), nullable=False),
-        sa.Column("left_ms", sa.BigInteger(), nullable=False),
-        sa.Column(
-            "event_token", sa.BigInteger(), nullable=False, comment="newest event it was to get"
-        ),
-        sa.Column("event_id", sa.Text(), nullable=False),
-        sa.PrimaryKeyConstraint("room_id", "server"),
-    )
-    op.create_index(op.f("relay_departures_event_token_idx"), "relay_departures", ["event_token"])
-    op.create_index(op.f("relay_departures_left_ms_idx"), "relay_departures", ["left_ms"])
-    op.create_table(
         "relay_edus",
         sa.Column(
             "token",
@@ -314,10 +299,29 @@ def upgrade() -> None:
         "relay_heads",
         sa.Column("room_id", sa.Text(), nullable=False),
         sa.Column("token", sa.BigInteger(), nullable=False, comment="newest event of our own"),
-        sa.Column("event_id", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("room_id"),
     )
     op.create_index(op.f("relay_heads_token_idx"), "relay_heads", ["token"])
+    op.create_table(
+        "relay_kept",
+        sa.Column(
+            "token",
+            ROW_ID,
+            autoincrement=False,
+            nullable=False,
+            comment="of an event of our own",
+        ),
+        sa.Column("room_id", sa.Text(), nullable=False),
+        sa.Column(
+            "kept_ms",
+            sa.BigInteger(),
+            nullable=False,
+            comment="some server's newest until then",
+        ),
+        sa.PrimaryKeyConstraint("token"),
+    )
+    op.create_index(op.f("relay_kept_kept_ms_idx"), "relay_kept", ["kept_ms"])
+    op.create_index("relay_kept_room", "relay_kept", ["room_id", "token"])
     op.create_table(
         "relay_log",
         sa.Column(
@@ -424,10 +428,10 @@ def downgrade() -> None:
     op.drop_table("room_servers")
     op.drop_table("relay_state")
     op.drop_table("relay_log")
+    op.drop_table("relay_kept")
     op.drop_table("relay_heads")
     op.drop_table("relay_epochs")
     op.drop_table("relay_edus")
-    op.drop_table("relay_departures")
     op.drop_table("relay_consumers")
     op.drop_table("rejections")
     op.drop_table("redactions")

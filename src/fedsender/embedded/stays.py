@@ -6,6 +6,7 @@ joined, up to and with the token at which it left; an open one has not ended.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from sqlalchemy import Connection, or_, select, tuple_
 
@@ -18,11 +19,21 @@ from fedsender.streams import HostsRow
 NOBODY: frozenset[str] = frozenset()
 
 
-def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]) -> None:
+class Ended(NamedTuple):
+    """A stay that has ended."""
+
+    room_id: str
+    server: str
+    joined: int
+    left: int
+
+
+def store_hosts(
+    connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]
+) -> list[Ended]:
     """End the stays of servers that left; begin one for each that joined and is not there.
 
-    `told`: (token, row) in their order. A stay holds for events above the token at which the server
-    joined, up to and with the token at which it left.
+    `told`: (token, row) in their order. Returns the stays that ended.
     """
     whole = {row.room_id for _, row in told if isinstance(row, ServersRow)}
     places = {
@@ -52,6 +63,7 @@ def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | Ser
     ]
     insert_rows(connection, tables.room_servers, rows, replacing=("left",))
     store_told(connection, {row.room_id: token for token, row in told})
+    return [Ended(*stay, left) for stay, left in changed.items() if left is not None]
 
 
 def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:

@@ -286,20 +286,16 @@ relay_heads = Table(
     homeserver,
     Column("room_id", Text, primary_key=True),
     Column("token", BigInteger, nullable=False, index=True, comment="newest event of our own"),
-    Column("event_id", Text, nullable=False),
 )
-relay_departures = Table(
-    "relay_departures",
+relay_kept = Table(
+    "relay_kept",
     homeserver,
-    Column("room_id", Text, primary_key=True),
-    Column("server", Text, primary_key=True),
-    Column("joined", BigInteger, nullable=False),
-    Column("left_token", BigInteger, nullable=False),
-    Column("left_ms", BigInteger, nullable=False, index=True),
+    Column("token", RowId, primary_key=True, autoincrement=False, comment="of an event of our own"),
+    Column("room_id", Text, nullable=False),
     Column(
-        "event_token", BigInteger, nullable=False, index=True, comment="newest event it was to get"
+        "kept_ms", BigInteger, nullable=False, index=True, comment="some server's newest until then"
     ),
-    Column("event_id", Text, nullable=False),
+    Index("relay_kept_room", "room_id", "token"),
 )
 relay_edus = Table(
     "relay_edus",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,6 +77,27 @@ class Standing:
     joined: bool = False
     messages: set[str] = field(default_factory=set)
     handles: Callable[[str], bool] = lambda _server: True
+
+
+def newest_in(
+    stays: Iterable[Sequence[Any]], events: Iterable[Sequence[Any]]
+) -> dict[tuple[str, str], str]:
+    """(room, server) -> the newest event for the server, by `hosts` and `events` of a snapshot."""
+    by_room: defaultdict[str, list[tuple[str, int, int | None]]] = defaultdict(list)
+    for room, server, joined, left in stays:
+        by_room[room].append((server, joined, left))
+    newest: dict[tuple[str, str], str] = {}
+    for room, token, text in sorted(events, key=itemgetter(1)):
+        _, (_, event_id, _, about) = json.loads(text)
+        behalf = (about.get("internal_metadata") or {}).get("send_on_behalf_of")
+        inside = {
+            server
+            for server, joined, left in by_room[room]
+            if joined < token and (left is None or token <= left)
+        }
+        for server in {*inside, *about.get("plus", ())} - {*about.get("minus", ()), behalf}:
+            newest[room, server] = event_id
+    return newest
 
 
 @dataclass

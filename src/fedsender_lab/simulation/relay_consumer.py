@@ -22,7 +22,7 @@ from fedsender.replication.endpoint import Endpoint
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.streams import HeardPositions, PduRow, Watermark
 from fedsender_lab.simulation.daemon_life import Crash
-from fedsender_lab.simulation.relay_checks import RelayViews, Standing
+from fedsender_lab.simulation.relay_checks import RelayViews, Standing, newest_in
 from fedsender_lab.simulation.relay_station import RelayStation, Steps, flip_bit
 from fedsender_lab.testing.clock import virtual_runtime
 from fedsender_relay.feed import RelayFeed
@@ -179,19 +179,9 @@ class RecordingStore:
     def _check_snapshot(self, snapshot: LoadedSnapshot) -> None:
         """Check the servers of each room, and the newest event that each was to get there."""
         epoch, token = snapshot.history.epoch, snapshot.token
-        heads = {row[0]: row[1:] for row in _rows(snapshot, "heads")}
-        present: set[tuple[str, str]] = set()
-        said: dict[tuple[str, str], str] = {}
-        for room, server, joined, left, _, event_id in _rows(snapshot, "hosts"):
-            if server == self.own:
-                continue
-            head = heads.get(room, (0, None))
-            if left is not None:
-                said.setdefault((room, server), event_id)
-                continue
-            present.add((room, server))
-            if joined < head[0]:
-                said[room, server] = head[1]
+        stays = [row for row in _rows(snapshot, "hosts") if row[1] != self.own]
+        said = newest_in(stays, _rows(snapshot, "events"))
+        present = {(room, server) for room, server, _, left in stays if left is None}
         wrong = said.items() ^ self.views.newest_of(epoch, token).items()
         members = {each for each in self.views.members_of(epoch, token) if each[1] != self.own}
         wrong |= {(each, "") for each in present ^ members}

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import trio
+from sqlalchemy import Connection
 
 from fedsender.embedded import appends
 from fedsender.embedded.facts import Answer, Record
+from fedsender.embedded.stays import Ended, store_hosts
 from fedsender_lab.simulation import relay as relay_world
 from fedsender_lab.simulation.relay import simulate_relay
 from fedsender_relay import database as store
@@ -142,7 +145,11 @@ def test_a_cap_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_snapshot_that_knows_nobody_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot says which is the newest event for each server, also for who has left."""
 
-    monkeypatch.setattr(store._Rooms, "_depart", lambda *_: None)
+    def forget(connection: Connection, told: Sequence[tuple[int, Any]]) -> list[Ended]:
+        store_hosts(connection, told)
+        return []
+
+    monkeypatch.setattr(store, "store_hosts", forget)
 
     assert goes_red("content", 6, 7, 2)
 
