@@ -5,7 +5,6 @@
     READERS                        held by each job, at the byte of the commit that it reads
     events/part=0/00000003-0001.parquet, attempts/day=2026-01-31/..., intervals/..., ...
     staging/                       files that a job has begun and not committed
-    java/                          the classes of Spark, for a start in less time (`session`)
 
 A job writes files that no reader uses yet, flushes them to the disk, and then renames a new
 manifest over the old one. All its changes become visible at that moment, or none. Files that a
