@@ -118,8 +118,6 @@ def _shard_configuration(
         "instance_name": name,
         "signing_key": "../signing.key",
         "homeserver": {"federation_sender_instances": list(SHARDS)},
-        # So that an audit need not believe the sender's own store.
-        "pipeline": {"relay": "../relay/data/relay.sqlite3"},
     }
 
 
