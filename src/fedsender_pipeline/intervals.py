@@ -37,8 +37,6 @@ from fedsender_pipeline import PipelineError, schemas
 from fedsender_pipeline.lake import Lake, empty_frame, listed
 from fedsender_pipeline.session import kept
 
-_HEX_DIGITS_OF_SHA256: Final = 64
-
 
 def server_of(user: str) -> str:
     """The part behind an identifier's first colon, as SQL; null if none (`matrix.server_of`)."""

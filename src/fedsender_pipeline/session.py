@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -117,7 +117,7 @@ def spark_session(
     """
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     log = directory / LOG_NAME
-    with _java(log, wanted=not submitted), _noise_in(log):
+    with nullcontext() if submitted else _java(log), _noise_in(log):
         settings = dict(_EVERYWHERE) if submitted else settings_for(spark, rows)
         try:
             session = _start(job, None if submitted else spark.master, settings)
@@ -235,11 +235,8 @@ def _last_words(log: Path) -> str:
 
 
 @contextmanager
-def _java(log: Path, *, wanted: bool) -> Iterator[None]:
-    """Set the environment in which Spark finds Java and Python, while the body runs, if wanted."""
-    if not wanted:
-        yield
-        return
+def _java(log: Path) -> Iterator[None]:
+    """Set the environment in which Spark finds Java and Python, while the body runs."""
     java = find_java(os.environ)
     with suppress(FileNotFoundError):
         if log.stat().st_size > _LOG_BYTES:

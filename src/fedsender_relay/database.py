@@ -831,21 +831,21 @@ class RelayStore:
             edu_bytes: the most bytes of all EDUs together.
         """
         before_ms = now_ms - KEEP_LEFT_MS
-        while await self._write(partial(_forget_kept, before_ms=before_ms)) >= ROWS_AT_ONCE:
-            pass
-        await self._forget(tables.redactions, tables.redactions.c.received_ts < before_ms)
-        await self._forget(_edus, (_edus.c.kind == "to_device") & (_edus.c.token <= edu_floor))
+        old = tables.redactions.c.received_ts < before_ms
+        had = (_edus.c.kind == "to_device") & (_edus.c.token <= edu_floor)
+        for forget in (
+            partial(_forget_kept, before_ms=before_ms),
+            partial(_forget, table=tables.redactions, which=old),
+            partial(_forget, table=_edus, which=had),
+        ):
+            while await self._write(forget) >= ROWS_AT_ONCE:
+                pass
         dropped = await self._bound_edus(edu_floor, edu_bytes)
         deleted = ROWS_AT_ONCE
         while 4 * deleted >= ROWS_AT_ONCE:
             tidy = partial(_tidy_log, after=self._log_after)
             self._log_after, deleted = await self._write(tidy)
         return dropped
-
-    async def _forget(self, table: Table, which: ColumnElement[bool]) -> None:
-        """Delete these rows of a table, some in each transaction."""
-        while await self._write(partial(_forget, table=table, which=which)) >= ROWS_AT_ONCE:
-            pass
 
     async def _bound_edus(self, floor: int, most_bytes: int) -> int:
         """Drop the oldest EDUs beyond the bound; returns the number that a consumer may lack.
