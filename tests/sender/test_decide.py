@@ -29,8 +29,8 @@ from fedsender.sender.transaction import Transaction
 
 NOW = 1_800_000_000_000
 WELL = ServerState("a.example", last_success_ms=NOW - 1000)
-SILENT_FOR_LONG = replace(WELL, last_success_ms=NOW - 2 * DAY_MS)
-FAILING_FOR_LONG = replace(WELL, failing_since_ms=NOW - DAY_MS // 2, failures=9)
+SILENT_FOR_LONG = WELL._replace(last_success_ms=NOW - 2 * DAY_MS)
+FAILING_FOR_LONG = WELL._replace(failing_since_ms=NOW - DAY_MS // 2, failures=9)
 
 
 def transaction(
@@ -141,7 +141,7 @@ def test_an_empty_transaction_is_repeated_but_for_a_trial() -> None:
     asked = failed(Outcome.REFUSING, transaction())
     assert decide(WELL, asked).action is Action.REPEAT
 
-    trial = replace(WELL, pdu_search=Search(left=1, suspect=Item("$0"), turn=Turn.EMPTY))
+    trial = WELL._replace(pdu_search=Search(left=1, suspect=Item("$0"), turn=Turn.EMPTY))
     decision = decide(trial, asked)
     assert decision.action is Action.REPLACE
     assert decision.state.search(Kind.PDUS).turn is Turn.FAULTY
@@ -163,7 +163,7 @@ def test_a_body_that_is_too_large_halves_the_bytes_and_no_items() -> None:
 
 def test_quarantine_is_asked_for_room_and_takes_nothing_but_the_suspect() -> None:
     search = Search(left=1, suspect=Item("$0"), failures=9, answers=10, witnesses=("$w",))
-    state = replace(WELL, pdu_search=search)
+    state = WELL._replace(pdu_search=search)
     refused = failed(Outcome.REJECTING, transaction(pdus=1), status=400)
 
     asked = decide(state, refused)
@@ -175,9 +175,9 @@ def test_quarantine_is_asked_for_room_and_takes_nothing_but_the_suspect() -> Non
     assert full.action is Action.REPLACE
     assert full.state.search(Kind.PDUS).full
     other = replace(search, suspect=Item("$other"))
-    assert decide(replace(WELL, pdu_search=other), refused).action is Action.REPLACE
+    assert decide(WELL._replace(pdu_search=other), refused).action is Action.REPLACE
     early = replace(search, failures=3)
-    assert decide(replace(WELL, pdu_search=early), refused).action is Action.REPLACE
+    assert decide(WELL._replace(pdu_search=early), refused).action is Action.REPLACE
 
 
 def test_the_steps_of_a_search_follow_at_once_and_then_after_growing_waits() -> None:
@@ -197,7 +197,7 @@ def test_the_steps_of_a_search_follow_at_once_and_then_after_growing_waits() -> 
 
 
 def test_a_decision_leaves_an_operators_word_alone() -> None:
-    paused = replace(WELL, paused="maintenance", paused_by="anna", paused_ms=1)
+    paused = WELL._replace(paused="maintenance", paused_by="anna", paused_ms=1)
     for outcome in RULES:
         after = decide(paused, failed(outcome, transaction(pdus=2))).state
         assert (after.paused, after.paused_by, after.paused_ms) == ("maintenance", "anna", 1)

@@ -3,7 +3,6 @@ item's. The rule by itself is in `test_isolation_search.py`."""
 
 import itertools
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -274,8 +273,7 @@ async def search_waits_longer(world: World) -> tuple[float, float]:
         state = states_of(await store.sender.all_server_states())[A]
         assert state.pdu_search is not None
         now, now_ms = trio.current_time(), world.runtime.now_ms()
-        state = replace(
-            state,
+        state = state._replace(
             last_attempt_ms=now_ms,
             next_attempt_ms=now_ms + 1_000_000,
             pdu_search=state.pdu_search.waiting(now_ms, 3_000),

@@ -1,6 +1,5 @@
 """Pauses that end by themselves: on record, beside a search, and at a hand-back."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import trio
@@ -39,11 +38,11 @@ async def test_a_pause_holds_while_an_item_is_searched_for(
     async with world.run() as sender:
         await world.join(R1, A)
         await trio.sleep(60)
-        state = replace(sender.registry.state_of(A), pdu_search=Search(left=10))
+        state = sender.registry.state_of(A)._replace(pdu_search=Search(left=10))
         assert state.searches
         now_ms = world.runtime.now_ms()
         sender.registry.hold(
-            replace(state, paused="later", paused_ms=now_ms, paused_until_ms=now_ms + HOUR_MS)
+            state._replace(paused="later", paused_ms=now_ms, paused_until_ms=now_ms + HOUR_MS)
         )
         assert sender.registry.reach(A, kind=Kind.PDUS) is None
 
@@ -54,7 +53,7 @@ async def test_a_clock_that_is_set_back_makes_no_pause_longer() -> None:
     assert state.pause_left_s(0) == 3600
     assert state.pause_left_s(7 * HOUR_MS) == 0
     assert state.unpaused() == ServerState(A)
-    assert replace(state, paused_until_ms=None).pause_left_s(0) is None
+    assert state._replace(paused_until_ms=None).pause_left_s(0) is None
 
 
 async def test_a_hand_back_does_not_name_a_pause_that_is_over(
@@ -65,8 +64,8 @@ async def test_a_hand_back_does_not_name_a_pause_that_is_over(
     async with world.open() as store:
         for state in (
             ended,
-            replace(ended, destination=B, parked="gone"),
-            replace(ended, destination=C, paused_until_ms=3 * HOUR_MS),
+            ended._replace(destination=B, parked="gone"),
+            ended._replace(destination=C, paused_until_ms=3 * HOUR_MS),
         ):
             await store.sender.save_server_state(state)
         notes = await _held_back(store, world.config(), 2 * HOUR_MS)

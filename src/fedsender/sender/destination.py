@@ -538,7 +538,7 @@ class Destination:
             given_up = self.state.given_up + self.outbox.given_up
             now_ms = self._context.clock.now_ms()
             self.outbox.given_up = 0
-            self.state = replace(self.state, given_up=given_up, given_up_ms=now_ms)
+            self.state = self.state._replace(given_up=given_up, given_up_ms=now_ms)
             await self._save_state()
 
     async def _send(self, peer: Peer, transaction: Transaction) -> None:

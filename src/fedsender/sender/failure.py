@@ -11,10 +11,10 @@ The destination saves that state, and then acts.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fedsender.config.policy import JITTER, QUICK_ATTEMPTS, Backoff, Policy
 from fedsender.federation.client import Answer, SendFailed, Unreachable
@@ -212,8 +212,7 @@ def judge_answer(answer: Answer) -> Verdict:
     return Verdict(outcome, reason, status, retry_after_s, sent=True, apart=answer.blank, late=late)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerState:
+class ServerState(NamedTuple):
     """The state of a server between attempts; times in milliseconds since the epoch.
 
     Attributes:
@@ -255,6 +254,15 @@ class ServerState:
     given_up: int = 0
     given_up_ms: int | None = None
 
+    def as_row(self) -> dict[str, Any]:
+        """The columns of `server_states` that it has; see `states_of`."""
+        searches = {
+            name: asdict(search)
+            for name in ("pdu_search", "edu_search")
+            if (search := getattr(self, name)) is not None
+        }
+        return self._asdict() | searches
+
     def wait_s(self, now_ms: int) -> float:
         """Seconds until our own timer tries again, as of now."""
         return left_s(self.last_attempt_ms, self.next_attempt_ms, now_ms)
@@ -281,13 +289,12 @@ class ServerState:
 
     def unpaused(self) -> "ServerState":
         """The same state, without a pause."""
-        return replace(self, paused=None, paused_by=None, paused_ms=None, paused_until_ms=None)
+        return self._replace(paused=None, paused_by=None, paused_ms=None, paused_until_ms=None)
 
     def pause_moved(self, by_ms: int) -> "ServerState":
         """The same state, after the wall clock was set ahead by so much during the pause."""
         paused_ms, until_ms = self.paused_ms, self.paused_until_ms
-        return replace(
-            self,
+        return self._replace(
             paused_ms=paused_ms and paused_ms + by_ms,
             paused_until_ms=until_ms and until_ms + by_ms,
         )
@@ -298,8 +305,7 @@ class ServerState:
             return self
         times = {name: getattr(self, name) for name in _TIMES}
         pdus, edus = self.pdu_search, self.edu_search
-        return replace(
-            self,
+        return self._replace(
             **{name: at and at + by_ms for name, at in times.items()},
             pdu_search=pdus and pdus.moved(by_ms),
             edu_search=edus and edus.moved(by_ms),
@@ -318,8 +324,8 @@ class ServerState:
         """The same state, with this search."""
         remembered = None if search == AT_REST else search
         if kind is Kind.PDUS:
-            return replace(self, pdu_search=remembered)
-        return replace(self, edu_search=remembered)
+            return self._replace(pdu_search=remembered)
+        return self._replace(edu_search=remembered)
 
     @property
     def searches(self) -> list[Search]:
@@ -337,14 +343,14 @@ class ServerState:
     def hastened(self) -> "ServerState":
         """The same state, with no search that waits."""
         pdus, edus = self.pdu_search, self.edu_search
-        return replace(
-            self, pdu_search=pdus and pdus.hastened(), edu_search=edus and edus.hastened()
+        return self._replace(
+            pdu_search=pdus and pdus.hastened(), edu_search=edus and edus.hastened()
         )
 
 
 _TIMES: Final = tuple(
     name
-    for name in (each.name for each in fields(ServerState))
+    for name in ServerState._fields
     if name.endswith("_ms") and not name.startswith(("shared_", "paused_"))
 )
 
@@ -414,13 +420,12 @@ def after_failure(
     """The server's health once this attempt has failed; it is left alone for a while."""
     delay_ms = int(wait_s(backoff, state, verdict, now_ms, rng) * 1000)
     failed = _failed(state, verdict, now_ms)
-    return replace(failed, failures=state.failures + 1, next_attempt_ms=now_ms + delay_ms)
+    return failed._replace(failures=state.failures + 1, next_attempt_ms=now_ms + delay_ms)
 
 
 def _failed(state: ServerState, verdict: Verdict, now_ms: int) -> ServerState:
     """The server's health once this attempt has failed, without a wait."""
-    return replace(
-        state,
+    return state._replace(
         failing_since_ms=now_ms if state.failing_since_ms is None else state.failing_since_ms,
         last_attempt_ms=now_ms,
         next_attempt_ms=now_ms,
@@ -431,8 +436,7 @@ def _failed(state: ServerState, verdict: Verdict, now_ms: int) -> ServerState:
 
 def after_success(state: ServerState, now_ms: int) -> ServerState:
     """The server's health once an attempt was answered: the streak of failures is cleared."""
-    return replace(
-        state,
+    return state._replace(
         failing_since_ms=None,
         failures=0,
         last_attempt_ms=now_ms,
@@ -503,7 +507,7 @@ def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
     tokens = min(WAKE_TOKENS, state.wake_tokens + refill)
     granted = tokens >= 1
     return (
-        replace(state, wake_tokens=tokens - 1 if granted else tokens, wake_tokens_ms=now_ms),
+        state._replace(wake_tokens=tokens - 1 if granted else tokens, wake_tokens_ms=now_ms),
         granted,
     )
 
@@ -656,7 +660,7 @@ def _server_waits(state: ServerState, failed: Failed, action: Action, *, tells: 
     interval_ms = shared_interval_ms(state, verdict) if tells else None
     if interval_ms is None:
         return Decision(state, action)
-    return Decision(replace(state, shared_interval_ms=interval_ms), action, tells=True)
+    return Decision(state._replace(shared_interval_ms=interval_ms), action, tells=True)
 
 
 def _kind_waits(
@@ -673,7 +677,7 @@ def _kind_waits(
     if quick < QUICK_ATTEMPTS and not verdict.apart:
         search = replace(search.hastened(), quick=search.quick + 1)
     else:
-        waited = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
+        waited = state._replace(failures=search.waits, failing_since_ms=search.since_ms)
         seconds = wait_s(failed.backoff, waited, verdict, now_ms, failed.rng, steadily=False)
         search = search.waiting(now_ms, seconds * APART)
     return Decision(state.with_search(kind, search), action)

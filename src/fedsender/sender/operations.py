@@ -274,7 +274,7 @@ class Operations:
             for_ms: milliseconds until the pause ends by itself; None: it does not.
         """
         change = self._pausing(paused, by, for_ms)
-        await self._say(servers, lambda state: replace(change(state), parked=parked))
+        await self._say(servers, lambda state: change(state)._replace(parked=parked))
 
     async def pause(
         self, servers: Sequence[str], reason: str, *, by: str | None, for_ms: int | None
@@ -284,14 +284,13 @@ class Operations:
 
     async def park(self, servers: Sequence[str], reason: str) -> None:
         """Set the reason why nothing is sent to these servers; a pause stays as it is."""
-        await self._say(servers, lambda state: replace(state, parked=reason))
+        await self._say(servers, lambda state: state._replace(parked=reason))
 
     def _pausing(
         self, reason: str | None, by: str | None, for_ms: int | None
     ) -> Callable[[ServerState], ServerState]:
         now_ms = self._context.runtime.now_ms()
-        return lambda state: replace(
-            state,
+        return lambda state: state._replace(
             paused=reason,
             paused_by=by,
             paused_ms=now_ms if reason else None,

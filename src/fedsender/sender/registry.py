@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
@@ -461,7 +461,7 @@ class Registry:
         server is a reset, of which we hear.
         """
         if server in self.active or server in self._states:
-            self._keep(replace(self.own_state(server), shared_interval_ms=0))
+            self._keep(self.own_state(server)._replace(shared_interval_ms=0))
 
     def hold(self, state: ServerState) -> None:
         """Take this state of a server, with an operator's reasons not to send set or cleared.

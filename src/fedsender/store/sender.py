@@ -11,7 +11,7 @@ another list gives these entries to all senders on that list.
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 from sqlalchemy import (
@@ -131,15 +131,17 @@ _SAID: Final = ("paused", "paused_by", "paused_ms", "paused_until_ms", "parked")
 
 
 class StateRecord(Protocol):
-    """A dataclass of a server's state; its fields are the columns of `server_states`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    """A server's state."""
 
     @property
     def destination(self) -> str: ...
 
     @property
     def reason(self) -> str | None: ...
+
+    def as_row(self) -> dict[str, Any]:
+        """The columns of `server_states` that it has."""
+        ...
 
 
 class SenderStore:
@@ -289,7 +291,7 @@ class SenderStore:
         newest = {state.destination: state for state in states}
         return [
             {
-                **asdict(state),
+                **state.as_row(),
                 "reason": state.reason[:MAX_REASON] if state.reason is not None else None,
                 "instance_name": self._instance,
             }
