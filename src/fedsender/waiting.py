@@ -189,7 +189,7 @@ class Seats(Generic[K, T]):
     @property
     def wanted(self) -> bool:
         """Whether somebody waits for a seat."""
-        return bool(self._free.statistics().tasks_waiting)
+        return not self._free.value and bool(self._free.statistics().tasks_waiting)
 
     def resting(self) -> list[tuple[K, T]]:
         """Those that rest, with their keys; whoever goes first is first."""
