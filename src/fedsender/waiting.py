@@ -219,13 +219,17 @@ class Seats(Generic[K, T]):
         """Give a seat back; its holder does not rest."""
         self._free.release()
 
-    def rest(self, key: K, holder: T, *, peer: Hashable = None, last: bool = False) -> None:
-        """Note that a holder rests from now on; `last`: it goes after those that do not."""
-        self.use(key)
+    def rest(self, key: K, holder: T, *, peer: Hashable = None, last: bool = False) -> T | None:
+        """Note that a holder rests from now on; `last`: it goes after those that do not.
+
+        Returns whoever rested under this key before, and still has a seat; None: nobody did.
+        """
+        before = self.use(key)
         self._resting[last][key] = _Resting(holder, peer, trio.current_time())
         self._peers[peer] += 1
         if self.wanted and not self._patience_s:
             self._make_room(None)
+        return before
 
     def use(self, key: K) -> T | None:
         """Have the holder that rests under this key work from now on; None: none rests there."""

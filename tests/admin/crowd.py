@@ -9,8 +9,8 @@ from tests.admin.test_attempts import a_ledger
 from tests.sender.harness import World
 
 from fedsender.ledger import Line, SentPdu, TransactionRecord
-from fedsender.sender.debts import Debt
 from fedsender.sender.failure import ServerState
+from fedsender.sender.queues import Debt
 
 BEHIND = 10_000
 FAILING = 300

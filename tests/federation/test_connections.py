@@ -28,7 +28,7 @@ from tests.federation.servers import (
 
 from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
-from fedsender.federation import connections
+from fedsender.federation import client as clients
 from fedsender.federation.client import (
     Answer,
     FederationClient,
@@ -307,7 +307,7 @@ async def test_many_idle_connections_are_not_read_in_one_step(
             return [streams[0]]
 
         monkeypatch.setattr(network, "deserted", look)
-        monkeypatch.setattr(connections, "_LOOKED_AT_ONCE", 4)
+        monkeypatch.setattr(clients, "_LOOKED_AT_ONCE", 4)
         await pool._give_up_deserted()
         assert looked == [4, 4, 3]
         assert pool.idle == 8

@@ -5,11 +5,9 @@ import weakref
 
 import pytest
 import trio
-from cachetools import LRUCache
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.caches import remember
 from fedsender.sender.routing import REMEMBERED_S, Routed
 
 A, B = "a.example", "b.example"
@@ -114,11 +112,3 @@ async def test_a_room_that_is_larger_than_a_cache_is_routed_all_the_same(
         assert isinstance(routed, Routed)
         assert routed.servers == servers
         assert await world.store.homeserver.servers_now(["!large:hs.example"])
-
-
-async def test_what_alone_is_larger_than_a_cache_is_not_remembered() -> None:
-    cache: LRUCache[str, str] = LRUCache(5, getsizeof=len)
-    remember(cache, "a", "four")
-    remember(cache, "b", "x")
-    remember(cache, "a", "larger")
-    assert dict(cache) == {"b": "x"}

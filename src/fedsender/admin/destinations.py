@@ -15,10 +15,10 @@ from fedsender.admin.context import AdminContext
 from fedsender.admin.display import AGES, many
 from fedsender.http.server import bad_param, not_found
 from fedsender.matrix import matches
-from fedsender.sender.debts import Debt
 from fedsender.sender.failure import ServerState
 from fedsender.sender.isolation import Kind
 from fedsender.sender.operations import UNKNOWN
+from fedsender.sender.queues import Debt
 from fedsender.sender.sender import Status
 from fedsender.telemetry import Standing
 

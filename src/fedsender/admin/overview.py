@@ -12,7 +12,7 @@ from fedsender.admin.destinations import Listing, Page, age_class, all_debts, li
 from fedsender.admin.display import AGES
 from fedsender.admin.probes import feed_lag_s, problems, warnings_of
 from fedsender.limits import of_daemon, resident_bytes
-from fedsender.sender.debts import Debt
+from fedsender.sender.queues import Debt
 from fedsender.telemetry import Rates
 
 

@@ -7,7 +7,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -15,7 +15,6 @@ import trio
 from cachetools import LRUCache
 from sqlalchemy import Connection, select
 
-from fedsender.caches import remember
 from fedsender.embedded import appends, feeding, stays
 from fedsender.embedded.appends import News, Notice, Place
 from fedsender.embedded.facts import Answer, Record, RelayRow, RoomServers, ServersRow, stored_rows
@@ -133,7 +132,8 @@ class EmbeddedStore(HomeserverStore):
         found = await self._database.read(partial(stays.servers_now, room_ids=unknown))
         if moves == self._moves:
             for name, servers in found.items():
-                remember(self._here, name, servers)
+                with suppress(ValueError):  # It alone is larger than the cache.
+                    self._here[name] = servers
         return known | found
 
     async def rooms_with(self, destination: str, room_ids: Iterable[str]) -> set[str]:

@@ -9,11 +9,10 @@ from fedsender.federation.client import FederationClient
 from fedsender.ledger import AttemptLog, Ledger
 from fedsender.runtime import Runtime, SteadyClock
 from fedsender.sender.admission import Admission
-from fedsender.sender.debts import Debts
 from fedsender.sender.edus.receipts import ReceiptPage
 from fedsender.sender.failure import ServerState
 from fedsender.sender.pages import Pages
-from fedsender.sender.queues import PduPool
+from fedsender.sender.queues import Debts, PduPool
 from fedsender.sender.room_pages import RoomPage
 from fedsender.sender.routing import Bad, Router
 from fedsender.sender.transaction import TransactionIds

@@ -7,12 +7,12 @@ soon after finds it.
 
 from bisect import bisect_right, insort
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 import trio
 from cachetools import TTLCache
 
-from fedsender.caches import remember
 from fedsender.waiting import Locks
 
 PAGE_LIFE_S = 30.0
@@ -87,7 +87,8 @@ class Pages(Generic[G, P]):
         return None
 
     def _keep(self, group: G, page: P) -> None:
-        remember(self._pages, (group, page.after), page)
+        with suppress(ValueError):  # It alone is larger than the cache.
+            self._pages[(group, page.after)] = page
         begins = self._begins.setdefault(group, [])
         if page.after not in begins:
             insort(begins, page.after)

@@ -24,9 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
-from fedsender.caches import remember
 from fedsender.matrix import (
     BadEvent,
     Pdu,
@@ -157,6 +156,8 @@ class Router:
         self.server_name = server_name
         self.may_send_to = may_send_to
         self._cleared = 0
+        # Most events of a room go to the same servers. Few, as each may name all that there are.
+        self._narrowed: LRUCache[tuple[frozenset[str], object], frozenset[str]] = LRUCache(8)
         self._loading = Locks[str]()
         clock = trio.current_time
         # Where an event goes, by whether only a part of the state before it was known.
@@ -170,6 +171,7 @@ class Router:
     def clear(self) -> None:
         """Forget all: the permitted servers have changed, or the database has."""
         self._cleared += 1
+        self._narrowed.clear()
         self._goes.clear()
         self._pdus.clear()
 
@@ -183,7 +185,8 @@ class Router:
         pdu = self._pdus.get(key)
         if pdu is None:
             pdu = parse_row(row)
-            remember(self._pdus, key, pdu)
+            with suppress(ValueError):  # It alone is larger than the cache.
+                self._pdus[key] = pdu
         return pdu
 
     async def pdus(self, rows: Sequence[EventRow]) -> dict[str, Pdu | Bad]:
@@ -259,7 +262,6 @@ class Router:
                 known[row.event_id] = cached
         before = await self._servers_before(fresh, known_before or {})
         memberships = await self._memberships_before(fresh)
-        narrowed: dict[tuple[frozenset[str], object], frozenset[str]] = {}
         for row in fresh:
             servers = before[row.event_id]
             if isinstance(servers, HostsUnknown):
@@ -268,22 +270,24 @@ class Router:
             target = _target_outside(row, memberships.get(row.event_id))
             if target is not None:
                 servers |= {target}
-            # Most events of a room go to the same servers.
-            key = servers, row.internal_metadata.get("send_on_behalf_of")
-            if key not in narrowed:
-                narrowed[key] = self._narrow(*key)
-            goes = Goes(narrowed[key], row.mark)
+            goes = Goes(
+                self._narrow(servers, row.internal_metadata.get("send_on_behalf_of")), row.mark
+            )
             known[row.event_id] = goes
             if self._cleared == cleared:
-                remember(self._goes, (row.event_id, row.partial), goes)
+                with suppress(ValueError):  # It alone is larger than the cache.
+                    self._goes[(row.event_id, row.partial)] = goes
         return known
 
     def _narrow(self, servers: frozenset[str], behalf: object) -> frozenset[str]:
-        return frozenset(
-            server
-            for server in servers
-            if server not in (self.server_name, behalf) and self.may_send_to(server)
-        )
+        narrowed = self._narrowed.get((servers, behalf))
+        if narrowed is None:
+            narrowed = self._narrowed[servers, behalf] = frozenset(
+                server
+                for server in servers
+                if server not in (self.server_name, behalf) and self.may_send_to(server)
+            )
+        return narrowed
 
     async def _memberships_before(self, rows: Sequence[EventRow]) -> Mapping[str, str]:
         asked = [row for row in rows if row.type == "m.room.member" and row.state_key != row.sender]

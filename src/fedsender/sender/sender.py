@@ -20,14 +20,13 @@ from fedsender.ledger import Ledger, open_attempt_log
 from fedsender.runtime import Runtime, SteadyClock
 from fedsender.sender.admission import Admission
 from fedsender.sender.context import Announcer, Context
-from fedsender.sender.debts import Again, Debt
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.edus.receipts import receipt_pages
 from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import AlreadyOwed, FanOut
 from fedsender.sender.operations import Operations
-from fedsender.sender.queues import PduPool
+from fedsender.sender.queues import Again, Debt, PduPool
 from fedsender.sender.recovery import begin_anew, hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
 from fedsender.sender.room_pages import room_pages

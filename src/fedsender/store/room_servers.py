@@ -9,11 +9,11 @@ is resolved.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, exists, func, or_, select
 
-from fedsender.caches import remember
 from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.event_rows import membership_in, replaced_by
@@ -240,7 +240,8 @@ class _Look:
             return known
         found = self._find(group)
         if not isinstance(found, HostsUnknown):
-            remember(self._cache, group, found)
+            with suppress(ValueError):  # It alone is larger than the cache.
+                self._cache[group] = found
         return found
 
     def _find(self, group: int) -> Hosts:
