@@ -28,6 +28,7 @@ open_router = APIRouter(tags=["probes"])
 router = APIRouter(
     prefix=f"{PREFIX}/relay",
     tags=["relay"],
+    dependencies=DESCRIBED,
     responses={status: {"model": Error} for status in (400, 401, 403, 404, 409)},
 )
 
@@ -112,10 +113,8 @@ async def forget(request: Forget, context: Reach) -> dict[str, str]:
 def build_app(context: RelayContext) -> FastAPI:
     """The application."""
     summary = "What a relay holds, and for whom"
-    app = new_app("fedsender relay", summary, f"{PREFIX}/relay/openapi.json", context)
-    app.include_router(open_router)
-    app.include_router(router, dependencies=DESCRIBED)
-    return app
+    path = f"{PREFIX}/relay/openapi.json"
+    return new_app("fedsender relay", summary, path, context, open_router, router)
 
 
 def open_admin(

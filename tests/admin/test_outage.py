@@ -169,8 +169,7 @@ async def test_the_lag_of_the_loop_is_that_of_the_last_minute(autojump_clock: Mo
 
 async def test_other_hosts_read_health_by_any_name_and_nothing_else() -> None:
     """`metrics.listen` serves no user's data, and needs no token."""
-    door = Doorkeeper(new_app("x", "x", "", None), lambda: None, PROBES)
-    door._app.include_router(probes.router)  # type: ignore[attr-defined]
+    door = Doorkeeper(new_app("x", "x", "", None, probes.router), lambda: None, PROBES)
     transport = httpx.ASGITransport(door)
     async with httpx.AsyncClient(transport=transport, base_url="http://node1.example") as http:
         assert (await http.get("/health")).json() == {"alive": True}

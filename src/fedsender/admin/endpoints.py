@@ -37,7 +37,7 @@ from fedsender.admin.overview import Overview, overview
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
-from fedsender.http.application import Error
+from fedsender.http.application import DESCRIBED, Error
 from fedsender.http.server import Refusal, not_found
 from fedsender.sender.operations import UNKNOWN, Freed
 from fedsender.store.records import Quarantined
@@ -51,6 +51,7 @@ SHARED_ROOMS_SHOWN = 100
 router = APIRouter(
     prefix=PREFIX,
     tags=["fedsender"],
+    dependencies=DESCRIBED,
     responses={status: {"model": Error} for status in (400, 401, 403, 404, 413, 503)},
 )
 

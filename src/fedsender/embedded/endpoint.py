@@ -45,6 +45,9 @@ PROGRESS: Final = ("fanned_out", "delivered", "servers", "behind")
 router = APIRouter(
     prefix=PREFIX,
     tags=["intake"],
+    dependencies=[
+        Security(HTTPBearer(auto_error=False, description=f"The text of {BOUNDS.setting}."))
+    ],
     responses={status: {"model": Error} for status in (400, 401, 403, 404, 409, 410, 413, 503)},
 )
 
@@ -257,11 +260,8 @@ def _refusals(within_s: float = ANSWER_S) -> Iterator[None]:
 def build_app(intake: Intake | None, feedback: Feedback | None = None) -> FastAPI:
     """The application; without an intake it can only be described."""
     summary = "Where a homeserver appends what its federation senders are to send"
-    app = new_app("fedsender relay", summary, OPENAPI_PATH, intake)
+    app = new_app("fedsender relay", summary, OPENAPI_PATH, intake, router)
     app.state.feedback = feedback
-    text = f"The text of {BOUNDS.setting}."
-    bearer = Security(HTTPBearer(auto_error=False, description=text))
-    app.include_router(router, dependencies=[bearer])
     return app
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import orjson
-from fastapi import FastAPI, Request, Security
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -87,8 +87,10 @@ class Body(BaseModel):
 DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admin.token_file."))]
 
 
-def new_app(title: str, summary: str, openapi_url: str, context: object) -> FastAPI:
-    """An application without endpoints; each of its errors is answered as a `Refusal`.
+def new_app(
+    title: str, summary: str, openapi_url: str, context: object, *routers: APIRouter
+) -> FastAPI:
+    """An application with the endpoints of `routers`; each of its errors is a `Refusal`.
 
     Args:
         context: the objects that its endpoints use, as `app.state.context`; None: it can only be
@@ -106,4 +108,7 @@ def new_app(title: str, summary: str, openapi_url: str, context: object) -> Fast
     )
     app.state.context = context
     _install(app)
+    # Not `include_router`, which makes every endpoint's models again for each application.
+    for router in routers:
+        app.router.routes.extend(router.routes)
     return app
