@@ -12,8 +12,9 @@ import pytest
 from fedsender.admin.client import AdminClient
 from fedsender.cli import run_command
 from fedsender.console import safe, say_json, say_text
+from fedsender_pipeline import audit, ledger_lines
 from fedsender_pipeline import commands as pipeline_commands
-from fedsender_pipeline import rebuild
+from fedsender_pipeline.audit import Audited
 
 HOSTILE = "x\x1b[2J\x1b]0;title\x07\x9b31m\r\n\u202ey\x7f\u2028\udc80"
 
@@ -80,32 +81,19 @@ def test_a_daemons_answer(
     check(capsys.readouterr().out)
 
 
-def test_what_rebuild_read_in_a_database(
+def test_what_an_audit_names(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {
-        "kind": "missing",
-        "destination": "a.example",
-        "room_id": HOSTILE,
-        "expected": 1,
-        "found": None,
-        "reason": "",
-    }
-    found = SimpleNamespace(rows=1, counts={("missing", ""): 1}, shown=[row], wrong=True)
-    table = SimpleNamespace(persist=lambda: None)
+    row = {"server": "a.example", "event_id": HOSTILE, "day": "2026-01-31", "reasons": ["none"]}
+    found = Audited(upto=1, expected=1, counts={"missing": 1}, unknown_hosts=0, shown=[row])
 
     @contextmanager
-    def job(*_: object) -> Iterator[tuple[object, ...]]:
-        yield SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), Steps()
-
-    class Steps:
-        @contextmanager
-        def spark(self, *_: object) -> Iterator[None]:
-            yield
+    def job(*_: object, **__: object) -> Iterator[tuple[object, ...]]:
+        loaded = SimpleNamespace(ledger=SimpleNamespace(directory=None))
+        yield SimpleNamespace(), SimpleNamespace(), loaded, SimpleNamespace()
 
     monkeypatch.setattr(pipeline_commands, "job", job)
-    monkeypatch.setattr(rebuild, "rebuild", lambda *_: table)
-    monkeypatch.setattr(rebuild, "differences", lambda *_: table)
-    monkeypatch.setattr(rebuild, "summed_up", lambda *_: found)
-    assert run_command(["pipeline", "rebuild", "--diff", "-c", config]) == 1
+    monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
+    monkeypatch.setattr(audit, "audit", lambda *_, since: found)
+    assert run_command(["pipeline", "audit", "-c", config]) == 1
     check(capsys.readouterr().out)

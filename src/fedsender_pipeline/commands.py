@@ -145,58 +145,6 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     return DONE
 
 
-@app.command()
-def rebuild(
-    config: ConfigFile,
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Compare with destination_rooms, as last ingested.")
-    ] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write what is missing there, for `fedsender owe`."),
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
-    """Compute the servers that should have got each event, and from them destination_rooms."""
-    from fedsender_pipeline import rebuild as module
-
-    _check_target("--write", write)
-    written = None
-    with job("rebuild", config) as (spark, lake, loaded, steps):
-        expected = module.rebuild(spark, lake, loaded).persist()
-        if not diff and write is None:
-            with steps.spark("destination_rooms", spark):
-                rows = expected.count()
-            say_answer({"rows": rows}, as_json, f"{rows} rows in destination_rooms")
-            return DONE
-        differing = module.differences(spark, lake, expected).persist()
-        with steps.spark("differences", spark):
-            found = module.summed_up(expected, differing)
-        if write is not None:
-            with steps.spark(f"writing {write}", spark):
-                written = module.write_owed(differing, write)
-    counts = [
-        {"kind": kind, "reason": reason, "rows": n}
-        for (kind, reason), n in sorted(found.counts.items())
-    ]
-    answer = {"rows": found.rows, "differences": counts, "shown": found.shown}
-    number = sum(found.counts.values()) or "no"
-    lines = [
-        f"{found.rows} rows expected in destination_rooms, {number} differences",
-        *(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip() for each in counts),
-    ]
-    lines += [
-        f"{row['kind']}: {row['destination']} {row['room_id']} expected {row['expected']},"
-        f" found {row['found']} {row['reason']}".rstrip()
-        for row in found.shown
-    ]
-    if written is not None:
-        answer["written"] = written
-        lines.append(f"{written} rows written to {write}")
-    say_answer(answer, as_json, *lines)
-    return WRONG if found.wrong else DONE
-
-
 # --- for other programs ---------------------------------------------------------------------------
 
 

@@ -247,7 +247,7 @@ def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps, told
 def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
     """Put newer rows of `destination_rooms` in the place of those with the same server and room.
 
-    Only the fan-out's rows are newer ones. `fedsender owe` writes older ones too, and a room that
+    Only the fan-out's rows are newer ones. One that begins again writes older ones, and a room that
     is purged takes its rows with it: then the number of rows, or the sum of their orderings, is
     another one than the database has. Changes may cancel each other in both: so all are read once
     a day.

@@ -822,42 +822,6 @@ async def test_neither_newer_events_nor_those_in_quarantine_are_sent_again_since
         assert (await since(desk, 0, dry_run=True, upto=first["upto"]))[1] == ids[1:]
 
 
-async def test_what_is_owed_is_written_down_and_sent_upwards_only(
-    world: World, autojump_clock: MockClock
-) -> None:
-    """`fedsender owe`: a row that was lost comes back, its server gets the event although its
-    low-water mark has passed it, and a newer row stays as it is."""
-    async with open_desk(world) as desk:
-        await world.join(R1, A)
-        world.server(B)
-        old, new = world.pdu(R1, "old"), world.pdu(R1, "new")
-        for event in (old, new):
-            await world.apply(event)
-        await settle()
-        homeserver = world.store.homeserver
-
-        def owed() -> list[tuple[str, int]]:
-            query = "SELECT room_id, stream_ordering FROM destination_rooms"
-            with closing(sqlite3.connect(world.directory / "homeserver.sqlite3")) as database:
-                return database.execute(query).fetchall()
-
-        newest = owed()
-        await homeserver.purge(A)
-        for event, rows in (
-            (old, [(R1, newest[0][1] - 1)]),
-            (new, newest),
-            (old, newest),
-        ):
-            pairs = [[A, event.event_id], [B, event.event_id]]
-            said = await desk.post("owe", {"pairs": pairs})
-            await settle()
-            assert said["accepted"] == 1
-            assert [each["destination"] for each in said["refused"]] == [B]
-            assert owed() == rows
-        assert set(world.servers[A].got[2:]) == {"old", "new"}
-        assert world.servers[B].got == []
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 LONG = "a" * 301

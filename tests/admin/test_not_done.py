@@ -81,7 +81,6 @@ VERBS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("quarantine/release", {"ids": []}),
     ("quarantine/drop", {"ids": []}),
     ("redeliver_since", {"server": B, "since_ts": 0}),
-    ("owe", {"pairs": []}),
 )
 """Requests that write; lists of pairs and of ids are those of `prepared`."""
 NOT_HERE = {

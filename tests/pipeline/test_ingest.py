@@ -189,7 +189,7 @@ def test_of_the_rows_that_are_owed_only_newer_ones_are_read(
     tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The lake has the table row for row, also after a change that left no newer row: those of
-    `fedsender owe` and of a purge, and a sender that begins again. Then it is read whole."""
+    a purge, and of a sender that begins again. Then it is read whole."""
     url = f"sqlite:///{tmp_path}/main.db" if kind == "sqlite" else postgres.create_schema()
     engine = sa.create_engine(driver_url(url))
     tables.homeserver.create_all(engine)

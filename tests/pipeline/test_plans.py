@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.pipeline.lakes import config_of, event, lake_of, line, write
 
-from fedsender_pipeline import accounts, health, intervals, ledger_lines, rebuild, schemas
+from fedsender_pipeline import accounts, health, intervals, ledger_lines, schemas
 from fedsender_pipeline.accounts import Accounts, Look
 from fedsender_pipeline.intervals import few
 from fedsender_pipeline.lake import Lake, listed
@@ -81,9 +81,6 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     stays = intervals._stays(lake.frame(spark, schemas.ROOM_SERVERS))
     events = lake.frame(spark, schemas.EVENTS)
     yield "an embedded store", intervals.from_room_servers(events, stays, "us.example")
-    expected = rebuild.rebuild(spark, lake, config)
-    yield "rebuild", expected
-    yield "differences", rebuild.differences(spark, lake, expected)
     owned = accounts.ownership(spark, lake, config.instance_name)
     claims = accounts.claims(spark, lake, owned)
     yield "claims", claims
@@ -122,7 +119,7 @@ def test_no_table_is_held_against_all_of_another_and_nothing_runs_in_python(
         assert not FORBIDDEN.findall(text), f"{name}: {text}"
         assert bool(SPELT_OUT.search(text)) == (name == "missing"), f"{name}: {text}"
         seen += 1
-    assert seen == 15
+    assert seen == 13
 
 
 def test_the_ledger_is_spread_once_and_so_are_ranges(

@@ -1,5 +1,6 @@
-"""`rebuild` against a real Synapse's own `destination_rooms`: row for row, and why not."""
+"""Who should get what, against a real Synapse's own `destination_rooms`, row for row."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,14 +10,14 @@ from tests.synapse.daemon import open_daemon
 from tests.synapse.world import INSTANCE, World, until
 
 from fedsender.config import Config, from_values, load
-from fedsender_pipeline import ingest, intervals, rebuild
+from fedsender_pipeline import ingest, intervals, schemas
 from fedsender_pipeline.audit import Audited, audit
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import open_lake
 from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 TEST_S = 300
 
@@ -49,30 +50,31 @@ def config_of(world: World, directory: Path) -> Config:
     return from_values(values, directory=directory)
 
 
-def rebuilt(
-    spark: "SparkSession", config: Config, directory: Path, room_ids: list[str]
-) -> tuple[Rows, set[tuple[str, str, str, str]]]:
-    """What `rebuild` expects of these rooms, and how the table differs: (destination, room, kind,
-    reason)."""
-    from pyspark.sql import functions as F  # noqa: N812
-
+def newest_expected(
+    spark: "SparkSession", config: Config, directory: Path
+) -> tuple[Rows, set[int]]:
+    """Of each server and room the newest event that the lake expects, spelt out; and those events
+    that only we send to the server of the user whom they turn away."""
     lake, told = open_lake(directory / "lake", config.server_name, create=True), ingest.Ingested()
     with showing(quiet=True) as steps, open_source(config.homeserver.database, "main") as main:
         ingest.HomeserverReader(lake, main, config, steps, told).read()
         ingest.read_snapshots(lake, main, "homeserver", steps, told)
         ingest.derive(spark, lake, config.server_name, steps)
-
-    def of_the_rooms(frame: "DataFrame") -> "DataFrame":
-        return frame.where(F.col("room_id").isin(room_ids))
-
-    expected = rebuild.rebuild(spark, lake, config).persist()
-    differing = of_the_rooms(rebuild.differences(spark, lake, expected)).collect()
-    rows = of_the_rooms(expected).collect()
-    expected.unpersist()
-    return (
-        {(row["destination"], row["room_id"]): row["stream_ordering"] for row in rows},
-        {(row["destination"], row["room_id"], row["kind"], row["reason"]) for row in differing},
-    )
+    events = intervals.ours(spark, lake)
+    told_by_us_alone = events.where(intervals.TOLD_BY_US_ALONE).collect()
+    unknown = {row["stream_ordering"] for row in lake.read(schemas.UNKNOWN_HOSTS).to_pylist()}
+    of_room: dict[str, list[int]] = {}
+    for row in events.collect():
+        if row["stream_ordering"] not in unknown:
+            of_room.setdefault(row["room_id"], []).append(row["stream_ordering"])
+    newest: Rows = {}
+    for span in intervals.sent_to(intervals.current(spark, lake), config).collect():
+        last = math.inf if span["last"] is None else span["last"]
+        key = (span["server"], span["room_id"])
+        within = [at for at in of_room.get(span["room_id"], ()) if span["first"] <= at <= last]
+        if within:
+            newest[key] = max(newest.get(key, 0), *within)
+    return newest, {row["stream_ordering"] for row in told_by_us_alone}
 
 
 async def test_the_lake_expects_what_synapses_own_worker_recorded(
@@ -113,9 +115,12 @@ async def test_the_lake_expects_what_synapses_own_worker_recorded(
             rooms += [uninvited, banned]
             table = await fan_out(world, *rooms)
     config = config_of(world, tmp_path)
-    expected, differing = await trio.to_thread.run_sync(rebuilt, spark, config, tmp_path, rooms)
-    assert differing == {(b, banned, "missing", intervals.W26)}
+    found, told_by_us_alone = await trio.to_thread.run_sync(
+        newest_expected, spark, config, tmp_path
+    )
+    expected = {row: at for row, at in found.items() if row[1] in rooms}
     assert expected.keys() - table.keys() == {(b, banned)}
+    assert expected[b, banned] in told_by_us_alone
     assert {row: at for row, at in expected.items() if row in table} == table
     assert table.keys() == {(b, room) for room in rooms if room != banned}
 

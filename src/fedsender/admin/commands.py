@@ -588,45 +588,6 @@ def _redeliver_since(
     return DONE
 
 
-@app.command()
-def owe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="As `pipeline rebuild --write`.")],
-    config: ConfigFile,
-    as_json: AsJson = False,
-) -> int:
-    """Write the rooms that servers are owed into destination_rooms, upwards only, and send them."""
-    client = _client(config)
-    accepted = 0
-    refused: list[Any] = []
-    for pairs in _owed_pairs(file):
-        answer = client.post("owe", body={"pairs": pairs})
-        accepted += answer["accepted"]
-        refused += answer["refused"]
-    return _say_redelivered({"accepted": accepted, "refused": refused}, as_json)
-
-
-def _owed_pairs(file: Path) -> Iterator[list[list[str]]]:
-    """(server, event id) of each line, as many at once as the endpoint takes."""
-    import json
-
-    pairs: list[list[str]] = []
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, text in enumerate(lines, 1):
-                try:
-                    line = json.loads(text)
-                    pairs.append([str(line["server"]), str(line["event_id"])])
-                except (ValueError, KeyError, TypeError):
-                    raise Mistake(f"{file}:{number}: not a line of `pipeline rebuild`") from None
-                if len(pairs) == PAIRS_AT_ONCE:
-                    yield pairs
-                    pairs = []
-    except (OSError, UnicodeDecodeError) as error:
-        raise Mistake(f"{file}: cannot be read: {error}") from None
-    if pairs:
-        yield pairs
-
-
 def _listed(names: Sequence[object]) -> str:
     return ", ".join(str(name) for name in names) or "none"
 

@@ -471,12 +471,3 @@ async def redeliver_since(request: Since, context: Reach) -> Part:
         for each in found.events
     ]
     return Part(events, found.upto, found.next_after)
-
-
-@router.post("/owe", summary="Write these events into destination_rooms, and send them")
-async def owe(request: Pairs, context: Reach) -> Redelivered:
-    """For rows that `pipeline rebuild` found missing: upwards only, and to servers that may see
-    the event."""
-    pairs = list(dict.fromkeys(request.pairs))
-    refused = await context.sender.operations.owe(pairs)
-    return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])

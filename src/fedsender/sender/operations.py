@@ -160,26 +160,6 @@ class Operations:
         more = len(rows) == EVENTS_AT_ONCE and rows[-1].stream_ordering < end
         return Stretch(tuple(events), end, rows[-1].stream_ordering if more else None)
 
-    async def owe(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
-        """Write (server, event id) pairs that are missing from `destination_rooms` there, upwards
-        only, and send them; return the refused ones, with the reasons.
-
-        They go through the redelivery lane, because the low-water mark may have passed them, or may
-        soon.
-        """
-        refused = await self.redeliver(pairs)
-        without = {(server, event_id) for server, event_id, _ in refused}
-        rows = await self._context.homeserver.events_by_id([event_id for _, event_id in pairs])
-        owed: dict[tuple[str, str], int] = {}
-        for server, event_id in pairs:
-            if (server, event_id) not in without:
-                row = rows[event_id]
-                key = (server, row.room_id)
-                owed[key] = max(row.stream_ordering, owed.get(key, 0))
-        if owed:
-            await self._context.homeserver.record_owed(owed)
-        return refused
-
     async def release(self, ids: Sequence[int]) -> list[Refusal]:
         """Send quarantined PDUs again, by the redelivery lane; return those that stay, and why."""
         kept: list[Refusal] = []

@@ -531,14 +531,6 @@ class HomeserverStore(ABC):
     def _check_stored(self, connection: Connection, upto: int) -> None:
         """Raise SetBack if not all events up to here are stored any more, as far as one can see."""
 
-    @writing
-    def record_owed(self, connection: Connection, owed: Mapping[tuple[str, str], int]) -> None:
-        """Record each (destination, room)'s newest owed event, upwards only.
-
-        Leaves out rooms that are gone, or locked by a purge.
-        """
-        debts.record_owed(connection, owed, {})
-
     @reading_together()
     def owed_rooms(
         self, connection: Connection, destination: str, after: int, limit: int

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from fedsender.config import Config, from_values
 from fedsender_lab.bench.meter import Options, cpu_s_of, rss_kb
 from fedsender_lab.bench.pipeline_input import HOUR_EVENTS, US, Made, Shape, add_hour, make
-from fedsender_pipeline import audit, health, ingest, ledger_lines, rebuild, report, schemas
+from fedsender_pipeline import audit, health, ingest, ledger_lines, report, schemas
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.session import Steps, showing, spark_session
@@ -165,12 +165,6 @@ def _jobs(
         ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps, told)
     with meter.job("derive"):
         ingest.derive(spark, lake, US, steps)
-    with meter.job("rebuild"):
-        expected = rebuild.rebuild(spark, lake, config).persist()
-        differing = rebuild.differences(spark, lake, expected).persist()
-        differences = rebuild.summed_up(expected, differing)
-        expected.unpersist()
-        differing.unpersist()
     with meter.job("audit"):
         audited = audit.audit(spark, lake, config, steps)
     with meter.job("health"):
@@ -180,8 +174,6 @@ def _jobs(
     return {
         "attempts": told.attempts,
         "pdus": told.pdus,
-        "destination_rooms": differences.rows,
-        "differences": sum(differences.counts.values()),
         "fates": {fate: number for fate, number in audited.counts.items() if number},
         "servers_seen": well.servers,
     }
@@ -196,8 +188,6 @@ def _read_owed(lake: Lake, config: Config, steps: Steps, told: ingest.Ingested) 
 def _broken(figures: dict[str, Any], made: Made) -> list[str]:
     """The wrong results, in words."""
     found = []
-    if figures["differences"] or figures["destination_rooms"] != made.destination_rooms:
-        found.append(f"rebuild: {made.destination_rooms} rows and no difference were to be found")
     if figures["fates"] != {fate: number for fate, number in made.fates.items() if number}:
         found.append(f"audit: {made.fates} were to be found")
     if figures["hour_fates"] != figures["hour_fates_to_be"]:
