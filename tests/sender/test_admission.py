@@ -2,7 +2,7 @@
 connections; and what that means for a whole sender. All on the virtual clock."""
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from fedsender.config import Sending
 from fedsender.fairness import Turns
 from fedsender.federation.client import Exchange, FederationClient
 from fedsender.sender.admission import (
+    LONG_S,
     QUICK_S,
     SLOW_SHARE,
     Admission,
@@ -91,6 +92,15 @@ async def waits(permit: Permit, seconds: float = 0.01) -> bool:
     return scope.cancelled_caught
 
 
+def fill(lane: Lane, admission: Admission, hold: str = "h.held{}") -> list[Permit]:
+    """Have all places of a lane taken; by whom."""
+    held: list[Permit] = []
+    while lane.at_once(permit := admission.permit(hold.format(len(held))), first=True):
+        permit.lane = lane
+        held.append(permit)
+    return held
+
+
 # --- which lane -----------------------------------------------------------------------------------
 
 
@@ -98,23 +108,43 @@ async def waits(permit: Permit, seconds: float = 0.01) -> bool:
     ("answers", "lane"),
     [
         ((), "quick"),
+        ((9.0,), "quick"),
+        ((9.0, 9.0), "slow"),
+        ((0.1, 9.0), "quick"),
+        ((9.0, 0.1, 9.0), "slow"),
+        ((9.0, 0.1, 0.1, 9.0), "quick"),
+        ((9.0, 9.0, 0.1), "slow"),
+        ((9.0, 9.0, 0.1, 0.1), "quick"),
+        ((9.0, 9.0, 0.1, 3.0, 0.1), "quick"),
+        ((9.0, 9.0, 3.0, 3.0, 3.0), "slow"),
         ((30.0,), "quick"),
-        ((30.0, 30.0), "slow"),
-        ((0.1, 30.0), "quick"),
-        ((30.0, 0.1, 30.0), "slow"),
-        ((30.0, 0.1, 0.1, 30.0), "quick"),
-        ((30.0, 30.0, 0.1), "slow"),
-        ((30.0, 30.0, 0.1, 0.1), "quick"),
-        ((30.0, 30.0, 0.1, 3.0, 0.1), "quick"),
+        ((30.0, 30.0), "long"),
+        ((30.0, 9.0), "slow"),
+        ((30.0, 30.0, 9.0), "long"),
+        ((30.0, 30.0, 9.0, 9.0), "slow"),
+        ((30.0, 30.0, 0.1, 0.1), "long"),
+        ((30.0, 30.0, 0.1, 0.1, 0.1), "quick"),
+        ((30.0, 30.0, 3.0, 3.0), "long"),
         ((30.0, 30.0, 3.0, 3.0, 3.0), "slow"),
     ],
 )
-def test_the_lane_is_chosen_by_two_of_the_last_three_answers(
+async def test_the_lane_is_chosen_by_two_of_the_last_three_answers(
     answers: tuple[float, ...], lane: str
 ) -> None:
     admission = admission_of()
     permit = a_leave(admission, "a.example", *answers)
+    fill(admission.slow, admission)
     assert admission.lane_of(permit)[0] is getattr(admission, lane)
+
+
+async def test_a_server_that_takes_longest_has_other_places_while_half_of_them_are_free() -> None:
+    admission = admission_of()
+    permit = a_leave(admission, "a.example", 30.0, 30.0)
+    for ill, lane in ((False, admission.slow), (True, admission.ill)):
+        permit.ill = ill
+        assert admission.lane_of(permit)[0] is lane
+        fill(lane, admission)
+        assert admission.lane_of(permit)[0] is admission.long
 
 
 def test_a_server_whose_last_attempt_failed_has_a_lane_of_its_own() -> None:
@@ -130,17 +160,18 @@ async def test_each_lane_has_its_places_whatever_the_others_do(autojump_clock: M
     for number in range(40):
         ill.append(a_leave(admission, f"i.ill{number}"))
         ill[-1].ill = True
-        slow.append(a_leave(admission, f"s.slow{number}", 30.0, 30.0))
+        slow.append(a_leave(admission, f"s.slow{number}", 9.0, 9.0))
         quick.append(a_leave(admission, f"q.quick{number}", 0.1))
-    async with holding(*ill[:5], *slow[:5], *quick[:30]):
+    fill(admission.long, admission)
+    async with holding(*ill[:5], *slow[:4], *quick[:30]):
         assert admission.in_flight == 40
         for others in (ill[5], slow[5]):
             assert await waits(others, 100)
-    async with holding(*ill[:5], *slow[:5]):
+    async with holding(*ill[:5], *slow[:4]):
         assert not await waits(quick[0])
     async with holding(*ill[:5], *quick[:30]):
         assert not await waits(slow[0])
-    async with holding(*slow[:5], *quick[:30]):
+    async with holding(*slow[:4], *quick[:30]):
         assert not await waits(ill[0])
 
 
@@ -163,10 +194,10 @@ async def test_who_is_there_for_long_makes_room_if_the_slow_lane_has_some(
     unknown = [admission.permit(f"new.new{number}") for number in range(33)]
     async with holding(*unknown[:27]):
         began = trio.current_time()
-        async with holding(*unknown[27:32]):
+        async with holding(*unknown[27:31]):
             assert trio.current_time() - began == pytest.approx(QUICK_S, abs=0.1)
-            assert len(admission.slow) == 5
-            assert await waits(unknown[32], 100)
+            assert len(admission.slow) == 4
+            assert await waits(unknown[32], LONG_S - QUICK_S)
         assert not await waits(unknown[32])
     assert admission.in_flight == 0
 
@@ -176,7 +207,7 @@ async def test_who_is_there_for_long_gives_way_if_the_slow_lane_has_no_room(
 ) -> None:
     admission = admission_of(40)
     quick = [a_leave(admission, f"a.quick{number}", 0.1) for number in range(31)]
-    slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(5)]
+    slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(4)]
     ended = endable(quick)
     quick[0].end = not_now
     async with holding(*slow, *quick[:30]):
@@ -201,7 +232,7 @@ async def test_known_servers_in_places_of_the_known_do_not_give_way_to_the_unkno
     admission = admission_of(40)
     known = [a_leave(admission, f"a.known{number}", 0.1) for number in range(3)]
     unknown = [admission.permit(f"new.new{number}") for number in range(33)]
-    slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(5)]
+    slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(4)]
     ended = endable(known)
     async with holding(*slow, *known[:2], *unknown[:27]):
         assert await waits(unknown[32], 100)
@@ -253,17 +284,101 @@ def of_names(admission: Admission, count: int, form: str, address: str = "") -> 
     return permits
 
 
+async def attempts(permit: Permit, takes_s: float) -> float:
+    """Have an attempt answered after so long, as often as it is ended for others; seconds for which
+    it waited for places."""
+    waited_s = 0.0
+    while True:
+        began = trio.current_time()
+        await permit.place()
+        waited_s += trio.current_time() - began
+        with trio.CancelScope() as scope:
+
+            def end(scope: trio.CancelScope = scope) -> bool:
+                scope.cancel()
+                return True
+
+            permit.end = end
+            permit.asked()
+            await trio.sleep(takes_s)
+            permit.answered()
+            return waited_s
+        permit.end = not_now
+        permit.release()
+
+
+@asynccontextmanager
+async def besieged(permits: Iterable[Permit], pause_s: float) -> AsyncIterator[None]:
+    """Servers of which one after the other begins to have an attempt all the time, each of which
+    takes 55 s."""
+
+    async def go_on(permit: Permit) -> None:
+        while True:
+            await attempts(permit, 55)
+
+    async def come(nursery: trio.Nursery) -> None:
+        for permit in permits:
+            nursery.start_soon(go_on, permit)
+            await trio.sleep(pause_s)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(come, nursery)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def longest_wait(permits: Sequence[Permit], takes_s: float, every_s: float) -> float:
+    """Have these come one after the other; how long the one waited that did so longest."""
+    waits_s: list[float] = []
+
+    async def come(permit: Permit) -> None:
+        waits_s.append(await attempts(permit, takes_s))
+
+    async with trio.open_nursery() as nursery:
+        for permit in permits:
+            nursery.start_soon(come, permit)
+            await trio.sleep(every_s)
+    return max(waits_s)
+
+
 @pytest.mark.slow
-async def test_a_network_of_literals_does_not_keep_a_slow_server_waiting(
+@pytest.mark.parametrize("form", ["[2001:db8:1:{:x}::1]:8448", "a{}.evil.example"])
+async def test_names_of_one_site_do_not_keep_a_slow_server_waiting(
+    form: str, autojump_clock: MockClock
+) -> None:
+    """An owner of one /48 has 65,536 /64; 3,000 of them come at once, and answer after 55 s."""
+    admission = admission_of(2000, slow_share=0.5)
+    async with besieged(of_names(admission, 3000, form), 1 / 150):
+        await trio.sleep(5)
+        honest = [admission.permit(f"a.honest{number}") for number in range(20)]
+        assert await longest_wait(honest, 7, 3) <= QUICK_S + LONG_S + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sites", "bound_s"), [(900, 30), (3000, 95)])
+async def test_fresh_sites_wait_for_as_many_stays_as_there_are_others_to_a_place(
+    sites: int, bound_s: float, autojump_clock: MockClock
+) -> None:
+    """Each of a site of its own; it is not known which of them are honest."""
+    admission = admission_of(2000, slow_share=0.5)
+    async with besieged(of_names(admission, sites, "a.evil{}.example"), 0):
+        honest = [admission.permit(f"a.honest{number}") for number in range(20)]
+        assert await longest_wait(honest, 7, 2) <= bound_s
+        # From then on they are known, and have other places.
+        await trio.sleep(60)
+        later = [admission.permit(f"a.later{number}") for number in range(20)]
+        assert await longest_wait(later, 7, 2) <= QUICK_S
+
+
+@pytest.mark.slow
+async def test_ever_new_sites_that_hold_places_do_not_keep_slow_servers_waiting(
     autojump_clock: MockClock,
 ) -> None:
-    """An owner of one /48 has 65,536 /64; 3,000 of them answer after 55 s each."""
+    """Thirty a second, for ten minutes; each holds what it gets for 55 s."""
     admission = admission_of(2000, slow_share=0.5)
-    evil = of_names(admission, 3000, "[2001:db8:1:{:x}::1]:8448")
-    async with Siege(admission.slow, evil, 55)(120):
-        for number in range(10):
-            assert await waited(admission.slow, admission.permit(f"a.honest{number}")) < 1
-            await trio.sleep(5)
+    async with besieged(of_names(admission, 18_000, "a.evil{}.example"), 1 / 30):
+        honest = [admission.permit(f"a.honest{number}") for number in range(100)]
+        assert await longest_wait(honest, 7, 6) <= 30
 
 
 @pytest.mark.slow
@@ -328,19 +443,22 @@ async def test_a_server_that_was_good_waits_for_no_fresh_names(autojump_clock: M
     """3,000 names, each of a site of its own, come at once and answer after 55 s each: a server
     that was not quick enough once, and is in the lane of the slow since, waited for as long."""
     admission = admission_of(2000, slow_share=0.5)
-    evil = of_names(admission, 3000, "a.evil{}.example")
-    good = [a_leave(admission, f"a.honest{number}", 0.1) for number in range(10)]
-    for permit in good:
-        permit.end = lambda: True
-        assert permit.give_way()
-    async with Siege(admission.slow, evil, 55)(1):
-        for permit in good:
-            assert await waited(admission.slow, permit) < 1
-            await trio.sleep(7)
-        # Who has held a place for so long is good no more.
-        evil[0].took(0.1)
-        evil[0].took(55)
-        assert not admission.slow.at_once(evil[0], first=False)
+    good = [a_leave(admission, f"a.honest{number}", 9, 9) for number in range(10)]
+    async with besieged(of_names(admission, 3000, "a.evil{}.example"), 0):
+        assert await longest_wait(good, 7, 7) < 1
+
+
+async def test_who_takes_longest_is_ended_once_and_has_its_time_then(
+    autojump_clock: MockClock,
+) -> None:
+    admission = admission_of(40)
+    evil = of_names(admission, 60, "a.evil{}.example")
+    (slow,) = of_names(admission, 1, "slow.org")
+    async with besieged(evil, 0):
+        await trio.sleep(100)
+        # The long lane has one place, and each of them has it once.
+        with trio.fail_after(55 * (len(evil) + 2)):
+            await attempts(slow, 40)
 
 
 async def test_of_a_lane_without_an_overflow_a_site_leaves_as_much_as_it_takes(
@@ -405,7 +523,7 @@ async def test_one_that_was_let_in_and_has_not_noticed_is_not_moved_elsewhere(
     autojump_clock: MockClock,
 ) -> None:
     """The whole process may have stood still for longer than the lane's patience meanwhile."""
-    admission = admission_of(3)
+    admission = admission_of(4)
     inside, late, later = [a_leave(admission, f"a.b{number}", 0.1) for number in range(3)]
     async with trio.open_nursery() as nursery:
         await inside.place()
@@ -641,7 +759,7 @@ async def test_a_ramp_makes_up_for_a_busy_moment_too(autojump_clock: MockClock) 
 
 async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockClock) -> None:
     """Also one that waited when the instance lock was lost."""
-    admission = admission_of(3)
+    admission = admission_of(4)
     began = []
 
     async def attempt(name: str) -> None:

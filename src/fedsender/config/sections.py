@@ -241,7 +241,7 @@ class Sending(Section):
     """How much is done at once, over all destinations."""
 
     max_in_flight: int = Field(
-        default=2000, ge=3, le=100_000, description="Attempts under way at once."
+        default=2000, ge=4, le=100_000, description="Attempts under way at once."
     )
     handshakes_per_second: float = Field(
         default=150.0, gt=0, le=10_000, description="New connections per second."

@@ -683,7 +683,7 @@ class Exchange(Alarm):
         self.woken = self._end(_Ended.WOKEN)
 
     def give_way(self) -> bool:
-        """End it for others; the next attempt is to wait in the lane of slow servers."""
+        """End it for others; the next attempt is to wait in the lane of slower servers."""
         return self._end(_Ended.GAVE_WAY)
 
     def withdraw(self) -> None:

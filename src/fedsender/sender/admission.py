@@ -6,23 +6,29 @@ the ledger, or the attempt has failed and that is on record. Writing down what a
 needs no place. Nor does waiting for the right to open a connection. Whoever finds what it was to
 send locked by another process gives its place back.
 
-There are three lanes, each with its own places: for servers with a failed last attempt, for servers
-that take long to answer, and for the rest. So a quick server, or one that is back, never waits for
-a place that a dead or a slow server holds. In the third lane, the last eighth of the places is only
-for servers with a known quick answer. When others wait, a place there is for 2 s. An attempt that
-takes longer goes on in the second lane if there is room. Otherwise it is ended and made again
-there. So the third lane never stands still, whatever its servers were before. In the other two, the
-last eighth is for sites that answered before, and did not take long: thousands of new names that
-hold a place each do not keep out a server that was good until then.
+There are lanes, each with its own places: quick, slow, long, and ill for servers whose last attempt
+failed. So a quick server, or one that is back, never waits for a place that a dead or a slow server
+holds. When others wait, a place is only for a time: in the quick lane for `QUICK_S`, in the slow
+one for `LONG_S`, in that of the ill for `PATIENT_S`. An attempt that takes longer goes on in the
+next lane if there is room, which is slow after quick, and long after the others. Otherwise it is
+ended and made again there. Only in the long lane is a place for as long as an attempt takes.
 
-Every line has two classes: three attempts of the first are let in for each one of the second. In
-one class whoever held places for longer than the usual goes behind the others: the order is that of
-`fairness`. So the first class hardly waits, and the second never waits for ever.
+Every line has two classes: three attempts of the first are let in for each one of the second, and
+in lanes that do not stand still the last eighth of the places is for the first alone. In the first
+are servers that were good before. In one class whoever held places for longer than the usual goes
+behind the others: the order is that of `fairness`. So the first class hardly waits, and the second
+never waits for ever.
+
+The bound: when n sites that were never heard of come at once to a lane with p places for their
+class, each of which is for t seconds, the last waits t * n / p. With `max_in_flight` of 2,000 that
+is 30 s for 985 sites that never answer within `LONG_S`, and 92 s for 3,000. It is so only once:
+those that were ended wait in the long lane from then on. Whoever owns fewer sites, with whatever
+number of names, delays another site by `LONG_S` at most.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -32,21 +38,34 @@ from typing import Final
 import trio
 from cachetools import LRUCache
 
-from fedsender.fairness import Accounts, Line, Payer, Payers, Turns, Usual, for_us, nothing
+from fedsender.fairness import (
+    PATIENT_S,
+    Accounts,
+    Line,
+    Payer,
+    Payers,
+    Turns,
+    Usual,
+    for_us,
+    nothing,
+)
 from fedsender.limits import IN_FLIGHT_BYTES
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
 """Two of the last three answers above this make a server slow, two below `QUICK_S` quick."""
+LONG_S: Final = 10.0
+"""The same above this makes it long. A slow but honest server is mostly done by then."""
 SLOW_SHARE: Final = 0.5
 """The share of the places for servers that fail or take long, half of it for each, so that they
 never hold back the others. They are many and wait most of the time; the quick ones, done within a
 second, need no more than the other half."""
+_LONG_SHARE: Final = 0.25
+"""Of the places for servers that take long."""
 FEW: Final = 20
 """An item for at most this number of servers goes first."""
 _REMEMBERED: Final = 65_536
 _LEAST_BYTES: Final = 65_536
-_STRANGERS: Final = "sites that were not known to be good"
 _LOOK_AT: Final = 20
 _LOOK_EACH_S: Final = 0.05
 _MADE_UP_S: Final = 0.2
@@ -277,35 +296,38 @@ class _Stay:
 class Lane:
     """A fixed number of places, and the line of the attempts that wait for one.
 
-    With an overflow, no attempt keeps its place for longer than `QUICK_S` while others wait.
-    Without one, what is held is held for long: so that others find a place at once, no site takes
-    more of them than it leaves free, unless it has less than a quarter; a network, twice as many.
-    The last eighth is for sites that are known to be good.
+    With an overflow, no attempt keeps its place for longer than it is for while others wait, and
+    the last eighth is for the first class. Without one, what is held is held for long: so that
+    others find a place at once, no site takes more of them than it leaves free, unless it has less
+    than a quarter; a network, twice as many.
+
+    Attributes:
+        pace: that of the servers whose attempts were ended to be made again here.
     """
 
     def __init__(
         self,
         places: int,
         *,
-        second: int | None = None,
+        stay_s: float = math.inf,
         overflow: "Lane | None" = None,
-        good: Container[str] | None = None,
+        pace: "_Pace | None" = None,
     ) -> None:
         """
         Args:
-            good: the sites that are known to be good; None: all are.
-            second: how many of the places the second class may have; None: all of them.
-            overflow: the lane to which attempts that have a place for long are moved when others
-                wait; they are ended if it has no place for them.
+            stay_s: for so long a place is for one attempt when others wait, in seconds.
+            overflow: the lane to which attempts that have a place for longer are moved; they are
+                ended if it has no place for them.
         """
+        self.pace = pace
         self._places = places
-        self._second = places if second is None else second
+        self._second = places if overflow is None else places - places // 8
+        self._stay_s = stay_s
         self._overflow = overflow
-        self._good = good
         self._inside: dict[Permit, _Stay] = {}
         self._second_inside = 0
-        # With an overflow: those inside for less than `QUICK_S`, and the others of the first and
-        # of the second class; oldest first.
+        # With an overflow: those inside for less than `stay_s`, and the others of the first and of
+        # the second class; oldest first.
         self._fresh: dict[Permit, None] = {}
         self._long: tuple[dict[Permit, None], dict[Permit, None]] = ({}, {})
         # Without one: places held, by site and by network.
@@ -317,6 +339,11 @@ class Lane:
 
     def __len__(self) -> int:
         return len(self._inside)
+
+    @property
+    def roomy(self) -> bool:
+        """Whether less than half of the places are taken."""
+        return 2 * len(self._inside) < self._places
 
     @property
     def waiting(self) -> int:
@@ -358,15 +385,9 @@ class Lane:
         return free and (first or self._second_inside < self._second)
 
     def _in_the_way(self, payers: Payers) -> str | None:
-        """The site or network of these that has its share of the places, or None.
-
-        All strangers are one, as long as only the places are free that are not for them.
-        """
+        """The site or network of these that has its share of the places, or None."""
         if self._overflow is not None:
             return None
-        for_all = self._places - self._places // 8
-        if self._good is not None and len(self._inside) >= for_all and payers[0] not in self._good:
-            return _STRANGERS
         share = max(self._places - len(self._inside), self._places // 4)
         for each in payers:
             if self._held[each] >= (share if each == payers[0] else 2 * share):
@@ -439,7 +460,7 @@ class Lane:
                 if permit.lane is not self:
                     continue
                 moved = self._overflow.at_once(permit, first=False)
-                if moved or permit.give_way():
+                if moved or permit.give_way(self._overflow):
                     self._let_out(permit)
                     permit.lane = self._overflow if moved else None
                     return True
@@ -455,13 +476,13 @@ class Lane:
         now = trio.current_time()
         oldest = next(iter(self._fresh), None)
         since = now if oldest is None else self._inside[oldest].since
-        return max(since + QUICK_S, now + _LOOK_EACH_S)
+        return max(since + self._stay_s, now + _LOOK_EACH_S)
 
     def _ripen(self) -> None:
-        """Move attempts that have had their places for `QUICK_S` from `_fresh` to `_long`."""
+        """Move attempts that have had their places for `stay_s` from `_fresh` to `_long`."""
         if not self._fresh:
             return
-        long_ago = trio.current_time() - QUICK_S
+        long_ago = trio.current_time() - self._stay_s
         while self._fresh:
             permit = next(iter(self._fresh))
             stay = self._inside[permit]
@@ -477,10 +498,18 @@ class _Pace(Enum):
     FAIR = "fair"
     QUICK = "quick"
     SLOW = "slow"
+    LONG = "long"
 
 
 _Known = tuple[_Pace, tuple[_Pace, ...]]
 _UNKNOWN: Final[_Known] = (_Pace.FAIR, (_Pace.FAIR,) * 3)
+
+
+def _pace_of(seconds: float) -> _Pace:
+    """The pace of an answer that took so long."""
+    if seconds > SLOW_S:
+        return _Pace.LONG if seconds > LONG_S else _Pace.SLOW
+    return _Pace.QUICK if seconds < QUICK_S else _Pace.FAIR
 
 
 def nobody_told(waiting: bool) -> None:
@@ -587,31 +616,43 @@ class Permit:
 
     def took(self, seconds: float) -> None:
         """Note the seconds until an answer."""
-        pace = _Pace.QUICK if seconds < QUICK_S else _Pace.SLOW if seconds > SLOW_S else _Pace.FAIR
-        if pace is _Pace.SLOW:
-            self._admission.good.pop(self.payer.accounts[0], None)
-        else:
-            self._admission.good[self.payer.accounts[0]] = None
+        pace = _pace_of(seconds)
+        self._is_good(pace is not _Pace.LONG)
         before, (oldest, older, newer) = self._known
         if pace is before is oldest is older is newer:
             return
         latest = older, newer, pace
+        long, slow, quick = map(latest.count, (_Pace.LONG, _Pace.SLOW, _Pace.QUICK))
         now = before
-        for each, enough in ((_Pace.SLOW, 2), (_Pace.QUICK, 1 if before is _Pace.FAIR else 2)):
-            if latest.count(each) >= enough:
-                now = each
-                break
+        if long >= 2:
+            now = _Pace.LONG
+        elif long + slow >= 2:
+            now = _Pace.SLOW
+        elif not long and quick >= (1 if before is _Pace.FAIR else 2):
+            now = _Pace.QUICK
+        elif not long and before is _Pace.LONG:
+            now = _Pace.SLOW
         self._is_known(now, latest)
 
-    def give_way(self) -> bool:
-        """End the attempt so that others have its place; the server counts as slow from now on.
+    def give_way(self, lane: Lane) -> bool:
+        """End the attempt so that others have its place, to be made again in this lane.
 
         Returns False if it cannot be ended at this moment.
         """
         if not self.end():
             return False
-        self._is_known(_Pace.SLOW, (_Pace.SLOW,) * 3)
+        pace = lane.pace or _Pace.SLOW
+        if pace is _Pace.LONG:
+            self._is_good(False)
+        self._is_known(pace, (pace,) * 3)
         return True
+
+    def _is_good(self, good: bool) -> None:
+        site = self.payer.accounts[0]
+        if good:
+            self._admission.good[site] = None
+        else:
+            self._admission.good.pop(site, None)
 
     def _is_known(self, now: _Pace, latest: tuple[_Pace, ...]) -> None:
         if (now, latest) != self._known:
@@ -621,7 +662,8 @@ class Permit:
     def hasten(self) -> None:
         """Go before others, also in a line where it waits already."""
         self.hurried = True
-        if self._line is not None and self._line is not self._admission.quick:
+        admission = self._admission
+        if self._line is not None and self._line not in (admission.quick, admission.slow):
             self._line.hasten(self)
 
     def body_bytes(self, most: int) -> int:
@@ -692,12 +734,12 @@ class Admission:
 
     Attributes:
         gate: shut while this daemon may not send at all (it lost its instance lock).
-        quick, slow, ill: the lanes.
+        quick, slow, long, ill: the lanes.
         new_connections: the line for them.
         bodies: bytes of the transactions that are under way.
         large, large_bytes: the number of those that hold more than half of what they could have
             had, and their bytes.
-        good: the sites whose last answer took no longer than `SLOW_S`.
+        good: the sites whose last answer took no longer than `LONG_S`.
         known: by server, its pace and the paces of its last three answers.
     """
 
@@ -715,13 +757,15 @@ class Admission:
             slow_share: of the places, for servers that fail or take long; half of it for each.
             loop: the time of the event loop, which new connections cost most of.
         """
-        aside = min(max(2, int(max_in_flight * slow_share)), max_in_flight - 1)
-        quick = max_in_flight - aside
+        aside = min(max(3, int(max_in_flight * slow_share)), max_in_flight - 1)
+        ill = aside // 2
+        long = max(1, int((aside - ill) * _LONG_SHARE))
         self.gate = Gate()
         self.good: LRUCache[str, None] = LRUCache(_REMEMBERED)
-        self.slow = Lane(aside - aside // 2, good=self.good)
-        self.ill = Lane(aside // 2, good=self.good)
-        self.quick = Lane(quick, second=quick - quick // 8, overflow=self.slow)
+        self.long = Lane(long, pace=_Pace.LONG)
+        self.ill = Lane(ill, stay_s=PATIENT_S, overflow=self.long)
+        self.slow = Lane(aside - ill - long, stay_s=LONG_S, overflow=self.long, pace=_Pace.SLOW)
+        self.quick = Lane(max_in_flight - aside, stay_s=QUICK_S, overflow=self.slow)
         self.new_connections = NewConnections(handshakes_per_second, loop)
         self.bodies = self.large = self.large_bytes = 0
         self.in_flight_bytes = in_flight_bytes
@@ -730,12 +774,12 @@ class Admission:
     @property
     def lanes(self) -> dict[str, Lane]:
         """The lanes by name."""
-        return {"quick": self.quick, "slow": self.slow, "ill": self.ill}
+        return {"quick": self.quick, "slow": self.slow, "long": self.long, "ill": self.ill}
 
     @property
     def in_flight(self) -> int:
         """The number of places taken."""
-        return len(self.quick) + len(self.slow) + len(self.ill)
+        return sum(map(len, self.lanes.values()))
 
     def permit(self, server: str) -> Permit:
         """A `Permit` for the attempts at one server, one at a time."""
@@ -743,12 +787,16 @@ class Admission:
 
     def lane_of(self, permit: Permit) -> tuple[Lane, bool]:
         """The lane of the next attempt, and whether it waits in the first class."""
-        if permit.ill:
-            return self.ill, permit.hurried or permit.lately
         pace = permit.pace
-        if pace is _Pace.SLOW:
-            return self.slow, permit.hurried
-        return self.quick, pace is _Pace.QUICK
+        if permit.ill:
+            lane, first = self.ill, permit.hurried or permit.lately
+        elif pace in (_Pace.SLOW, _Pace.LONG):
+            lane, first = self.slow, permit.payer.accounts[0] in self.good
+        else:
+            return self.quick, pace is _Pace.QUICK
+        if pace is _Pace.LONG and not lane.roomy:
+            return self.long, permit.hurried
+        return lane, first
 
     def body_bytes(self, most: int, held: int = 0, *, large: bool = False) -> int:
         """The largest size of the next body; or the bytes more for one that has `held` already, and

@@ -888,17 +888,20 @@ class WireChecks:
             view.messages_answered.update(attempt.contents.messages)
             if view.honest is not None:
                 own = [pdu for pdu in attempt.contents.pdus if pdu.own]
-                self._take_latencies(own, self._observed.latencies[view.honest])
+                view.took.append((attempt.began_at, trio.current_time()))
+                self._take_latencies(own, view)
             self._observed.counts["PDUs answered"] += len(attempt.contents.pdus)
             self._observed.counts["to-device messages"] += len(attempt.contents.messages)
         self._observed.counts["transactions answered"] += 1
 
-    def _take_latencies(self, pdus: Sequence[Step], latencies: list[float]) -> None:
+    def _take_latencies(self, pdus: Sequence[Step], view: ServerView) -> None:
         observed = self._observed
+        assert view.honest is not None
         for pdu in pdus:
-            fanned_out_at = observed.passed_at(pdu.token)
-            if fanned_out_at is not None and fanned_out_at >= observed.calm_since:
-                latencies.append(trio.current_time() - fanned_out_at)
+            since = observed.passed_at(pdu.token)
+            if since is not None and since >= observed.calm_since:
+                took_s = sum(max(0.0, end - max(began, since)) for began, end in view.took)
+                observed.latencies[view.honest].append(trio.current_time() - since - took_s)
 
 
 def _is_alone_on_trial(attempt: Attempt) -> bool:

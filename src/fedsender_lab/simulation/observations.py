@@ -68,6 +68,7 @@ class ServerView:
         digests: transaction id -> hash of its body.
         newest_live: token of the newest PDU that a line of the ledger has in the live lane.
         sought_at: when it was last tried, by its arrivals or by the ledger.
+        took: from when to when it took itself for each answer.
     """
 
     name: str
@@ -98,6 +99,7 @@ class ServerView:
     digests: dict[str, str] = field(default_factory=dict)
     newest_live: int = 0
     sought_at: float = -1.0
+    took: list[tuple[float, float]] = field(default_factory=list)
 
     def owe(self, happening: Step) -> None:
         """The homeserver says that this server should get the event."""
@@ -233,7 +235,8 @@ class Observations:
         crashed_at: when lives were cut off, in the last 24 h.
         calm_since: when (virtual seconds) nothing ailed the daemon itself any more.
         latencies: of PDUs that honest servers of a hostile world answered, by their character, in
-            seconds from the fan-out to the answer, both in calm times.
+            seconds from the fan-out to the answer, both in calm times. The time that the server
+            took for answers meanwhile is left out: a burst may be many transactions.
         counts: of events, for the report.
         on_begun_anew: called when the daemon has taken over a database that was set back.
         on_violation: called with each.
