@@ -1,16 +1,14 @@
-"""Ids, positions and the hand-over between tasks."""
+"""Ids and positions."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-import trio
-import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.streams import HeardPositions, StreamPositions, UnknownWriter, Watermark
+from fedsender.streams import HeardPositions, StreamPositions, UnknownWriter
 
 # --- several writers, and a reader ----------------------------------------------------------------
 
@@ -175,36 +173,6 @@ def test_old_position_changes_nothing() -> None:
 def test_unknown_writer_is_an_error_that_names_it() -> None:
     with pytest.raises(UnknownWriter, match="'ev3' is not one of the configured writers"):
         StreamPositions(["ev1", "ev2"]).advance("ev3", 4)
-
-
-# --- watermark ------------------------------------------------------------------------------------
-
-
-async def test_watermark_wakes_whoever_waits_and_never_falls() -> None:
-    watermark = Watermark(3)
-    seen: list[int] = []
-
-    async def follow() -> None:
-        at = 3
-        while at < 9:
-            at = await watermark.wait_past(at)
-            seen.append(at)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(follow)
-        await trio.testing.wait_all_tasks_blocked()
-        watermark.advance(2)
-        watermark.advance(5)
-        watermark.advance(6)
-        await trio.testing.wait_all_tasks_blocked()
-        watermark.advance(9)
-    assert seen == [6, 9]
-    assert watermark.value == 9
-
-
-async def test_waiting_for_a_position_already_passed_is_a_checkpoint() -> None:
-    with trio.testing.assert_checkpoints():
-        assert await Watermark(4).wait_past(3) == 4
 
 
 # --- writers that are not configured --------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Slots and seats: who gets the next one; and tries that are repeated."""
+"""Watermarks; slots and seats: who gets the next one; and tries that are repeated."""
 
 import random
 from contextlib import nullcontext
@@ -7,7 +7,34 @@ import pytest
 import trio
 import trio.testing
 
-from fedsender.waiting import Seats, Slots, again, doubling, right_of_way
+from fedsender.waiting import Seats, Slots, Watermark, again, doubling, right_of_way
+
+
+async def test_watermark_wakes_whoever_waits_and_never_falls() -> None:
+    watermark = Watermark(3)
+    seen: list[int] = []
+
+    async def follow() -> None:
+        at = 3
+        while at < 9:
+            at = await watermark.wait_past(at)
+            seen.append(at)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(follow)
+        await trio.testing.wait_all_tasks_blocked()
+        watermark.advance(2)
+        watermark.advance(5)
+        watermark.advance(6)
+        await trio.testing.wait_all_tasks_blocked()
+        watermark.advance(9)
+    assert seen == [6, 9]
+    assert watermark.value == 9
+
+
+async def test_waiting_for_a_position_already_passed_is_a_checkpoint() -> None:
+    with trio.testing.assert_checkpoints():
+        assert await Watermark(4).wait_past(3) == 4
 
 
 class Line:

@@ -49,9 +49,8 @@ from fedsender.segments import (
     segments_of,
     torn_segments,
 )
-from fedsender.streams import Watermark
 from fedsender.telemetry import Count
-from fedsender.waiting import Signal, again
+from fedsender.waiting import Signal, Watermark, again
 
 LINE_VERSION = 2
 EVERY_SERVER = "*"

@@ -7,9 +7,8 @@ it never sees a fact that appears later below its position. So there are two pos
 - a writer's own: the largest id at or below which that writer has nothing left to complete;
 - the *linear* one: the largest id at or below which no writer has anything left to complete.
 
-`StreamPositions` makes the linear one of the positions that the writers announce. `Watermark` hands
-a position from one task to another. The `*Row` values are the rows of the `events` stream, for a
-sender that cannot read the homeserver's database.
+`StreamPositions` makes the linear one of the positions that the writers announce. The `*Row` values
+are the rows of the `events` stream, for a sender that cannot read the homeserver's database.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import trio
+from fedsender.waiting import Watermark
 
 Json = Any
 """A parsed JSON value; rows stay untyped until their parser reads them."""
@@ -32,50 +31,6 @@ MAX_KNOWN_IDS = 100_000
 
 class UnknownWriter(ValueError):
     """A position of a writer that is not configured: we can no longer compute the linear token."""
-
-
-# --- handing a position on ------------------------------------------------------------------------
-
-
-class Watermark:
-    """A position that only rises; tasks can wait for it to rise.
-
-    A busy reader sees a thousand advances as one position. So no queue can grow, and a reader never
-    delays the writer.
-
-    It falls only with the database that it is a position in; whoever advances it then begins anew.
-
-    Attributes:
-        fallen: set when it falls, and replaced by another event then.
-    """
-
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
-        self.fallen = trio.Event()
-        self._moved = trio.lowlevel.ParkingLot()
-
-    def __repr__(self) -> str:
-        return f"<Watermark {self.value}>"
-
-    def advance(self, value: int) -> None:
-        """Raise the position to `value`; a lower or equal one changes nothing."""
-        if value > self.value:
-            self.value = value
-            if self._moved:
-                self._moved.unpark_all()
-
-    def fall(self, value: int) -> None:
-        """Set the position to `value`: the database was set back, and may use ids again."""
-        self.value = value
-        fallen, self.fallen = self.fallen, trio.Event()
-        fallen.set()
-
-    async def wait_past(self, seen: int) -> int:
-        """Wait until the position is above `seen` and return it; always a checkpoint."""
-        await trio.lowlevel.checkpoint()
-        while self.value <= seen:
-            await self._moved.park()
-        return self.value
 
 
 # --- facts and their positions --------------------------------------------------------------------

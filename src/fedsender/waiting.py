@@ -1,4 +1,4 @@
-"""Waiting: for a signal of another task, for a slot or a seat, for the next try, after an error."""
+"""Waiting: for a signal, a position, a slot or a seat; for the next try, after an error."""
 
 import heapq
 import math
@@ -38,6 +38,47 @@ class Locks(Generic[K]):
     def of(self, key: K) -> trio.Lock:
         """The lock of this key."""
         return self._locks.setdefault(key, trio.Lock())
+
+
+class Watermark:
+    """A position that only rises; tasks can wait for it to rise.
+
+    A busy reader sees a thousand advances as one position. So no queue can grow, and a reader never
+    delays the writer.
+
+    It falls only with the database that it is a position in; whoever advances it then begins anew.
+
+    Attributes:
+        fallen: set when it falls, and replaced by another event then.
+    """
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+        self.fallen = trio.Event()
+        self._moved = trio.lowlevel.ParkingLot()
+
+    def __repr__(self) -> str:
+        return f"<Watermark {self.value}>"
+
+    def advance(self, value: int) -> None:
+        """Raise the position to `value`; a lower or equal one changes nothing."""
+        if value > self.value:
+            self.value = value
+            if self._moved:
+                self._moved.unpark_all()
+
+    def fall(self, value: int) -> None:
+        """Set the position to `value`: the database was set back, and may use ids again."""
+        self.value = value
+        fallen, self.fallen = self.fallen, trio.Event()
+        fallen.set()
+
+    async def wait_past(self, seen: int) -> int:
+        """Wait until the position is above `seen` and return it; always a checkpoint."""
+        await trio.lowlevel.checkpoint()
+        while self.value <= seen:
+            await self._moved.park()
+        return self.value
 
 
 class Signal:

@@ -22,7 +22,8 @@ from fedsender.embedded.facts import SERVER_UP, STREAM, Ephemeral, without_edus
 from fedsender.replication.commands import Position
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
-from fedsender.streams import Fact, Watermark
+from fedsender.streams import Fact
+from fedsender.waiting import Watermark
 from fedsender_relay.line_server import Counts, LineServer, Refused, TooFarBehind
 from fedsender_relay.line_server import Session as LineSession
 from fedsender_relay.line_stream import SEND_PIECE, Wire

@@ -42,8 +42,8 @@ from fedsender.replication.commands import (
 )
 from fedsender.replication.endpoint import Disconnected
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
-from fedsender.streams import Fact, Watermark
-from fedsender.waiting import Seats, doubling
+from fedsender.streams import Fact
+from fedsender.waiting import Seats, Watermark, doubling
 from fedsender_relay.line_stream import PING_EVERY_S, SEND_PIECE, TooSlow, Wire
 from fedsender_relay.protocol import (
     TODAY,

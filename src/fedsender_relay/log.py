@@ -17,7 +17,7 @@ import trio
 from fedsender.embedded.facts import Answer, Full, Record, lines_of
 from fedsender.embedded.intake import Writer
 from fedsender.runtime import Runtime
-from fedsender.streams import Watermark
+from fedsender.waiting import Watermark
 from fedsender_relay.database import DamagedLog, LogBounds, LogRecord, RelayStore
 
 TAIL_BYTES: Final = 8 * 2**20

@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import trio
 
-from fedsender.streams import Fact, Watermark
+from fedsender.streams import Fact
+from fedsender.waiting import Watermark
 
 
 class Log:

@@ -18,7 +18,8 @@ from fedsender.fairness import Payer
 from fedsender.replication.endpoint import Endpoint
 from fedsender.runtime import NameNotFound, Records, RecordType, Runtime, real_runtime
 from fedsender.store.records import PresenceState
-from fedsender.streams import HeardPositions, Watermark
+from fedsender.streams import HeardPositions
+from fedsender.waiting import Watermark
 
 SERVER = "hs.example"
 ANYWHERE = Endpoint(TcpAddress("192.0.2.1", 9092))

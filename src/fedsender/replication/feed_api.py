@@ -14,8 +14,8 @@ import trio
 from fedsender.runtime import Runtime
 from fedsender.store.engine import FeedError, StoreError
 from fedsender.store.records import PresenceState
-from fedsender.streams import FeedStatus, HeardPositions, Watermark
-from fedsender.waiting import BeginAnew, again, doubling
+from fedsender.streams import FeedStatus, HeardPositions
+from fedsender.waiting import BeginAnew, Watermark, again, doubling
 
 if TYPE_CHECKING:
     from fedsender.config import Config

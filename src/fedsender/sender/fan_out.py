@@ -37,8 +37,7 @@ from fedsender.sender.routing import Bad, Routed, parse_row
 from fedsender.store.engine import StoreError
 from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
-from fedsender.streams import Watermark
-from fedsender.waiting import BeginAnew, right_of_way
+from fedsender.waiting import BeginAnew, Watermark, right_of_way
 
 log = structlog.get_logger()
 

@@ -36,9 +36,9 @@ from fedsender.store import Store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging, OwedSince
 from fedsender.store.statements import in_chunks
-from fedsender.streams import HeardPositions, Watermark
+from fedsender.streams import HeardPositions
 from fedsender.telemetry import Metrics
-from fedsender.waiting import BeginAnew, attempted, open_alarms, supervise
+from fedsender.waiting import BeginAnew, Watermark, attempted, open_alarms, supervise
 
 __all__ = ["Progress", "Sender", "Status", "open_sender"]
 

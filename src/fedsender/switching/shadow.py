@@ -26,11 +26,11 @@ from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_d
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState
 from fedsender.store.synapse import SynapseStore
-from fedsender.streams import HeardPositions, Watermark
+from fedsender.streams import HeardPositions
 from fedsender.switching.comparison import Comparison, Expected, Report
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
-from fedsender.waiting import again, doubling
+from fedsender.waiting import Watermark, again, doubling
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ from fedsender.config import UnixAddress
 from fedsender.embedded.facts import RelayRow, ToDeviceRow
 from fedsender.replication.endpoint import Endpoint
 from fedsender.store.records import History, PresenceState, Receipt
-from fedsender.streams import HeardPositions, PduRow, Watermark
+from fedsender.streams import HeardPositions, PduRow
+from fedsender.waiting import Watermark
 from fedsender_lab.simulation.daemon_life import Crash
 from fedsender_lab.simulation.relay_checks import RelayViews, Standing, newest_in
 from fedsender_lab.simulation.relay_station import RelayStation, Steps, flip_bit

@@ -8,7 +8,7 @@ from random import Random
 
 import trio
 
-from fedsender.streams import Watermark
+from fedsender.waiting import Watermark
 from fedsender_lab.simulation.behaviours import (
     HONEST,
     HOUR,

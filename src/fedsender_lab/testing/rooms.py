@@ -31,7 +31,8 @@ from fedsender.matrix import (
     hashed,
     server_of,
 )
-from fedsender.streams import Fact, Watermark
+from fedsender.streams import Fact
+from fedsender.waiting import Watermark
 from fedsender_lab.testing.rules import Origin
 
 STREAM: Final = "events"
