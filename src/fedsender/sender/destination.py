@@ -13,11 +13,11 @@ A destination's life, from `run` on:
         repeat the frozen transaction, or fill a draft with what is due and freeze it
         send it, and judge what came of it                    _send
         write the ledger's line (I9)
-        answered: the homeserver's database, then the frozen record goes    _answered
+        answered: write to the homeserver's database, then drop the frozen record    _answered
         failed: decide; save the decision; act on it          _failed
-        an error, or the daemon ends: what is unwritten is written down     write_down
+        an error, or the daemon ends: save what is not saved yet                     write_down
 
-After a failure the decision is on record before another id may be sent (I3).
+After a failure we save the decision before we send another transaction id (I3).
 """
 
 import logging
@@ -72,18 +72,18 @@ from fedsender.waiting import Alarm, Alarms, Signal
 log = structlog.get_logger()
 
 LEAVE_AFTER_S = 300.0
-"""For a longer wait than this a destination leaves memory; the registry's timer brings it back."""
+"""A destination that must wait longer leaves memory; the registry's timer brings it back."""
 DATABASE_PAUSE_S = 10.0
-"""The time until a server is tried again after an error of our own database."""
+"""The wait before the next attempt after an error of our own database."""
 PUT_AWAY_AFTER_S = 5.0
-"""During a longer wait than this, no large body is kept in memory."""
+"""If the wait is longer, a large body is not kept in memory."""
 PUT_AWAY_BYTES = 8192
-"""The size of the largest body that is kept in memory during such a wait."""
+"""A body up to this size is kept in memory during any wait."""
 DAY_S = 86_400.0
 DOUBT_EVERY_S = 300.0
-"""A server that answers as if it were another one is looked for anew this often."""
+"""How often we resolve a server again that answers as if it were another one."""
 PATIENCE_S = 5.0
-"""The time that a wake gives an attempt to end by itself."""
+"""A wake ends an attempt at a failing server if the attempt has lasted longer than this."""
 HOUR_MS = 3_600_000
 QUARANTINE_LIMIT = 1_000
 """The most items of one server in quarantine; the next suspect is only held."""
@@ -100,7 +100,7 @@ class AttemptTimer(Alarm):
       at least (I5). After an answer it need not wait.
     - A wake ends the backoff, but not that gap. A wake during an attempt that has lasted for long
       ends the attempt, and then the backoff of its failure.
-    - After each item that is put into the destination its task looks again for due items.
+    - Whenever the destination is given an item, its task checks again which items are due.
 
     Times are Trio's, in seconds.
 
@@ -123,7 +123,7 @@ class AttemptTimer(Alarm):
         self._signal = Signal()
 
     def _from_ms(self, at_ms: int | None) -> float:
-        """The time on Trio's clock for one of a state; None: now."""
+        """Convert a time of a server's state to Trio's clock; None: now."""
         now = trio.current_time()
         return now if at_ms is None else now + (at_ms - self._clock.now_ms()) / 1000
 
@@ -132,18 +132,18 @@ class AttemptTimer(Alarm):
         self.not_before = trio.current_time()
 
     def failed(self) -> None:
-        """Note that the last attempt failed now; what is to follow is not decided yet."""
+        """Note that an attempt has just failed; `back_off` follows once we have decided."""
         self._failed_at = trio.current_time()
         self._hastened = False
 
     def back_off(self, state: ServerState) -> None:
-        """Wait until the time that was decided, unless a wake has come since the failure."""
+        """Wait for the backoff in this state, unless a wake has come since the failure."""
         if not self._hastened:
             shortest = self._failed_at + MIN_GAP_SECONDS
             self.not_before = max(shortest, self._from_ms(state.next_attempt_ms))
 
     def pause(self, seconds: float) -> None:
-        """Wait for so long from now on, for a reason that is ours."""
+        """Wait for `seconds` from now, for a reason of our own and not of the server's."""
         self.not_before = max(self.not_before, trio.current_time() + seconds)
 
     def hasten(self) -> None:
@@ -157,11 +157,11 @@ class AttemptTimer(Alarm):
         self._signal.set()
 
     def ring(self) -> None:
-        """Have the task see that the time has come."""
+        """Wake the task: its alarm has gone off."""
         self._signal.set()
 
     async def sleep_until(self, due: float) -> bool:
-        """Wait until this time; False: `look_again` was called before it was seen to have come."""
+        """Sleep until `due` (True), or until `look_again` is called (False)."""
         self.set(due)
         while not self._news:
             await self._signal.wait()
@@ -177,7 +177,7 @@ class Destination:
     Attributes:
         name: the server's name.
         policy: the configuration's policy for it, followed from the next attempt on.
-        state: its health and the searches under way, as they are to be on record.
+        state: its health and its searches, as they are to be saved.
         outbox: the PDUs and EDUs that it is owed.
         frozen: the transaction that is in flight or is to be repeated, or None.
         phase, since: the task's phase, and when it began (Trio's clock, seconds).
@@ -186,7 +186,7 @@ class Destination:
     def __init__(
         self, name: str, policy: Policy, context: Context, state: ServerState, *, level: bool
     ) -> None:
-        """`level`: all that it is owed by the database will be offered."""
+        """`level`: whether every owed item in the database will be offered to this object."""
         self.name = name
         self.policy = policy
         self.state = state
@@ -207,14 +207,14 @@ class Destination:
         self._has_answered = False
         self._doubted_at = -math.inf
         self._woken = False
-        # What a search needs to know that is on no record.
+        # What a search needs besides its saved state.
         self._last_kind = Kind.PDUS
         self._new_edus = False
         self._witness: Edu | None = None
         if state.pdu_search is not None:
             self.outbox.sent_ahead(state.pdu_search.ahead)
         if not level:
-            # Whatever waits in a database; the hints were for the object that was here before.
+            # Check the databases for everything: hints went to an earlier object, which is gone.
             self.owe_redeliveries()
             self.owe_keys()
 
@@ -240,10 +240,10 @@ class Destination:
         frozen = self.frozen
         return self._state_unsaved or (frozen is not None and (frozen.answered or not frozen.saved))
 
-    # --- What is put into it: synchronous, and safe at any moment ---------------------------------
+    # --- Items for it: synchronous, and safe to call at any moment --------------------------------
 
     def offer(self, pdu: Pdu, *, hurry: bool = False) -> None:
-        """Queue a PDU that the fan-out has durably noted as owed to this server.
+        """Queue a PDU. The fan-out has committed that this server is owed it.
 
         `hurry`: as with the method of this name.
         """
@@ -254,7 +254,7 @@ class Destination:
         self._timer.look_again()
 
     def spill(self) -> None:
-        """Give the queued PDUs up; catch-up reads them from the database."""
+        """Drop the queued PDUs; catch-up reads them from the database later."""
         self.outbox.spill(healthy=self.state.healthy)
         self._timer.look_again()
 
@@ -310,10 +310,10 @@ class Destination:
         self._new_edus = True
         self._timer.look_again()
 
-    # --- What others have it do: the same ---------------------------------------------------------
+    # --- Orders: synchronous and safe, too --------------------------------------------------------
 
     def wake(self) -> None:
-        """Try now instead of later, and look the server up anew before that."""
+        """Try now instead of later, and resolve the server's name again before that."""
         self._woken = True
         self.state = self.state.hastened()
         self._timer.hasten()
@@ -322,33 +322,33 @@ class Destination:
         self._end_wait()
 
     def hurry(self) -> None:
-        """Send early: the item put in last is for few servers, and goes before those for many."""
+        """Send early: the latest item is for few servers, and overtakes items for many."""
         if self.state.healthy:
             self._permit.hasten()
 
     def _end_wait(self) -> None:
-        """Give up a long attempt at a failing server for a new one."""
+        """End a long attempt at a failing server, so that a new one can begin."""
         in_attempt = self.phase in (Phase.CONNECTING, Phase.SENDING, Phase.CATCHING_UP)
         waited = trio.current_time() - self.since
         if in_attempt and waited > PATIENCE_S and not self.state.healthy:
             self._exchange.give_up()
 
     def come_due(self, *, pause_ended_ms: int | None = None) -> None:
-        """Try now: the registry's timer, on Trio's clock, says that it is due.
+        """Try now: the registry's timer says that it is due.
 
-        `pause_ended_ms`: the state on record still has a pause that was to end then.
+        `pause_ended_ms`: the end (ms since the epoch) of a pause that the saved state still has.
         """
         self._pause_ended_ms = pause_ended_ms
         self._timer.hasten()
         self._timer.look_again()
 
     def hold(self, state: ServerState) -> None:
-        """Take this state, with an operator's reasons not to send set or cleared."""
+        """Replace the state: an operator has paused, parked or resumed the server."""
         self.state = state
         self._look_up()
 
     def use_policy(self, policy: Policy, *, allowed: bool) -> None:
-        """Follow this policy from the next attempt on; leave if nothing may be sent any more."""
+        """Use this policy from the next attempt on; leave if nothing may be sent under it."""
         self.policy = policy
         if not allowed:
             self._draining = True
@@ -360,7 +360,7 @@ class Destination:
         self._look_up()
 
     def _look_up(self) -> None:
-        """Look again whether it may send; if not, withdraw an attempt that waits for a place."""
+        """Check again whether it may send; if not, withdraw an attempt that waits for a place."""
         self._timer.look_again()
         if self._held and self.phase is Phase.QUEUED and self._before is Phase.CONNECTING:
             self._exchange.withdraw()
@@ -370,7 +370,7 @@ class Destination:
     async def run(self, *, frozen: bool) -> None:
         """Send until there is nothing to send, or nothing may be sent for a long while.
 
-        `frozen`: there is a frozen transaction of it in the database.
+        `frozen`: whether the database has a frozen transaction for it.
         """
         if self._pause_ended_ms is not None:
             await self._context.store.end_pause(self.name, self._pause_ended_ms)
@@ -385,7 +385,7 @@ class Destination:
         try:
             await self._send_on()
         finally:
-            # Else there were a cycle that waits for the garbage's search.
+            # Break the reference cycle, or only the garbage collector frees us and the permit.
             self._permit.told, self._permit.end = nobody_told, not_now
         self._in_phase(Phase.LEAVING)
 
@@ -393,7 +393,7 @@ class Destination:
         staying = True
         while staying:
             policy = self.policy
-            # The way to a server is made for one policy: a reload may give it another address.
+            # A peer belongs to one policy, because a reload may give the server another address.
             client = self._context.client
             async with client.peer(self.name, policy, self._permit) as peer:
                 while (staying := await self._wait_turn()) and self.policy is policy:
@@ -413,7 +413,7 @@ class Destination:
 
     @property
     def _held(self) -> bool:
-        """Whether an operator or the daemon's end holds it."""
+        """Whether an operator, or the end of the daemon, keeps it from sending."""
         return bool(self._draining or self.state.paused or self.state.parked)
 
     async def _wait_turn(self) -> bool:
@@ -439,7 +439,7 @@ class Destination:
             self._in_phase(phase, now)
             if not_before > now + PUT_AWAY_AFTER_S:
                 self._put_away()
-            # Through a long wait of a search, what is not concerned by it may still come.
+            # During a long wait of a search we stay: items outside the search may still come.
             leaves = due > now + LEAVE_AFTER_S
             if await self._timer.sleep_until(idle_until if leaves else due) and leaves:
                 return False
@@ -455,7 +455,7 @@ class Destination:
 
     @property
     def _remembers_nothing(self) -> bool:
-        """Whether there is no search, and no size that one has found to work."""
+        """Whether no search is under way, and none has left a size that works."""
         return self.state.pdu_search is None and self.state.edu_search is None
 
     def _due_with(self, kind: Kind) -> float:
@@ -469,7 +469,7 @@ class Destination:
         if search.alone and (self.outbox.has_new_pdus if pdus else self._new_edus):
             return due
         wait_s = search.wait_s(self._context.clock.now_ms())
-        # Without a wait it was due before this very moment, which is over when it is looked at.
+        # -inf, not now: by the time the caller compares, now has passed.
         return max(due, trio.current_time() + wait_s if wait_s else -math.inf)
 
     # --- An attempt -------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ class Destination:
         outbox, permit = self.outbox, self._permit
         behind = not outbox.level or outbox.owes_redeliveries
         if self.frozen is None and behind and await outbox.caught_up():
-            return  # And no connection is opened to find that out.
+            return  # Nothing to send: we found out without opening a connection.
         permit.ill = not self.state.healthy
         if permit.ill:
             permit.lately = failure.well_lately(self.state, self._context.clock.now_ms())
@@ -520,17 +520,17 @@ class Destination:
                 await self.outbox.leave_out_unseen(draft)
             self._permit.hurried = False
             if self._held:
-                # If it was denied meanwhile, the draft passes events as not for this server.
+                # If the policy now denies it, the draft would skip events as not for this server.
                 self.outbox.give_back(draft)
             elif draft.empty and not draft.asks:
-                # Others need these, and our databases may have us wait for long.
+                # Others need the connection and the place, and our databases may be slow.
                 peer.release()
                 self._permit.release()
                 self.outbox.note_given_up(draft.given_up)
                 await self.outbox.note_progress(draft)
                 await self._count_given_up()
                 return None
-            # No await from `leave_out_unseen` to this line: who may see it was judged there.
+            # No await since `leave_out_unseen`, which checked what this server may see (I6).
             elif gate.open:
                 self.frozen = self._freeze(draft)
                 if draft.given_up:
@@ -538,11 +538,11 @@ class Destination:
                 await self._count_given_up()
             else:
                 self.outbox.give_back(draft)
-        # Told to stop while it waited for its place, or shut out while it connected.
+        # It may have been told to stop, or the gate may have closed, while it waited or connected.
         return self.frozen if gate.open and not self._held else None
 
     async def _count_given_up(self) -> None:
-        """Remember that owed events were passed, for `why`."""
+        """Save the number of owed events that were given up, for the command `why`."""
         if self.outbox.given_up:
             given_up = self.state.given_up + self.outbox.given_up
             now_ms = self._context.clock.now_ms()
@@ -588,7 +588,7 @@ class Destination:
     async def _put(
         self, peer: Peer, transaction: Transaction, deadline: float
     ) -> tuple[Answer | None, Verdict]:
-        """Send it; the answer, if one came, and the verdict on this attempt."""
+        """Send the transaction; return its answer, if one came, and the verdict on the attempt."""
         event_ids = [pdu.event_id for pdu in transaction.record.pdus]
         try:
             answer = await self._exchange.put(
@@ -600,13 +600,14 @@ class Destination:
         return answer, failure.judge_answer(answer)
 
     async def _may_say_nothing(self, peer: Peer, transaction: Transaction) -> bool:
-        """Whether this transaction was answered by an answer that says nothing (`Answer.blank`).
+        """Whether an answer that says nothing (`Answer.blank`) may count for this transaction.
 
         Homeservers that have nothing to say about a transaction without PDUs answer so
-        (matrix-org/synapse#9065, Construct's `/send`). A proxy in maintenance does too. So
-        `/version` must answer as a homeserver's, after this answer if rows are deleted for it, or
-        if it was a question. For what may be lost, or is owed until it is read anew, once a day is
-        enough. No suspect is acquitted so.
+        (matrix-org/synapse#9065, Construct's `/send`). So does a proxy in maintenance. So we ask
+        `/version`, which must answer as a homeserver's does. We ask after each such answer for
+        which rows would be deleted, and after each question of a search. For EDUs that may be lost
+        or that stay owed until they are read again, a good answer of the last 24 hours is
+        enough. A search's suspect is never acquitted in this way.
         """
         search, record = self.state.edu_search, transaction.record
         marks = [item.mark for item in transaction.items]
@@ -629,7 +630,7 @@ class Destination:
             await self.outbox.fill(draft, self.policy)
             return draft
         kinds = [kind for kind in Kind if self._due_with(kind) <= trio.current_time()]
-        # Neither kind keeps the other from its turn.
+        # The kind that was sent last comes second, so that neither starves the other.
         for kind in sorted(kinds, key=lambda kind: kind is self._last_kind):
             self._last_kind = kind
             draft = await self._fill_with(kind)
@@ -651,7 +652,7 @@ class Destination:
         return draft
 
     async def _fill_alone(self, kind: Kind, search: Search, suspect: str) -> Draft:
-        """Fill the next draft with the suspect or another item, as the lot has it."""
+        """Fill the next draft with the suspect or with another item; a random draw decides."""
         early = search.wait_s(self._context.clock.now_ms()) > 0
         other = not search.draws_suspect(self._context.runtime.random)
         if other and search.tries_new:
@@ -662,7 +663,7 @@ class Destination:
         draft.only = suspect
         await self._fill_one(kind, draft, search)
         if draft.empty:
-            # Nobody is asked again about a suspect that is gone.
+            # The suspect is gone, so there is nothing left to ask about it.
             if not self.outbox.locked(kind):
                 self.state = self.state.with_search(kind, search.acquitted())
             return draft
@@ -676,9 +677,9 @@ class Destination:
         return draft
 
     async def _fill_with_new(self, kind: Kind, search: Search, suspect: str) -> Draft:
-        """Fill the next draft with an item that was not tried yet."""
+        """Fill the next draft with an item that has not been tried yet."""
         draft, pdus = self._draft(kind), kind is Kind.PDUS
-        # The mark of an EDU may be that of a newer one.
+        # EDUs have no such list: a newer EDU may have the mark of an older one.
         known = search.witnesses if pdus else ()
         draft.without = {suspect, *search.refused, *known}
         if not pdus:
@@ -699,10 +700,10 @@ class Destination:
         if kind is Kind.PDUS:
             await self.outbox.fill_alone(draft, self.policy, search)
             return
-        # Memory may have been told that all that waits there was seen.
+        # The outbox may believe that it has read everything there is.
         self.outbox.owe_keys()
         await self.outbox.fill(draft, self.policy)
-        # What was passed over still waits there.
+        # And the items that were skipped now are still in the database.
         self.outbox.owe_keys()
 
     def _draft(self, only: Kind | None = None) -> Draft:
@@ -722,7 +723,8 @@ class Destination:
         )
 
     def _freeze(self, draft: Draft) -> Transaction:
-        # Only the last answer is read back after a kill: it has the effects of those before it.
+        # After a kill only the last answer is read back. So it must carry the unwritten effects of
+        # those before it.
         unwritten = self._context.homeserver.unwritten(self.name)
         if unwritten is not None:
             draft.outbox_before = unwritten.outbox
@@ -740,7 +742,7 @@ class Destination:
     async def _answered(self, transaction: Transaction, *, blank: bool) -> None:
         """Write the answer's effects to the databases; the ledger has the answer already.
 
-        A PDU that the answer refuses is settled like the others: only its receiver could mend it.
+        A PDU that the answer refuses is settled like the others: sending it again would not help.
 
         Args:
             blank: whether the answer said nothing.
@@ -759,13 +761,13 @@ class Destination:
         self._timer.answered()
         if was_failing and before.failures and not self.state.searches:
             self._reporter.well_again()
-        # Our databases may have us wait for long from here on, and others need the place meanwhile.
+        # Free the memory and the place now: our databases may be slow, and others need both.
         transaction.drop_content()
         self._permit.answered()
         searched = self.state.pdu_search, self.state.edu_search
         changed = searched != (before.pdu_search, before.edu_search)
         if was_failing or changed or self._another_hour(before.last_success_ms, now_ms):
-            # Before the rest, so that a kill in between does not leave it waiting for nothing.
+            # First of all, so that a server that is well does not wait out a backoff after a kill.
             await self._save_state()
         await self._settle(transaction)
         if was_failing or not self._has_answered:
@@ -778,11 +780,11 @@ class Destination:
             self.outbox.sent_ahead(pdu.event_id for pdu in transaction.pdus)
         if self.state.edu_search is not None and transaction.drafted is not None and not blank:
             for edu in transaction.drafted.edus[:1]:
-                # Sent once more, it speaks for the server, and its answer moves nothing.
+                # Sent again as a test of the server, so its answer must delete no rows.
                 self._witness = replace(edu, outbox_ids=(), pokes=(), keys=())
 
     def _another_hour(self, before_ms: int | None, now_ms: int) -> bool:
-        """Whether to write the state down again: once an hour, servers at different times."""
+        """Whether the hourly save of the state is due; servers have different minutes for it."""
         shift = zlib.crc32(self.name.encode()) % HOUR_MS
         return before_ms is None or (before_ms + shift) // HOUR_MS != (now_ms + shift) // HOUR_MS
 
@@ -796,7 +798,7 @@ class Destination:
         await self._thaw_out(transaction)
 
     async def _thaw_out(self, transaction: Transaction) -> None:
-        """End the transaction; only now may another one follow it."""
+        """Forget the transaction, on record too; only then may another one follow (I3)."""
         if transaction.saved:
             await self._context.store.drop_frozen(self.name)
         self.frozen = None
@@ -804,7 +806,7 @@ class Destination:
     # --- After a failure --------------------------------------------------------------------------
 
     async def _failed(self, peer: Peer, transaction: Transaction | None, verdict: Verdict) -> None:
-        """Decide what follows a failed attempt, put that on record, and do it, in this order."""
+        """Decide what follows a failed attempt, save the decision, and act on it, in this order."""
         self._timer.failed()
         if failure.RULES[verdict.outcome].elsewhere:
             self._doubt(peer)
@@ -816,7 +818,7 @@ class Destination:
         self._reporter.failed(self.state, verdict, self.retry_in_s)
         if decision.tells:
             await self._reporter.backoff(self.state, self.state.shared_interval_ms)
-        # On record before another id may follow this one (I3).
+        # Saved before another transaction id may follow this one (I3).
         await self._save_state()
         if transaction is not None:
             await self._act(decision.action, transaction, verdict)
@@ -824,9 +826,9 @@ class Destination:
     async def _decide(
         self, peer: Peer, transaction: Transaction | None, verdict: Verdict
     ) -> Decision:
-        """The decision on what follows a failed attempt, once its questions are answered.
+        """Return the decision on a failed attempt, after answering the questions that it asks.
 
-        The state may change during a question, so each decision begins with it as it is then.
+        The state may change while a question is answered, so each round decides on the state anew.
         """
         context, known = self._context, Known()
         failed = Failed(
@@ -849,7 +851,7 @@ class Destination:
                     return decision
 
     async def _act(self, action: Action, transaction: Transaction, verdict: Verdict) -> None:
-        """Do what was decided, and is on record."""
+        """Carry out a decision that has been saved."""
         match action:
             case Action.NOTHING:
                 return
@@ -866,7 +868,7 @@ class Destination:
         self.outbox.take_back(transaction)
 
     def _doubt(self, peer: Peer) -> None:
-        """Have the server looked for anew; but not at each of the quick steps of a search."""
+        """Resolve the server again, but not at every quick step of a search."""
         now = trio.current_time()
         if now - self._doubted_at >= DOUBT_EVERY_S:
             self._doubted_at = now
@@ -880,7 +882,7 @@ class Destination:
     # --- The frozen transaction on record ---------------------------------------------------------
 
     async def _recall(self) -> None:
-        # Until it was read: an error here must not have another one follow it (I3).
+        # If this read fails, we must not send another transaction in its place (I3).
         self._unread = True
         record = await self._context.store.load_frozen(self.name)
         self._unread = False
@@ -901,16 +903,17 @@ class Destination:
             self.frozen = None  # An operator has purged it.
 
     def _put_away(self) -> None:
-        """Keep a large body on record only: those of all failing servers are too much (I7)."""
+        """Drop a large body that is saved: those of all failing servers are too much (I7)."""
         frozen = self.frozen
         if frozen is not None and frozen.saved and len(frozen.body) > PUT_AWAY_BYTES:
             frozen.put_away()
 
     async def _put_on_record(self, transaction: Transaction) -> None:
-        # A mark that moves after it is taken for another sender's, and the record would be void.
+        # Write our mark first. If it moved after the record, we would take the move for another
+        # sender's, and the record for void.
         await self._context.homeserver.write_marks(self.name)
         if transaction.lsso_before is None:
-            # A level destination's mark is not read until somebody needs it; it cannot have moved.
+            # A level destination reads its mark only now. It cannot have moved since.
             transaction.lsso_before = await self._context.homeserver.lsso(self.name)
         record = FrozenRecord(
             destination=self.name,
@@ -926,9 +929,9 @@ class Destination:
     # --- When the task has ended ------------------------------------------------------------------
 
     def crashed(self, error: Exception) -> None:
-        """Wait after an error that ended the task, to avoid a busy loop; give the queued PDUs up.
+        """Wait after an error that ended the task, to avoid a busy loop, and drop the queued PDUs.
 
-        What our own database does is never written down as the server's failure.
+        An error of our own database is never recorded as a failure of the server.
         """
         if isinstance(error, StoreError):
             self._timer.pause(DATABASE_PAUSE_S)
@@ -945,7 +948,7 @@ class Destination:
         self.spill()
 
     async def write_down(self) -> None:
-        """Make durable the unsaved state and transaction of a task that has ended."""
+        """Save the unsaved state and transaction of a task that has ended."""
         if self._state_unsaved:
             await self._save_state()
         if self.frozen is None:
@@ -957,7 +960,7 @@ class Destination:
 
 
 class Reporter:
-    """The reports of one destination; it decides nothing."""
+    """Writes the ledger, log, metrics and backoff of one destination; it decides nothing."""
 
     def __init__(self, destination: str, context: Context) -> None:
         self._destination = destination
@@ -965,7 +968,7 @@ class Reporter:
         self._slot: int | None = None
 
     def begin(self, transaction: Transaction) -> None:
-        """Note that this attempt is about to leave (I9)."""
+        """Record that this attempt is about to be sent (I9)."""
         line = Line(
             ms=self._context.runtime.now_ms(),
             destination=self._destination,
@@ -989,7 +992,7 @@ class Reporter:
     ) -> bool:
         """Write the ledger's line for this attempt, before anything else is written (I9).
 
-        Returns whether the ledger has it.
+        Returns whether the ledger accepted it.
 
         Args:
             verdict: None: it was cut off.
@@ -1036,7 +1039,7 @@ class Reporter:
         return recorded
 
     def failed(self, state: ServerState, verdict: Verdict, retry_in_s: float) -> None:
-        """Log a failed attempt: at level info or above only a few, and no steps of a search."""
+        """Log a failed attempt: only a few at level info or above, and none during a search."""
         loud = not state.searches and state.failures in (1, 10)
         log.log(
             logging.WARNING if state.failures == 3 else logging.INFO if loud else logging.DEBUG,
@@ -1049,7 +1052,7 @@ class Reporter:
         )
 
     def ran_out(self, lack: OutOfResources) -> None:
-        """Stop new attempts for a while: one failed for lack of a resource of our own."""
+        """Stop new attempts for a while, because one failed for lack of a resource of ours."""
         self._context.metrics.out_of_resources.inc()
         if self._context.admission.gate.freeze(str(lack.strerror)):
             log.error(
@@ -1079,7 +1082,7 @@ class Reporter:
             await context.announcer.publish_backoff(self._destination, stream_id, now_ms)
 
     async def clear_backoff(self, state: ServerState) -> None:
-        """Clear the server's backoff in the homeserver's columns, also one of another process."""
+        """Clear the server's backoff in the homeserver's columns, whichever process set it."""
         row = await self._context.homeserver.backoff(self._destination)
         if row is not None and row.retry_interval:
             await self.backoff(state, None)

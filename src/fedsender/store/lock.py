@@ -1,7 +1,8 @@
-"""One daemon per instance name, and none on tables that are being migrated.
+"""Locks: one daemon per instance name, and no daemon while the tables are being migrated.
 
-The locks are released by their holder's death. A daemon holds its instance's lock exclusively and
-the tables' lock as shared. A migration holds the tables' lock exclusively.
+A daemon holds its instance's lock exclusively, and shares the lock of the tables with other
+daemons. A migration holds the lock of the tables exclusively. All end with the process that holds
+them.
 """
 
 import fcntl
@@ -33,69 +34,72 @@ class LockHeld(StoreError):
 
 
 class LockUnknown(StoreError):
-    """The database that holds the lock cannot be asked."""
+    """We cannot ask the database whether the lock is free."""
 
 
 class SendersDiffer(StoreError):
-    """Another federation sender runs with another list of senders: two would serve one server."""
+    """A running federation sender has another list of senders: both may serve the same server."""
 
 
 class Lock(ABC):
-    """Locks in one database. Each call may be repeated.
+    """The locks in one database. Each call may be repeated.
 
-    Where nobody else can have the database open, there is nobody to `agree` with or to `say` to.
+    By default `agree`, `say` and `is_said` do nothing: for a database of one daemon or one machine.
     """
 
     @abstractmethod
     async def take(self, instance: str) -> None:
-        """Take the instance's lock, and a share in the tables.
+        """Acquire the instance's lock, and the lock of the tables as shared.
 
         Raises LockHeld; LockUnknown if the lock's state cannot be read, or if the tables are being
-        migrated. Taken again, it also repeats the agreed list, and raises SendersDiffer as `agree`
-        does.
+        migrated. If the locks were lost, it also publishes the list of senders again, and raises
+        SendersDiffer as `agree` does.
         """
 
     @abstractmethod
     async def take_tables(self) -> None:
-        """Take all of the tables, against all daemons and migrations; raises as `take` does."""
+        """Acquire the lock of the tables exclusively, for a migration; raises as `take` does."""
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Say our list of senders for as long as we hold the instance's lock.
+        """Publish our list of senders while we hold the instance's lock.
 
-        Raises SendersDiffer if another daemon says another list, and LockUnknown.
+        Raises SendersDiffer if another daemon has published another list, and LockUnknown.
         """
         await trio.lowlevel.checkpoint()
 
     async def say(self, words: str) -> None:
-        """Say this to daemons that ask, while we hold the instance's lock; raises LockUnknown."""
+        """Publish `words` to others while we hold the instance's lock; raises LockUnknown."""
         await trio.lowlevel.checkpoint()
 
     async def is_said(self, words: str) -> bool:
-        """Whether any daemon says this now; raises LockUnknown."""
+        """Whether any daemon has published `words`; raises LockUnknown."""
         await trio.lowlevel.checkpoint()
         return False
 
     @abstractmethod
     async def held(self) -> bool:
-        """Whether all taken locks are still ours."""
+        """Whether we still hold every lock that we acquired."""
 
     @abstractmethod
     async def release(self) -> None:
-        """Give up all taken locks."""
+        """Release every lock that we hold."""
 
 
 def lock_of(url: URL, runtime: Runtime, *, of_one: bool = False) -> Lock:
-    """The lock in this database. `of_one`: an SQLite is one daemon's, whatever its instance."""
+    """Return the locks of this database.
+
+    `of_one`: whether an SQLite database is for one daemon only, whatever its instance name.
+    """
     if url.get_backend_name() == "postgresql":
         return AdvisoryLock(url, runtime)
     return FileLock(Path(url.database or ""), of_one=of_one)
 
 
 class FileLock(Lock):
-    """Locks on files beside an SQLite database: for daemons of one machine.
+    """Locks on files beside an SQLite database, between daemons of one machine.
 
     Args:
-        of_one: whether the database is one daemon's, whatever its instance name.
+        of_one: whether the database is for one daemon only, whatever its instance name.
     """
 
     def __init__(self, database: Path, *, of_one: bool = False) -> None:
@@ -140,7 +144,7 @@ class FileLock(Lock):
     def _lock(self, name: str, kind: int) -> bool:
         path = self._path(name)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # A command of root's must not lock the daemon's user out for good.
+        # If root runs a command, the daemon's user must still be able to open the file.
         owned_like(path, self._database if self._database.exists() else path.parent)
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -152,9 +156,9 @@ class FileLock(Lock):
 
 
 class AdvisoryLock(Lock):
-    """PostgreSQL advisory locks, held by a connection of their own: for all users of the database.
+    """PostgreSQL advisory locks, between all users of the database.
 
-    They end with the connection. Taking an instance's lock again takes its share in the tables
+    A connection of its own holds them, and they end with it. `take` then acquires all of them
     again.
     """
 
@@ -187,7 +191,7 @@ class AdvisoryLock(Lock):
         await self._runtime.run_sync(self._take_tables, limiter=self._limiter)
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        # Two numbers that everybody can see: of the homeserver, and of its list.
+        # An advisory lock's two numbers are visible to all: here the homeserver and the list.
         said = {"of": _number(homeserver), "list": _number("\n".join(senders))}
         await self._runtime.run_sync(lambda: self._agree(said), limiter=self._limiter)
 
@@ -216,7 +220,7 @@ class AdvisoryLock(Lock):
             self._close()
             raise LockHeld(f"another daemon runs as {instance!r} on this database")
         if self._list is not None:
-            # Somebody may have started while nobody could see ours.
+            # Another daemon may have started while our list was not published.
             self._agree(self._list)
         for said in sorted(self._said):
             self._say(said)
@@ -246,7 +250,7 @@ class AdvisoryLock(Lock):
         try:
             self._connection = self._engine.connect()
             self._connection.execute(text("SET statement_timeout = 10000"))
-            # So soon it notices that a machine is gone, and lets others have its locks.
+            # So the server soon notices that our machine is gone, and frees the locks for others.
             for name, value in (("idle", 5), ("interval", 2), ("count", 3)):
                 self._connection.execute(text(f"SET tcp_keepalives_{name} = {value}"))
         except DBAPIError as error:
@@ -305,19 +309,19 @@ def _key(name: str) -> int:
 
 
 def _number(name: str) -> int:
-    """A number of 31 bits: the two halves of a lock are signed, and shown unsigned."""
+    """A number of 31 bits, because a lock's halves are signed but pg_locks shows them unsigned."""
     digest = hashlib.sha256(f"fedsender senders {name}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 class InstanceLock:
-    """All the locks that a daemon must hold: held only if every one of them is."""
+    """All locks that a daemon must hold, in several databases, as one."""
 
     def __init__(self, locks: Sequence[Lock]) -> None:
         self._locks = tuple(locks)
 
     async def take(self, instance: str) -> None:
-        """Take them in order; if one is not free, release the others and raise LockHeld."""
+        """Acquire them in order. If one fails, release the others and raise its error."""
         try:
             for lock in self._locks:
                 await lock.take(instance)
@@ -327,21 +331,21 @@ class InstanceLock:
             raise
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Agree on the list of senders with all that send for this homeserver: see `Lock`."""
+        """Publish our list of senders in each database; see `Lock.agree`."""
         for lock in self._locks:
             await lock.agree(homeserver, senders)
 
     async def say(self, words: str) -> None:
-        """Say this in each of the locks' databases, as long as we hold them."""
+        """Publish `words` in each database while we hold the locks."""
         for lock in self._locks:
             await lock.say(words)
 
     async def is_said(self, words: str) -> bool:
-        """Whether any daemon says this in any of the locks' databases."""
+        """Whether any daemon has published `words` in any of the databases."""
         return any([await lock.is_said(words) for lock in self._locks])
 
     async def held(self) -> bool:
-        """Whether every lock is still ours."""
+        """Whether we still hold every lock."""
         return all([await lock.held() for lock in self._locks])
 
     async def release(self) -> None:
