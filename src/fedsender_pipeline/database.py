@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import sqlalchemy as sa
+import tenacity
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
@@ -47,12 +48,13 @@ class Slow(PipelineError):
 
 def patiently(look: Callable[[], T]) -> T:
     """The result of `look`, which is called again for some seconds while the database is away."""
-    for attempt in range(_TRIES - 1):
-        try:
-            return look()
-        except Away:
-            time.sleep(0.2 * 2.0**attempt)
-    return look()
+    trying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(Away),
+        wait=tenacity.wait_exponential(0.2),
+        stop=tenacity.stop_after_attempt(_TRIES),
+        reraise=True,
+    )
+    return trying(look)
 
 
 class Source:

@@ -22,7 +22,6 @@ import os
 import shutil
 import sqlite3
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import orjson
+import tenacity
 import trio
 from sqlalchemy import URL, Connection, Engine, Table, func, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError
@@ -199,19 +199,21 @@ def _hold_writers(connection: Connection, line: Line) -> None:
     An SQLite transaction for writing does so by beginning. On PostgreSQL nothing is waited for
     while a lock is held, so no writer of ours is ever in a deadlock with it.
     """
-    give_up = time.monotonic() + PAUSE_S
-    while True:
-        try:
-            there = _existing(connection, line)
-            if connection.dialect.name == "postgresql" and there:
-                names = ", ".join(_quoted(connection, table) for table in there)
-                connection.execute(text(f"LOCK TABLE {names} IN EXCLUSIVE MODE NOWAIT"))
-            return
-        except DBAPIError:
-            if time.monotonic() >= give_up:
-                raise
-            connection.rollback()
-            time.sleep(RETRY_S)
+    trying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(DBAPIError),
+        wait=tenacity.wait_fixed(RETRY_S),
+        stop=tenacity.stop_after_delay(PAUSE_S),
+        after=lambda _: connection.rollback(),
+        reraise=True,
+    )
+    trying(_lock_tables, connection, line)
+
+
+def _lock_tables(connection: Connection, line: Line) -> None:
+    there = _existing(connection, line)
+    if connection.dialect.name == "postgresql" and there:
+        names = ", ".join(_quoted(connection, table) for table in there)
+        connection.execute(text(f"LOCK TABLE {names} IN EXCLUSIVE MODE NOWAIT"))
 
 
 def _existing(connection: Connection, line: Line) -> list[Table]:
