@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from fedsender import limits, runtime, tls
 from fedsender.admin import page
 from fedsender.cli import app
-from fedsender.config import LEAST_SECRET, Federation, Sending
+from fedsender.config import LEAST_SECRET, Federation, Policy, Sending
 from fedsender.config.sections import Ledger
 from fedsender.federation import answer, client, dialing, discovery, places, transport
 from fedsender.http import server
@@ -145,7 +145,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" requests, and {tls.MAX_TLS_PIECES:,} pieces that complete no record",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
-        f"`federation.request_timeout` ({federation.request_timeout:.0f} s)",
+        f"`request_timeout` ({Policy().request_timeout:.0f} s)",
         f"{answer._MAX_REFUSED} are kept, of PDUs that were in the transaction,"
         f" {answer._MAX_ERROR_BYTES} bytes each",
         f"{web.body_bytes // kib} KiB of body, {web.framing_bytes // kib} KiB of headers,"

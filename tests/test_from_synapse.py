@@ -149,7 +149,7 @@ def test_everything_is_carried_over(tmp_path: Path) -> None:
     assert (hs.presence.last_active_granularity, hs.device_names) == (120.0, True)
     assert hs.presence.excluded_rooms == ("!big:hs.example",)
     redis = config.feed.redis
-    assert (config.feed.kind, redis.host, redis.port) == ("redis", "redis.internal", 6380)
+    assert (config.feed.kind, str(redis.address)) == ("redis", "redis.internal:6380")
     assert (redis.tls, redis.username) == (True, "synapse")
     assert redis.ca_file == Path("/etc/ssl/redis.pem")
     assert redis.private_key_file == Path("/etc/ssl/us.key")
@@ -161,7 +161,8 @@ def test_everything_is_carried_over(tmp_path: Path) -> None:
     federation = config.federation
     assert federation.ca_file == Path("/etc/ssl/one.pem")
     assert federation.more_ca_files == (Path("/etc/ssl/two.pem"),)
-    assert (federation.minimum_tls_version, federation.request_timeout) == ("1.3", 90.0)
+    assert federation.minimum_tls_version == "1.3"
+    assert config.destinations.defaults.request_timeout == 90.0
     assert [str(each) for each in federation.ip_deny] == [
         "10.0.0.0/8",
         "192.0.2.7/32",
@@ -263,7 +264,7 @@ def test_all_that_the_daemon_writes_is_below_the_state_directory(tmp_path: Path)
     made = loads(out, directory=config.parent)
     assert made.sender_database == f"sqlite:///{state}/fedsender.sqlite3"
     assert made.ledger.directory == state / "ledger"
-    assert made.federation.request_timeout == 90
+    assert made.destinations.defaults.request_timeout == 90
     assert made.pipeline.health == state / "health.sqlite3"
     token = config.parent / "admin.token"
     assert made.admin.token_file == token

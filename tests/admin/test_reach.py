@@ -374,7 +374,7 @@ async def test_a_silent_server_ends_where_it_falls_silent(
     async with open_stage(tmp_path, plain=plain, converse=silent) as stage:
         stage.network.ports[IP, 443] = free_tcp_port
         monkeypatch.setattr(client, "Dialer", functools.partial(Dialer, handshake_s=0.3))
-        stage.settings["federation"] = {"request_timeout": "300ms"}
+        stage.settings["destinations"] = {"defaults": {"request_timeout": "300ms"}}
         report = await stage.probe()
     assert reason in failed_at(report, name).lines[0]
 

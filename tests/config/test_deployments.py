@@ -214,13 +214,16 @@ def test_containers(tmp_path: Path) -> None:
     assert homeserver.event_writers == ("persister-0", "persister-1")
     assert config.allow == ("lon.example.com",)
     assert not homeserver.presence.enabled
-    assert (redis.host, redis.password_file) == ("redis_1", tmp_path / "redis.password")
+    assert (str(redis.address), redis.password_file) == (
+        "redis_1:6379",
+        tmp_path / "redis.password",
+    )
     assert http.instances == {
         "master": HttpPeer(UnixAddress(Path("/run/main.sock"))),
         "writer": HttpPeer(TcpAddress("writer_1", 9093)),
     }
     assert http.secret_file == tmp_path / "replication.secret"
-    assert config.federation.request_timeout == 180
+    assert config.destinations.defaults.request_timeout == 180
     assert config.federation.ip_ranges.permit("10.8.0.1")
     assert not config.federation.ip_ranges.permit("10.9.0.1")
     assert settings_named(said) == [

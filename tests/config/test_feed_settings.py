@@ -27,7 +27,10 @@ def load(feed: dict[str, Any]) -> Config:
             {"tcp": {"address": "hub.example:9092", "secret_file": "x"}},
             "feed.tcp.secret_file: would be sent in clear",
         ),
-        ({"redis": {"path": "/x", "tls": True}}, "feed.redis.tls: cannot be used on a Unix socket"),
+        (
+            {"redis": {"address": "unix:/x", "tls": True}},
+            "feed.redis.tls: cannot be used on a Unix socket",
+        ),
         ({"redis": {"certificate_file": "x"}}, "feed.redis.certificate_file: has no use without t"),
         ({"redis": {"ca_directory": "x"}}, "feed.redis.ca_directory: has no use without tls: true"),
         (

@@ -79,7 +79,7 @@ async def test_a_pdu_over_which_its_receiver_times_out_does_not_block_its_server
     tmp_path: Path, autojump_clock: MockClock, request_timeout: float
 ) -> None:
     """I5: no loop of a search is without waits, however long its attempts take."""
-    world = World(tmp_path, federation={"request_timeout": request_timeout})
+    world = World(tmp_path, destinations={"defaults": {"request_timeout": request_timeout}})
     world.servers[A] = Choking(A)
     async with world.run():
         server = await begin(world)

@@ -260,7 +260,7 @@ async def test_a_drain_writes_down_what_is_in_flight(
 ) -> None:
     """W39, I3."""
     server = world.server(A, latency=600)
-    world.settings["federation"] = {"request_timeout": "1h"}
+    world.settings["destinations"] = {"defaults": {"request_timeout": "1h"}}
     async with world.run():
         await world.join(R1, A)
         await world.say(R1, "one")

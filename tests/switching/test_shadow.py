@@ -62,7 +62,7 @@ class World:
             "homeserver": {"kind": "synapse", "database": self.reader_url},
             "feed": {
                 "kind": "redis",
-                "redis": {"host": self.valkey.host, "port": self.valkey.port},
+                "redis": {"address": f"{self.valkey.host}:{self.valkey.port}"},
             },
         }
         return from_values({**values, **changes}, directory=self.directory)

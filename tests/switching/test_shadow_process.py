@@ -31,7 +31,7 @@ def configure(world: World, home: Path) -> Path:
         "homeserver": {"kind": "synapse", "database": world.reader_url},
         "feed": {
             "kind": "redis",
-            "redis": {"host": world.valkey.host, "port": world.valkey.port},
+            "redis": {"address": f"{world.valkey.host}:{world.valkey.port}"},
         },
         "ledger": {"directory": str(home)},
     }

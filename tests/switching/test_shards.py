@@ -94,7 +94,7 @@ def settings_of(
         },
         "sender_database": own,
         # Nobody is there: what is owed is sent without it.
-        "feed": {"kind": "redis", "redis": {"host": "127.0.0.1", "port": 1}},
+        "feed": {"kind": "redis", "redis": {"address": "127.0.0.1:1"}},
         "federation": {"ip_allow": ["127.0.0.0/8"]}
         | ({} if ca_file is None else {"ca_file": str(ca_file)}),
         "destinations": {"defaults": {"backoff": {"first": "1s"}}},

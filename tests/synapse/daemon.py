@@ -184,7 +184,7 @@ class Daemon:
             },
             "feed": {
                 "kind": "redis",
-                "redis": {"host": "127.0.0.1", "port": self.redis_port},
+                "redis": {"address": f"127.0.0.1:{self.redis_port}"},
                 "http": {
                     "instances": {"master": f"127.0.0.1:{self.homeserver.replication_port}"},
                     "secret_file": "replication.secret",

@@ -140,7 +140,7 @@ async def probe(
     who = "this sender" if config.handles(server) else f"another sender, {sender},"
     walk.done(f"yes; {who} sends to it")
     ours, policy = config.server_name, config.policy_for(server)
-    within_s = policy.request_timeout or config.federation.request_timeout
+    within_s = policy.request_timeout
     async with (
         open_client(config.federation, runtime, ours, None, Metrics(ours)) as client,
         client.peer(server, policy, _Leave(server)) as peer,

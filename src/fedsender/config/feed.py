@@ -86,12 +86,9 @@ def _in_clear(host: str) -> bool:
 class RedisFeed(Section):
     """Replication over Redis, as Synapse with workers does it."""
 
-    host: str = Field(
-        default="localhost", min_length=1, description="Name or IP of the Redis server."
-    )
-    port: int = Field(default=6379, ge=1, le=65_535, description="Its port.")
-    path: FilePath | None = Field(
-        default=None, description="Its Unix socket, instead of host and port."
+    address: Address = Field(
+        default=TcpAddress("localhost", 6379),
+        description='Where the Redis server listens: "host:port" or "unix:/path".',
     )
     username: str | None = Field(default=None, description="Redis user, where it has users.")
     password_file: SecretPath | None = Field(
@@ -115,9 +112,9 @@ class RedisFeed(Section):
     )
 
     def contradictions(self) -> Contradictions:
-        if self.path is not None and (self.host, self.port) != ("localhost", 6379):
-            yield ("path",), "stands beside host or port: only one of them can be used"
-        yield from _tls_contradictions(self.tls, self.path is not None, self.ca_file)
+        yield from _tls_contradictions(
+            self.tls, isinstance(self.address, UnixAddress), self.ca_file
+        )
         for name in ("ca_directory", "certificate_file", "private_key_file"):
             if getattr(self, name) is not None and not self.tls:
                 yield (name,), "has no use without tls: true"
@@ -128,9 +125,13 @@ class RedisFeed(Section):
 
     def warnings(self) -> Contradictions:
         """The unsafe settings."""
-        clear = self.path is None and not self.tls and _in_clear(self.host)
-        if self.password_file is not None and clear:
-            yield ("password_file",), f"goes to {self.host} in clear: use tls, or a tunnel"
+        if (
+            self.password_file is not None
+            and not self.tls
+            and isinstance(self.address, TcpAddress)
+            and _in_clear(self.address.host)
+        ):
+            yield ("password_file",), f"goes to {self.address} in clear: use tls, or a tunnel"
 
 
 class HttpFeed(Section):

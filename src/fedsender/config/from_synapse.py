@@ -28,6 +28,7 @@ from fedsender.config.synapse import (
     federation_of,
     in_seconds,
     read_synapse,
+    redis_address,
     restriction_of,
     roles_of,
 )
@@ -283,13 +284,7 @@ class _Making:
         if not redis.flag("enabled", False):
             must = "must be true: it is how Synapse tells other processes what is new"
             raise redis.wrong("enabled", must)
-        values: dict[str, Any] = {}
-        path = redis.path("path")
-        if path is not None:
-            values["path"] = path
-        else:
-            values["host"] = redis.text("host") or "localhost"
-            values["port"] = redis.integer("port", 6379, least=1, most=65_535)
+        values: dict[str, Any] = {"address": redis_address(redis)}
         username = redis.text("username")
         password = self.secret_or_path(redis, "password", "password_path", "redis-password")
         if password is not None:
@@ -298,7 +293,7 @@ class _Making:
             if password is None:
                 raise redis.wrong("username", "needs a password")
             values["username"] = username
-        values |= self.redis_tls(redis, over_unix=path is not None)
+        values |= self.redis_tls(redis, over_unix="path" in redis)
         return values
 
     def redis_tls(self, redis: Settings, *, over_unix: bool) -> dict[str, Any]:

@@ -166,11 +166,8 @@ class Policy(Section):
     max_transaction_bytes: Bytes = Field(
         default=2**20, ge=128 * 2**10, le=64 * 2**20, description="Size of one transaction's body."
     )
-    request_timeout: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="How long one attempt may take, answer included;"
-        " null takes federation.request_timeout.",
+    request_timeout: Seconds = Field(
+        default=60.0, gt=0, description="How long one attempt may take, answer included."
     )
     backoff: Backoff = Field(
         default_factory=Backoff,

@@ -195,9 +195,6 @@ class Federation(Section):
     minimum_tls_version: Annotated[Literal["1.2", "1.3"], BeforeValidator(_tls_version)] = Field(
         default="1.2", description="Oldest TLS version that is spoken."
     )
-    request_timeout: Seconds = Field(
-        default=60.0, gt=0, description="For one attempt, from sending it to the end of the answer."
-    )
     ip_deny: tuple[Network, ...] = Field(
         default=_NOT_ON_THE_INTERNET,
         description="Never connect to these IP ranges: they are not on the Internet.",

@@ -409,6 +409,16 @@ def _address(entry: Settings) -> str:
     return _checked(entry, "host", _joined(host, port, tls=entry.flag("tls", False)))
 
 
+def redis_address(redis: Settings) -> str:
+    """Where that section's Redis server listens. Raises ConfigError."""
+    path = redis.path("path")
+    if path is not None:
+        return _checked(redis, "path", f"unix:{path}")
+    host = redis.text("host") or "localhost"
+    port = redis.integer("port", 6379, least=1, most=65_535)
+    return _checked(redis, "host", _joined(host, port, tls=False))
+
+
 def _old_address(settings: Settings) -> str:
     """As a worker's file named the main process before there was an `instance_map`."""
     host = settings.text("worker_replication_host") or "localhost"
@@ -458,9 +468,6 @@ def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
         values["minimum_tls_version"] = oldest
     elif oldest is not None:
         note("federation_client_minimum_tls_version", "1.2 is the oldest that is spoken")
-    timeout = settings.section("federation").seconds("client_timeout")
-    if timeout is not None:
-        values["request_timeout"] = in_seconds(max(1.0, clamped(timeout)))
     values |= _ip_ranges(settings)
     suffix = settings.text("user_agent_suffix")
     if suffix is not None:
@@ -475,9 +482,15 @@ def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
 def destinations_of(settings: Settings, note: Note) -> dict[str, Any]:
     """The section `destinations`. Raises ConfigError."""
     values: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    timeout = settings.section("federation").seconds("client_timeout")
+    if timeout is not None:
+        defaults["request_timeout"] = in_seconds(max(1.0, clamped(timeout)))
     backoff = _backoff(settings, note)
     if backoff:
-        values["defaults"] = {"backoff": backoff}
+        defaults["backoff"] = backoff
+    if defaults:
+        values["defaults"] = defaults
     if not settings.flag("federation_verify_certificates", True):
         return values
     names = settings.texts("federation_certificate_verification_whitelist") or ()

@@ -25,8 +25,6 @@ from fedsender.config import (
     Config,
     ConfigError,
     RedisFeed,
-    TcpAddress,
-    UnixAddress,
     read_secret,
 )
 from fedsender.federation.signing import KeyRing
@@ -73,11 +71,8 @@ def redis_settings(config: Config) -> RedisSettings:
     """The address of Redis and its password, read from its file. Raises ConfigError."""
     redis = config.feed.redis
     tls = _redis_tls(redis) if redis.tls else None
-    address: TcpAddress | UnixAddress = TcpAddress(redis.host, redis.port)
-    if redis.path is not None:
-        address = UnixAddress(redis.path)
     return RedisSettings(
-        endpoint=Endpoint(address, tls),
+        endpoint=Endpoint(redis.address, tls),
         channel=config.server_name,
         username=redis.username,
         password=read_secret(redis.password_file) if redis.password_file else None,

@@ -38,7 +38,6 @@ class Context:
     Attributes:
         clock: has the times of servers' states.
         connect_deadline: seconds for finding and reaching a server, all its addresses included.
-        request_timeout: seconds for one transaction, unless the destination's policy has its own.
         device_lists: the stream id up to which rows of device lists may be read.
         pdu_pool: the PDUs of all queues.
         full: servers with no room in quarantine for an item that is convicted.
@@ -55,7 +54,6 @@ class Context:
     origin: str
     sending: Sending
     connect_deadline: float
-    request_timeout: float
     runtime: Runtime
     clock: SteadyClock
     homeserver: HomeserverStore

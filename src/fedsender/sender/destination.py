@@ -551,14 +551,13 @@ class Destination:
             await self._save_state()
 
     async def _send(self, peer: Peer, transaction: Transaction) -> None:
-        context = self._context
         started = trio.current_time()
         self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP, started)
         transaction.attempts += 1
         self._reporter.begin(transaction)
         try:
-            timeout_s = self.policy.request_timeout or context.request_timeout
-            answer, verdict = await self._put(peer, transaction, started + timeout_s)
+            deadline = started + self.policy.request_timeout
+            answer, verdict = await self._put(peer, transaction, deadline)
             if verdict.apart and await self._may_say_nothing(peer, transaction):
                 verdict = failure.DELIVERED
         except (Exception, trio.Cancelled) as error:

@@ -406,7 +406,7 @@ async def open_sender(
     body raises, is written down, to be repeated unchanged by the next daemon (I3).
     """
     config = policies.config
-    instance, sending, federation = config.instance_name, config.sending, config.federation
+    instance, sending = config.instance_name, config.sending
     frozen = await take_over(store, ledger, runtime, instance, policies.handles)
     # What Synapse's sender has noted as owed is on record here before its notes go.
     noted = await store.homeserver.sticky_backlog(config.server_name, policies.handles)
@@ -425,7 +425,6 @@ async def open_sender(
             origin=config.server_name,
             sending=sending,
             connect_deadline=2 * (CONNECT_S + HANDSHAKE_S),
-            request_timeout=federation.request_timeout,
             runtime=runtime,
             clock=SteadyClock(runtime),
             homeserver=store.homeserver,

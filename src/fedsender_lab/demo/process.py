@@ -77,10 +77,10 @@ def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Ma
         "federation": {
             "ca_file": os.path.relpath(ca_file, directory),
             "ip_allow": ["127.0.0.0/8"],
-            "request_timeout": "4s",
         },
         "destinations": {
             "defaults": {
+                "request_timeout": "4s",
                 "backoff": {"first": "1s", "steady_for": 0},
                 "catch_up_gap_events": CATCH_UP_GAP_EVENTS,
             }

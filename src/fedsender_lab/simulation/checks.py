@@ -611,7 +611,7 @@ MIN_GAP_S = 0.998
 SETTLED_S = 10.0
 """Longer than any database here takes for the queries of a transaction."""
 REQUEST_S = 60.0
-"""One attempt, all its connections included, takes no longer: `federation.request_timeout`."""
+"""One attempt, all its connections included, takes no longer: `request_timeout`."""
 MAY_BE_CONTENT = (400, 401, 403, 413)
 
 
