@@ -19,6 +19,7 @@ from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
+from fedsender.embedded import intake
 from fedsender.embedded.appends import KEPT_MS, forget_appends
 from fedsender.embedded.endpoint import PREFIX, serve_intake
 from fedsender.embedded.facts import (
@@ -283,6 +284,29 @@ async def test_a_record_that_the_database_refuses_is_refused_alone(
         assert answers[3] is answer
         assert len(await stored(store)) == 4
         assert sorted(answers[number] for number in (1, 2, 4, 5)) == [[1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("group", [512, 4])
+async def test_what_follows_a_refused_record_of_the_same_call_is_not_stored_before_it(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """Also where it is in a later transaction; other calls go on."""
+    monkeypatch.setattr(intake, "GROUP_RECORDS", group)
+    refused: list[Exception] = []
+    around = partial(_Stumbling, event_id="$e3", fail=_overflows)
+    async with pushed_to(config, around=around) as (feed, store):
+
+        async def append(*numbers: int) -> None:
+            try:
+                await feed.intake.append([record(number) for number in numbers])
+            except (BadRow, Full) as error:
+                refused.append(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(append, 2, 3, 4, 5, 6)
+            nursery.start_soon(append, 7, 8)
+        assert [type(error) for error in refused] == [BadRow]
+        assert {name for _, name in await stored(store)} == {"$e2", "$e7", "$e8"}
 
 
 class _Gated(_Stumbling):

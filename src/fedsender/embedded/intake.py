@@ -164,8 +164,8 @@ class Call:
             self.done.set()
 
     def fail(self, error: Exception) -> None:
-        """One of its records will not be written."""
-        self.error = error
+        """One of its records will not be written; the first error counts."""
+        self.error = self.error or error
         self.submitted.set()
         self.done.set()
 
@@ -265,24 +265,28 @@ class Writer:
         """Store all records that wait, and tell their callers. Raises Elsewhere: nothing more is
         stored.
         """
-        while group := self._waiting.oldest(GROUP_RECORDS, GROUP_BYTES):
-            answers = await self._append(group)
+        alone = 0  # So many of the oldest go one by one: together they could not be stored.
+        while group := self._waiting.oldest(1 if alone else GROUP_RECORDS, GROUP_BYTES):
+            try:
+                answers = await self._store.append_records(group)
+            except Elsewhere:
+                raise
+            except Exception as error:
+                if len(group) > 1:
+                    alone = len(group)
+                    continue
+                answers = [_refusal(error)]
+            alone = max(0, alone - 1)
             self.head = max(self.head, *(each for each in answers if isinstance(each, int)), 0)
             self._stored(group, answers)
             self._waiting.answer(answers)
 
-    async def _append(self, records: Sequence[Record]) -> Sequence[Answer]:
-        """The answer to each record. One that can never be stored is refused alone."""
-        try:
-            return await self._store.append_records(records)
-        except Elsewhere:
-            raise
-        except Exception as error:
-            if len(records) > 1:
-                return [answer for each in records for answer in await self._append([each])]
-            log.error("append_refused", reason=str(error))
-            wrong = isinstance(error, WrongValues) or not isinstance(error, StoreError)
-            return [BadRow(f"cannot be stored: {error}") if wrong else Full(str(error))]
+
+def _refusal(error: Exception) -> Exception:
+    """The answer to a record that could not be stored alone."""
+    log.error("append_refused", reason=str(error))
+    wrong = isinstance(error, WrongValues) or not isinstance(error, StoreError)
+    return BadRow(f"cannot be stored: {error}") if wrong else Full(str(error))
 
 
 class _Queue:
@@ -341,16 +345,27 @@ class _Queue:
         return group
 
     def answer(self, answers: Sequence[Answer]) -> None:
-        """The oldest ones are stored, with these tokens, or will not be."""
+        """The oldest ones are stored, with these tokens, or will not be.
+
+        What the same calls have put in behind one that was refused is refused, too: their callers
+        send both again, and in that order they are to be stored.
+        """
         for answer in answers:
-            key, record = self._records.popitem(last=False)
-            self._bytes -= record.size
-            for call, index in self._callers.pop(key):
-                if isinstance(answer, int):
-                    call.settle(index, answer)
-                else:
-                    call.fail(answer)
+            self._answer(next(iter(self._records)), answer)
+        if not all(isinstance(answer, int) for answer in answers):
+            behind = Full("a record before it in its request could not be stored")
+            for key in list(self._records):
+                if any(call.error is not None for call, _ in self._callers[key]):
+                    self._answer(key, behind)
         self._room.unpark_all()
+
+    def _answer(self, key: bytes, answer: Answer) -> None:
+        self._bytes -= self._records.pop(key).size
+        for call, index in self._callers.pop(key):
+            if isinstance(answer, int):
+                call.settle(index, answer)
+            else:
+                call.fail(answer)
 
     def fail(self, error: Exception) -> None:
         """Refuse all waiting records. All of them, because later ones must not come in before
