@@ -170,6 +170,7 @@ class SynapseWorld(World):
         sender: str = f"@a:{HS}",
         newest: bool = False,
         metadata: str = "{}",
+        tell: bool = True,
         **values: Any,
     ) -> str:
         """An event with this state group after it; `newest`: the room's only forward extremity."""
@@ -206,7 +207,7 @@ class SynapseWorld(World):
             await self.remove(tables.event_forward_extremities, room_id=room)
             row = {"event_id": pdu.event_id, "room_id": room}
             await self.write(tables.event_forward_extremities, row)
-        if hasattr(self, "sender"):
+        if tell and hasattr(self, "sender"):
             self.sender.events.advance(self.token)
         return pdu.event_id
 
