@@ -361,3 +361,31 @@ async def test_every_question_sees_the_newest_mark(world: World, autojump_clock:
         assert unwritten_lsso(world) == token
         assert (await homeserver.pending_counts(A)).rooms == 0
         assert homeserver.unwritten(A) is None
+
+
+async def test_a_failed_attempt_keeps_no_place_while_it_waits_for_the_database(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A locked to-device row must not take the places of the servers that could be sent to.
+
+    The body counts all the while: it is in memory until it is on record (I7).
+    """
+    async with world.run() as sender:
+        await five_answers(world)
+        store, unlocked = type(sender.context.homeserver), trio.Event()
+        real = store.write_marks
+
+        async def write_marks(*args: Any) -> None:
+            await unlocked.wait()
+            await real(*args)
+
+        monkeypatch.setattr(store, "write_marks", write_marks)
+        world.server(A).reply = lambda request: answer(500)
+        await world.say(R, "six")
+        await trio.sleep(1)
+        [*_, request] = world.server(A).requests
+        assert world.admission.in_flight == 0
+        assert world.admission.bodies == len(request.body)
+        unlocked.set()
+        await trio.sleep(1)
+        assert world.admission.bodies == 0

@@ -672,7 +672,7 @@ class Permit:
         return self._offered
 
     def carries(self, size: int) -> None:
-        """Note a body of this size in memory, in bytes, until the place is given back."""
+        """Note a body of this size in memory, in bytes, until `release`."""
         admission, was_large = self._admission, self._large
         self._large = 2 * size > self._offered
         admission.bodies += size - self._bytes
@@ -693,11 +693,16 @@ class Permit:
         self.carries(self._bytes + granted)
         return granted
 
-    def release(self) -> None:
-        """Give the place back, if there is one."""
+    def leave(self) -> None:
+        """Give the place back, if there is one. A body that is still in memory counts until
+        `release`."""
         lane, self.lane = self.lane, None
         if lane is not None:
             lane.go(self)
+
+    def release(self) -> None:
+        """Give the place back, and no body counts any more."""
+        self.leave()
         self.carries(0)
 
     @contextmanager

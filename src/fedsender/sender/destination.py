@@ -568,6 +568,7 @@ class Destination:
                 raise
             if isinstance(error, OutOfResources):
                 self._reporter.ran_out(error)
+            self._permit.leave()  # As after a failure: what follows may wait for our databases.
             if peer.sent and not transaction.saved:
                 await self._put_on_record(transaction)
             elif not peer.sent and transaction.first_try:
@@ -810,6 +811,8 @@ class Destination:
         if failure.RULES[verdict.outcome].elsewhere:
             self._doubt(peer)
         decision = await self._decide(peer, transaction, verdict)
+        # Our databases may have us wait for long from here on, and others need the place meanwhile.
+        self._permit.leave()
         self.state = decision.state
         self._timer.back_off(self.state)
         if self._exchange.woken:
