@@ -280,22 +280,20 @@ class Destination:
 
     def put_receipt(self, receipt: Receipt) -> None:
         """Queue a receipt of one of our users."""
-        if self.policy.edus.receipts:
-            self.outbox.receipts.put(receipt)
-            self._edu_came()
+        self.outbox.receipts.put(receipt)
+        self._edu_came()
 
     def put_typing(self, typing: Typing) -> None:
         """Queue a typing change of one of our users; dropped if the server is failing."""
-        if self.policy.edus.typing and self.state.healthy:
+        if self.state.healthy:
             self.outbox.put_edu(typing.key, TYPING, typing.content(), lifetime_s=TYPING_LIFETIME_S)
             self._edu_came()
 
     def put_presence(self, state: PresenceState) -> None:
         """Queue the presence of one of our users."""
-        if self.policy.edus.presence:
-            expires_at = trio.current_time() + presence.LIFETIME_S
-            self.outbox.presence.put(presence.key_of(state), state, expires_at=expires_at)
-            self._edu_came()
+        expires_at = trio.current_time() + presence.LIFETIME_S
+        self.outbox.presence.put(presence.key_of(state), state, expires_at=expires_at)
+        self._edu_came()
 
     def put_edu(self, key: Key, edu_type: str, content: Mapping[str, Any]) -> None:
         """Send this EDU, unless a newer one of the same key replaces it or it grows too old.

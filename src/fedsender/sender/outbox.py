@@ -302,11 +302,10 @@ class Outbox:
         elif draft.max_pdus > 0:
             undo = draft.drop_catch_up
             await self._unless_locked("PDUs", undo, self._fill_pdus, draft, policy)
+        self._drop_unwanted(policy.edus)
         if draft.max_edus > 0 and self.receipts.debt is not None:
-            pay = self._fill_owed_receipts
-            await self._unless_locked("receipts", None, pay, draft, policy)
+            await self._unless_locked("receipts", None, self._fill_owed_receipts, draft)
         if self.edus_waiting:
-            self._drop_unwanted(policy.edus)
             self.expire()
             self.receipts.fill(draft)
             self.ephemeral.fill(draft, alone)
@@ -428,7 +427,7 @@ class Outbox:
             self.given_up += 1
 
     def _drop_unwanted(self, kinds: EduKinds) -> None:
-        """Drop queued EDUs of the kinds that the policy has switched off."""
+        """Drop what waits of the kinds that a reload has switched off; no more of them comes."""
         if not kinds.receipts:
             self.receipts.clear()
         if not kinds.typing:
@@ -477,15 +476,12 @@ class Outbox:
                 self.owes_device_lists = True
                 return
 
-    async def _fill_owed_receipts(self, draft: Draft, policy: Policy) -> None:
+    async def _fill_owed_receipts(self, draft: Draft) -> None:
         """Put in this server's receipts of the next page above the debt.
 
         If it has none, further pages are read only where there is nothing else to send.
         """
         queue = self.receipts
-        if not policy.edus.receipts:
-            queue.clear()
-            return
         for _ in range(RECEIPT_PAGES):
             offered = queue.begin_page()
             if queue.debt is None:
