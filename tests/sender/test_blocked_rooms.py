@@ -81,7 +81,8 @@ async def test_a_busy_room_is_freed_within_one_turn(
         if verb == "release":
             kept = await sender.operations.release_room(R1)
             assert (kept.released, kept.kept, kept.more) == ((), (bad,), False)
-            assert kept.refused[0][:2] == ("*", "$of-another-hash")
+            [refused] = kept.refused
+            assert (refused.destination, refused.event_id) == ("*", "$of-another-hash")
             await sender.operations.drop([bad])
         free = sender.operations.release_room if verb == "release" else sender.operations.drop_room
         calls = 1

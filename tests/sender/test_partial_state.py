@@ -12,6 +12,7 @@ from tests.sender.harness import HS
 from tests.sender.synapse_world import SynapseWorld
 from trio.testing import MockClock
 
+from fedsender.sender.operations import NotSent
 from fedsender.store import tables
 
 BIG, NEAR, BANNED = "!big:near.example", "near.example", "banned.example"
@@ -147,7 +148,7 @@ async def test_neither_redelivery_nor_release_sends_another_server_s_event_then(
         await join_in_part(world)
         refused = await sender.operations.redeliver([(BANNED, on_behalf)])
         await trio.sleep(5)
-    assert refused == [(BANNED, on_behalf, "not an event that this server sends")]
+    assert refused == [NotSent(BANNED, on_behalf, "not an event that this server sends")]
     assert world.servers[BANNED].got == ["theirs"]
 
 
@@ -176,7 +177,7 @@ async def test_events_from_before_our_join_go_by_their_own_state(
         sender.context.router.clear()
         refused = await sender.operations.redeliver([(BANNED, old), (BANNED, new)])
     assert world.servers[BANNED].got == ["of this stay"]
-    assert [event_id for _, event_id, _ in refused] == [old]
+    assert [each.event_id for each in refused] == [old]
 
 
 @pytest.mark.slow

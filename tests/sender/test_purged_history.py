@@ -155,7 +155,7 @@ async def test_a_blocked_room_is_freed_though_some_of_its_events_were_purged(
         freed = await sender.operations.release_room(ROOM)
         assert (freed.released, freed.dropped) == ((left,), tuple(gone))
         assert (freed.kept, freed.more) == ((), False)
-        assert [event_id for _, event_id, _ in freed.refused] == purged
+        assert [each.event_id for each in freed.refused] == purged
         assert sender.fan_out.blocked == {}
         await world.message(ROOM, 1, "new")
         await trio.sleep(5)

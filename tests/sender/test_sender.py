@@ -987,7 +987,7 @@ async def test_redelivery_sends_again_only_to_who_may_see_it(
         lsso = await world.store.homeserver.lsso(A)
 
     assert world.servers[A].got == ["again", "again"]
-    assert [(server, event_id) for server, event_id, _ in refused] == [
+    assert [(each.destination, each.event_id) for each in refused] == [
         (B, pdu.event_id),
         (A, "$none"),
     ]

@@ -39,7 +39,7 @@ from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.http.application import DESCRIBED, Error
 from fedsender.http.server import Refusal, not_found
-from fedsender.sender.operations import UNKNOWN, Freed
+from fedsender.sender.operations import UNKNOWN, Freed, NotSent
 from fedsender.store.records import Quarantined
 from fedsender.telemetry import Standing
 
@@ -185,15 +185,6 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class NotSent:
-    """An event that will not be sent to a server (*: to any), with the reason."""
-
-    destination: str
-    event_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Released:
     """Items that left the quarantine to be sent again; and those that will not be sent.
 
@@ -280,7 +271,7 @@ async def release(request: InQuarantine, context: Reach) -> Released:
             dropped=freed.dropped,
             kept=freed.kept,
         )
-        refusals = [NotSent(*each) for each in freed.refused]
+        refusals = list(freed.refused)
         return Released([*freed.released], [*freed.dropped], [*freed.kept], refusals, freed.more)
     assert request.ids is not None
     ids = await _present(context, request.ids)
@@ -288,7 +279,7 @@ async def release(request: InQuarantine, context: Reach) -> Released:
     kept = [item.id for item in await context.store.quarantined(ids)]
     released = sorted(set(ids) - set(kept))
     log.info("quarantine_released", released=released[:20], kept=kept[:20])
-    return Released(released, [], kept, [NotSent(*each) for each in refused], more=False)
+    return Released(released, [], kept, refused, more=False)
 
 
 @router.post("/quarantine/drop", summary="Give quarantined items up for good")
@@ -419,7 +410,7 @@ async def redeliver(request: Pairs, context: Reach) -> Redelivered:
     """Only to servers that may see the event. In a room their order is kept."""
     pairs = list(dict.fromkeys(request.pairs))
     refused = await context.sender.operations.redeliver(pairs)
-    return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])
+    return Redelivered(len(pairs) - len(refused), refused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,15 @@ _SLACK_MS = 60_000
 
 GONE = "it cannot be sent any more: the homeserver has purged it, or it is no longer ours to send"
 UNKNOWN = "not a server that we know of"
-Refusal = tuple[str, str, str]
-"""Server ("*" if no server got it), event id (or the EDU's type), and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotSent:
+    """An event that will not be sent to a server (*: to any), with the reason."""
+
+    destination: str
+    event_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class Freed:
     released: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[NotSent, ...] = ()
     more: bool = False
 
 
@@ -90,22 +97,23 @@ class Operations:
 
     async def redeliver(
         self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()
-    ) -> list[Refusal]:
+    ) -> list[NotSent]:
         """Send these (server, event id) pairs again; return the refused ones, with the reasons.
 
         `released`: items that leave quarantine for it, if no pair was refused.
         """
         routed = await self._context.router.load([event_id for _, event_id in pairs])
         accepted: list[Redelivery] = []
-        refused: list[Refusal] = []
+        refused: list[NotSent] = []
         for server, event_id in pairs:
             item = routed.get(event_id)
             if item is None:
-                refused.append((server, event_id, "not an event that this server sends"))
+                refused.append(NotSent(server, event_id, "not an event that this server sends"))
             elif isinstance(item, Bad):
-                refused.append((server, event_id, item.reason))
+                refused.append(NotSent(server, event_id, item.reason))
             elif server not in item.servers:
-                refused.append((server, event_id, "not for this server (or not of this shard)"))
+                reason = "not for this server (or not of this shard)"
+                refused.append(NotSent(server, event_id, reason))
             else:
                 pdu = item.pdu
                 accepted.append(Redelivery(server, event_id, pdu.room_id, pdu.stream_ordering))
@@ -160,22 +168,22 @@ class Operations:
         more = len(rows) == EVENTS_AT_ONCE and rows[-1].stream_ordering < end
         return Stretch(tuple(events), end, rows[-1].stream_ordering if more else None)
 
-    async def release(self, ids: Sequence[int]) -> list[Refusal]:
+    async def release(self, ids: Sequence[int]) -> list[NotSent]:
         """Send quarantined PDUs again, by the redelivery lane; return those that stay, and why."""
-        kept: list[Refusal] = []
+        kept: list[NotSent] = []
         for item in await self._context.store.quarantined(ids):
             kept += await self._release_one(item)
             await self._fan_out.look_again()
         return kept
 
-    async def _release_one(self, item: Quarantined) -> list[Refusal]:
+    async def _release_one(self, item: Quarantined) -> list[NotSent]:
         if item.event_id is None:
-            return [(item.destination or "*", item.kind, "an EDU cannot be sent again")]
+            return [NotSent(item.destination or "*", item.kind, "an EDU cannot be sent again")]
         if item.destination is not None:
             return await self.redeliver([(item.destination, item.event_id)], released=[item.id])
         routed = (await self._context.router.load([item.event_id])).get(item.event_id)
         if not isinstance(routed, Routed):
-            return [("*", item.event_id, _why_unsendable(routed))]
+            return [NotSent("*", item.event_id, _why_unsendable(routed))]
         await self._queue(_to_all(routed), [item.id])
         return []
 
@@ -191,7 +199,7 @@ class Operations:
         released: list[int] = []
         gone: list[Quarantined] = []
         kept: list[int] = []
-        refused: list[Refusal] = []
+        refused: list[NotSent] = []
         async with self._fan_out.between_steps():
             items = await store.quarantined_in_room(room_id, FREED_AT_ONCE + 1)
             for item in items[:FREED_AT_ONCE]:
@@ -204,7 +212,7 @@ class Operations:
                     released.append(item.id)
                     accepted += _to_all(routed)
                     continue
-                refused.append(("*", event_id, _why_unsendable(routed)))
+                refused.append(NotSent("*", event_id, _why_unsendable(routed)))
                 if routed is not None:
                     kept = [item.id]
                     break
