@@ -29,7 +29,7 @@ class TcpFeed(Section):
         description='Where to connect: "host:port" or "unix:/path".',
     )
     secret_file: SecretPath | None = Field(
-        default=None, description="File with the secret that is asked for there."
+        default=None, description="File with the secret that the server there asks for."
     )
     tls: bool = Field(default=False, description="Whether to speak TLS.")
     ca_file: FilePath | None = Field(
@@ -69,7 +69,7 @@ class RelayFeed(TcpFeed):
     disk_reserve: Bytes = Field(
         default=2 * GIB,
         ge=0,
-        description="So much of that disk stays free; a larger snapshot is not fetched.",
+        description="Disk space to keep free there; a snapshot that would use it is not fetched.",
     )
 
     def contradictions_in_use(self) -> Contradictions:
@@ -222,7 +222,8 @@ class Feed(Section):
     redis: RedisFeed = Field(default_factory=RedisFeed, description="Used when kind is redis.")
     http: HttpFeed = Field(
         default_factory=HttpFeed,
-        description="With redis: who is asked for typing and presence that we missed.",
+        description="With redis: the processes that are asked for typing and presence that we"
+        " missed.",
     )
 
     def missing(self) -> Contradictions:

@@ -71,8 +71,9 @@ class Backoff(Section):
     steady_for: Seconds = Field(
         default=120.0,
         ge=0,
-        description="For so long a server that was healthy in the last 24 h is tried each 10 s, or"
-        " each first if that is longer; then waits grow from there. 0 is not at all.",
+        description="How long a server that was healthy in the last 24 h is tried every 10 s"
+        " (or every first, if that is longer) before its waits grow; 0: they grow at"
+        " once.",
     )
     first: Seconds = Field(
         default=5.0,

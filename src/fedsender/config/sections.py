@@ -38,19 +38,21 @@ GIB: Final = 2**30
 class Presence(Section):
     """The presence of our users."""
 
-    enabled: bool = Field(default=True, description="Whether other servers are told at all.")
+    enabled: bool = Field(
+        default=True, description="Whether presence is sent to other servers at all."
+    )
     last_active_granularity: Seconds = Field(
-        default=60.0, ge=1, description="Activity is told again after so long."
+        default=60.0, ge=1, description="How often continuing activity is announced again."
     )
     excluded_rooms: tuple[str, ...] = Field(
         default=(),
-        description="Rooms that do not count when it is asked whom presence concerns"
+        description="Rooms that are ignored when deciding who gets a user's presence"
         " (exclude_rooms_from_presence).",
     )
 
 
 class Homeserver(Section):
-    """The homeserver: its events are sent, and here is where they are read."""
+    """The homeserver whose events are sent, and where they are read."""
 
     kind: Literal["embedded", "synapse"] = Field(
         default="embedded",
@@ -82,7 +84,7 @@ class Homeserver(Section):
         " [] means that we send everything.",
     )
     presence: Presence = Field(
-        default_factory=Presence, description="How present our users are, as Synapse is set."
+        default_factory=Presence, description="Our users' presence; set it as in Synapse."
     )
     device_names: bool = Field(
         default=False,
@@ -213,8 +215,8 @@ class Federation(Section):
         default=2500,
         ge=1,
         le=100_000,
-        description="Open connections; the longest idle is closed first, but those that lately"
-        " carried something for few servers last.",
+        description="Most open connections. Beyond it the one idle longest is closed; those"
+        " that lately carried something for few servers are closed last.",
     )
     user_agent_suffix: str | None = Field(
         default=None,
@@ -263,7 +265,7 @@ class Sending(Section):
     idle_destination: Seconds = Field(
         default=30.0,
         gt=0,
-        description="A destination with nothing to do for so long leaves memory.",
+        description="How long an idle destination stays in memory.",
     )
     drain: Seconds = Field(
         default=20.0,
@@ -284,7 +286,7 @@ class Ledger(Section):
     keep_bytes: Bytes = Field(
         default=2 * 2**30,
         ge=MIB,
-        description="The oldest files are removed when all are larger than this.",
+        description="When all files together are larger than this, the oldest are removed.",
     )
 
 
@@ -379,25 +381,25 @@ class Pipeline(Section):
     keep: Seconds | None = Field(
         default=None,
         ge=86_400,
-        description="The lake lets lines of the ledger go after so long; by default it keeps them.",
+        description="How long the lake keeps lines of the ledger; null: for good.",
     )
     textfile: FilePath | None = Field(
         default=None,
-        description="`pipeline run` writes its figures there, for the text file collector of"
-        " Prometheus' node exporter.",
+        description="Where `pipeline run` writes its figures, for the textfile collector of"
+        " Prometheus's node exporter.",
     )
     connections: int = Field(
         default=4,
         ge=1,
         le=64,
-        description="Those of an ingest that read a database side by side; one more holds what"
-        " they see. 1: it reads without Spark.",
+        description="Connections that read a database in parallel during an ingest, besides one"
+        " that holds the snapshot. 1: it reads without Spark.",
     )
     rows_per_second: int = Field(
         default=50_000,
         ge=100,
         le=10_000_000,
-        description="Rows that an ingest reads of a database at most, by all connections.",
+        description="Rows per second that an ingest reads at most, over all connections.",
     )
     spark: Spark = Field(default_factory=Spark, description="Which Spark runs the jobs.")
 
@@ -450,7 +452,8 @@ class Relay(Section):
         default=None, description="File with the access token that the homeserver gives."
     )
     keep_min: Seconds = Field(
-        default=3600.0, description="The log keeps everything for so long, whoever has it."
+        default=3600.0,
+        description="How long the log keeps everything, even if all senders have it.",
     )
     log_cap: Bytes = Field(
         default=8 * GIB,
@@ -460,13 +463,13 @@ class Relay(Section):
     disk_reserve: Bytes = Field(
         default=2 * GIB,
         ge=0,
-        description="So much of an SQLite's disk stays free, in the same way; then nothing is"
-        " taken in.",
+        description="Disk space to keep free with SQLite: the log shrinks for it, and then"
+        " appends are refused.",
     )
     snapshot_every: Seconds = Field(
         default=3600.0,
         ge=1,
-        description="A snapshot that was made for one sender is good for others for so long.",
+        description="How long a snapshot made for one sender serves others, too.",
     )
 
     def contradictions(self) -> Contradictions:

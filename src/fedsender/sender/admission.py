@@ -779,7 +779,7 @@ class Admission:
     @property
     def lanes(self) -> dict[str, Lane]:
         """The lanes by name."""
-        return {"quick": self.quick, "slow": self.slow, "long": self.long, "ill": self.ill}
+        return {"quick": self.quick, "slow": self.slow, "long": self.long, "failing": self.ill}
 
     @property
     def in_flight(self) -> int:
