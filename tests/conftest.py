@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,22 +59,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A test of a program that is missing is not run, and the summary says so. On CI, where
     FEDSENDER_ALL_PROGRAMS is set, it is run and fails.
 
-    What takes longest begins first, so that both processes end at about the same time. Long tests
-    are left out of a run of everything.
+    Files with the most slow tests begin first, and those of quick ones only are last: so no process
+    has a large file left when the other is done. Long tests are left out of a run of everything.
     """
     if items and _leaves_out_long(items[0].config):
         left_out = [item for item in items if item.get_closest_marker("long") is not None]
         items[0].config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    order: dict[str, int] = {}
+    first: set[Path] = set()
+    slow: Counter[Path] = Counter()
     for item in items:
         assert isinstance(item, pytest.Function)
-        first = any(name in item.fixturenames for name in _FIRST)
+        takes_long = any(name in item.fixturenames for name in _FIRST)
+        if takes_long:
+            first.add(item.path)
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.slow)
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         postgres = "postgres" in item.fixturenames or "postgresql" in map(str, parameters)
-        if first or postgres:
+        if takes_long or postgres:
             item.add_marker(pytest.mark.slow)
         for program in list(item.iter_markers("program")):
             item.add_marker(pytest.mark.slow)
@@ -81,8 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if shutil.which(name) is None and not os.environ.get("FEDSENDER_ALL_PROGRAMS"):
                 why = f"{name} is missing: apt-get install {package}"
                 item.add_marker(pytest.mark.skip(reason=why))
-        order[item.nodeid] = 0 if first else 1 if item.get_closest_marker("slow") else 2
-    items.sort(key=lambda item: order[item.nodeid])
+        slow[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: (item.path not in first, -slow[item.path]))
 
 
 def pytest_collection_finish() -> None:
