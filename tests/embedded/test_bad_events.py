@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.sender.harness import EPOCH_MS, HS, RemoteServer, World
 from tests.sender.test_database_errors import crashes
+from tests.store.ready_made import lay
 from trio.testing import MockClock
 
 from fedsender.embedded.facts import BadRow, prepare
@@ -88,11 +89,13 @@ class PushedWorld(World):
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> PushedWorld:
-    urls = [f"sqlite:///{tmp_path}/{name}.db" for name in ("homeserver", "sender")]
     if request.param == "postgresql":
         postgres = request.getfixturevalue("postgres")
-        urls = [postgres.create_schema(), postgres.create_schema()]
-    return PushedWorld(tmp_path, *urls)
+        homeserver, sender = postgres.create_schema(), postgres.create_schema()
+    else:
+        homeserver = lay(tmp_path / "homeserver.db", "homeserver")
+        sender = lay(tmp_path / "sender.db", "sender")
+    return PushedWorld(tmp_path, homeserver, sender)
 
 
 def event(room: str, **members: Json) -> dict[str, Json]:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, event
 from tests.servers import NewUrl
+from tests.store.ready_made import lay
 
 from fedsender.embedded.feeding import apply_tokens
 from fedsender.embedded.store import own_store
@@ -27,7 +28,7 @@ def config(homeserver_url: str, directory: Path) -> StoreConfig:
     return StoreConfig(
         homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
         homeserver_url=homeserver_url,
-        sender_url=f"sqlite:///{directory}/sender.db",
+        sender_url=lay(directory / "sender.db", "sender"),
         synchronous="OFF",
     )
 

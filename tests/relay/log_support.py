@@ -7,6 +7,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import trio
+from tests.store.ready_made import lay
 
 from fedsender.embedded.facts import prepare, rows_of
 from fedsender.embedded.intake import Intake, Writer
@@ -86,7 +87,7 @@ async def open_log(
 ) -> AsyncIterator[RelayLog]:
     """A relay's log on an SQLite in this directory, open for appends."""
     await trio.Path(directory).mkdir(exist_ok=True)
-    url = f"sqlite:///{directory / 'relay.sqlite3'}"
+    url = lay(directory / "relay.sqlite3", "homeserver")
     async with (
         open_relay_store(url, runtime, server_name, synchronous="OFF") as store,
         trio.open_nursery() as nursery,

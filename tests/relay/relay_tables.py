@@ -7,10 +7,10 @@ from typing import Any
 
 import sqlalchemy as sa
 from tests.relay.relay_world import new_directory
+from tests.store.ready_made import lay
 
 from fedsender.embedded.facts import prepare
 from fedsender.store import positions, tables
-from fedsender.store.migrations import upgrade
 from fedsender.streams import Json
 from fedsender_relay.database import RelayRows, SnapshotTables
 from fedsender_relay.snapshot import SnapshotInfo, write_snapshot
@@ -45,10 +45,9 @@ class Relay:
         self.newest: SnapshotInfo | None = None
         self.now_ms = NOW_MS
         self.count = 0
-        url = f"sqlite:///{self.directory / 'relay.db'}"
+        url = lay(self.directory / "relay.db", "homeserver")
         self._engine = sa.create_engine(url, poolclass=sa.NullPool)
         with self._engine.begin() as connection:
-            upgrade(connection, "homeserver")
             connection.execute(tables.relay_state.insert().values(id=1, first=1))
             connection.execute(tables.stream_epoch.insert().values(epoch=EPOCH, base=0))
 

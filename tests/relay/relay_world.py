@@ -16,6 +16,7 @@ import trio
 import trio.testing
 from tests.relay.lines import Netcat
 from tests.relay.log_support import pdu, runtime
+from tests.store.ready_made import lay
 
 from fedsender.config import Config, from_values
 from fedsender.embedded.facts import prepare
@@ -149,6 +150,7 @@ class World:
     async def running(self, **more: Any) -> AsyncIterator[World]:
         """The relay, from its start to its stop."""
         config = config_of(self.directory, self.settings)
+        lay(self.directory / DATABASE, "homeserver")
         opened = open_relay(
             config,
             self._runtime(),

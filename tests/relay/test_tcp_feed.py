@@ -18,6 +18,7 @@ from tests.relay.lines import Log, Netcat
 from tests.relay.shard import MemoryStore
 from tests.replication.support import ANYWHERE, SERVER, HandNetwork, RecordingSink, runtime_with
 from tests.replication.test_feed import SynapseTables, configured
+from tests.store.ready_made import lay
 
 from fedsender.config import Config, ConfigError
 from fedsender.embedded.store import EmbeddedStore, own_store
@@ -49,8 +50,8 @@ def pdu(number: int, **about: Any) -> list[Any]:
 async def homeserver_store(directory: Path) -> AsyncIterator[EmbeddedStore]:
     config = StoreConfig(
         homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
-        homeserver_url=f"sqlite:///{directory}/homeserver.db",
-        sender_url=f"sqlite:///{directory}/sender.db",
+        homeserver_url=lay(directory / "homeserver.db", "homeserver"),
+        sender_url=lay(directory / "sender.db", "sender"),
         synchronous="OFF",
     )
     async with open_store(config, real_runtime()) as store:
