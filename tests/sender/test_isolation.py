@@ -155,6 +155,42 @@ async def test_poison_with_nothing_else_to_be_sent_is_held_until_there_is(
 
 
 @pytest.mark.slow
+async def test_poison_at_the_head_of_each_of_two_rooms_is_found_by_what_is_behind(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """The suspect's room has nothing else; of the other one the oldest event is refused, too."""
+    async with world.run():
+        server = await begin(world, R1, R2)
+        server.reply = refuses(400)
+        await world.say(R1, "poison 1")
+        await world.say(R2, "poison 2")
+        await world.say(R2, "behind it")
+        await trio.sleep(DAY_S)
+        assert once(server) == ["before", "behind it"]
+        assert await quarantined(world) == 2
+
+
+@pytest.mark.slow
+async def test_a_poisonous_redelivery_holds_up_nothing_newer_of_its_room(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        server = await begin(world, R1, R2)
+        events = [world.pdu(room, "poison") for room in (R1, R2)]
+        for event in events:
+            await world.apply(event)
+        await trio.sleep(5)
+        server.reply = refuses(400)
+        pairs = [(A, event.event_id) for event in events]
+        assert await sender.operations.redeliver(pairs) == []
+        await trio.sleep(3600)
+        await world.say(R2, "behind it")
+        await trio.sleep(DAY_S)
+        assert "behind it" in once(server)
+        assert await quarantined(world) == 2
+
+
+@pytest.mark.slow
 async def test_a_restart_in_the_middle_of_a_search_goes_on_with_it(
     world: World, autojump_clock: MockClock
 ) -> None:

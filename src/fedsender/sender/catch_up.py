@@ -176,40 +176,51 @@ class CatchUp:
     async def fill_witness(
         self, draft: Draft, lsso: int, room_id: str, place: int, waiting: Waiting
     ) -> None:
-        """Put in one event that the draft is for: the next one of another room, or else an event of
-        this room above `place`, which may be out of turn.
+        """Put in one event that the draft is for: the next one of another room, or else an event
+        out of turn, which is of this room, above `place`, or behind one that was tried before.
 
         An event that stands in for others does so out of turn, too.
         """
-        here: int | None = None
-        waits_here = False
+        tried: list[tuple[str, int, bool]] = []
         while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE):
             lsso = owed[-1][1]
             wait = await waiting([each for each, _ in owed])
             for each, value in owed:
                 waits = wait.get(each, value) < value
                 if each == room_id:
-                    here, waits_here = value, waits
-                elif not waits and await self._fill_one(draft, each, value):
-                    return
+                    tried.insert(0, (each, value, waits))
+                elif not waits:
+                    if await self._fill_one(draft, each, value):
+                        return
+                    tried.append((each, value, waits))
+        for each, value, waits in tried:
+            after = place if each == room_id else 0
+            if await self._fill_behind(draft, each, after, value, waits=waits):
+                return
+
+    async def _fill_behind(
+        self, draft: Draft, room_id: str, after: int, value: int, *, waits: bool
+    ) -> bool:
+        """Put in the first event of the room above `after` that the draft is for."""
         answered = self.answered_in(room_id)
-        after = max(place, answered)
-        if here is None or after >= here:
-            return
-        events, _ = await self._owed(room_id, after, here)
+        after = max(after, answered)
+        if after >= value:
+            return False
+        events, _ = await self._owed(room_id, after, value)
         passed = 0
         for one in _one_by_one(events):
             if draft.is_for(one.event_id):
                 for outgoing in await self._load([one]):
-                    in_turn = not passed and after == answered and not waits_here
+                    in_turn = not passed and after == answered and not waits
                     lane = (
                         outgoing if in_turn else Outgoing(outgoing.pdu, "witness", one.supersedes)
                     )
                     draft.add_pdu(lane)
                     if in_turn:
                         draft.rooms_done[room_id] = one.stream_ordering
-                    return
+                    return True
             passed += self._sendable(one)
+        return False
 
     async def _fill_one(self, draft: Draft, room_id: str, value: int) -> bool:
         await self._fill_room(draft, room_id, value)

@@ -384,7 +384,9 @@ class Outbox:
             if self.owes_redeliveries:
                 _add_all(draft, await self._redeliveries(draft, policy))
             if draft.empty:
-                waiting = partial(self._behind_redeliveries, draft, held=suspect.mark)
+                waiting = partial(
+                    self._behind_redeliveries, draft, held=(suspect.mark, *search.refused)
+                )
                 room_id, place = suspect.room_id, suspect.place
                 await catch_up.fill_witness(draft, self.lsso, room_id, place, waiting)
         await self._quarantine_stuck(catch_up)
@@ -601,18 +603,18 @@ class Outbox:
         return ()
 
     async def _behind_redeliveries(
-        self, draft: Draft, rooms: Collection[str], *, held: str | None = None
+        self, draft: Draft, rooms: Collection[str], *, held: Collection[str] = ()
     ) -> Mapping[str, int]:
         """The rooms among these with redeliveries that are not in the draft, and the stream
         ordering of the oldest.
 
-        `held`: a suspect, which no other event waits for.
+        `held`: those that were refused alone, which no other event waits for.
         """
         if not self.owes_redeliveries:
             return {}
         ahead = {outgoing.pdu.event_id for outgoing in draft.pdus}
         return await self._context.store.oldest_redeliveries(
-            self.destination, rooms, ahead if held is None else {*ahead, held}
+            self.destination, rooms, {*ahead, *held}
         )
 
     # --- Catch-up ---------------------------------------------------------------------------------
