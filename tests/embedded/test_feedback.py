@@ -279,7 +279,10 @@ async def test_readers_are_few_and_leave_their_places(tmp_path: Path) -> None:
 class Recorder:
     """What `position` asks of it."""
 
-    epoch, first, head = "e90c", None, 9
+    epoch, first = "e90c", None
+
+    def stored(self) -> int:
+        return 9
 
 
 @asynccontextmanager

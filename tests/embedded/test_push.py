@@ -32,7 +32,7 @@ from fedsender.embedded.facts import (
     Record,
     prepare,
 )
-from fedsender.embedded.intake import Append, Intake, key_of
+from fedsender.embedded.intake import Append, Intake, OtherEpoch, key_of
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import EmbeddedStore, own_store
 from fedsender.runtime import real_runtime
@@ -143,6 +143,28 @@ async def test_an_append_that_comes_again_has_the_token_it_had(config: StoreConf
             await feed.intake.append([record(4), record(4, pdu(9))])
         assert await feed.intake.append([record(5)]) == [4]
         assert await stored(store) == [(1, "$e1"), (2, "$e2"), (3, "$e3"), (4, "$e5")]
+
+
+async def test_an_append_of_an_epoch_that_is_over_is_not_stored(config: StoreConfig) -> None:
+    """Else it would come before what a restored store lacks."""
+    async with pushed_to(config) as (feed, store):
+        epoch = feed.epoch
+        assert await feed.intake.append([record(1)], epoch) == [1]
+    async with pushed_to(config) as (feed, store):
+        with pytest.raises(OtherEpoch):
+            await feed.intake.append([record(2)], epoch)
+        assert [token for token, _ in await stored(store)] == [1]
+        assert await feed.intake.append([record(2)], feed.epoch) == [2]
+
+
+async def test_what_is_stored_is_not_told_before_it_has_been_read(config: StoreConfig) -> None:
+    """A homeserver would append everything again."""
+    runtime = real_runtime()
+    async with open_store(config, runtime) as store:
+        feed = PushFeed(runtime, own_store(store.homeserver), RecordingSink())
+
+        with pytest.raises(Full):
+            feed.intake.recorder.stored()
 
 
 async def test_requests_that_wait_share_a_transaction(config: StoreConfig) -> None:

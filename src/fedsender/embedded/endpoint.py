@@ -22,7 +22,15 @@ from fedsender.embedded.facts import (
     id_of,
 )
 from fedsender.embedded.feedback import BadCursor, Cursor, Feedback, Gap
-from fedsender.embedded.intake import MAX_APPENDS, Append, Busy, Intake, ReservationGone, Waiting
+from fedsender.embedded.intake import (
+    MAX_APPENDS,
+    Append,
+    Busy,
+    Intake,
+    OtherEpoch,
+    ReservationGone,
+    Waiting,
+)
 from fedsender.http.application import Body, Error, json_answer, new_app
 from fedsender.http.server import Admin, Bounds, MakeTls, Refusal, bad_param, not_found, serve_app
 from fedsender.runtime import Runtime
@@ -56,6 +64,12 @@ class Appends(Body):
     """Records in the order in which they are to stand."""
 
     appends: list[Append] = Field(min_length=1, max_length=MAX_APPENDS)
+    epoch: str | None = Field(
+        default=None,
+        max_length=64,
+        description="The epoch of the last answer. Once it is over nothing is taken, so that "
+        "records which a restored store lacks can come first.",
+    )
 
 
 class Reserve(Body):
@@ -116,7 +130,8 @@ async def append(request: Appends, intake: Reach) -> Response:
     stored, `{"event_id": "$...", "hashes": {...}, "signatures": {...}}`.
 
     After anything but a 200, or none, some may be there: send the same again, with the same ids.
-    409 FEDSENDER_RESERVATION_GONE: reserve again. 409 FEDSENDER_ID_REUSED: an id came with other
+    409 FEDSENDER_OTHER_EPOCH: `epoch` is over, and nothing was taken; ask for the position. 409
+    FEDSENDER_RESERVATION_GONE: reserve again. 409 FEDSENDER_ID_REUSED: an id came with other
     rows before. 409 FEDSENDER_SERVERS_OUTDATED: rooms have later rows than `as_of`; nothing of the
     record is stored, and `rooms` has the stored servers of the first of them, `others` counts the
     rest. 503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later
@@ -125,10 +140,10 @@ async def append(request: Appends, intake: Reach) -> Response:
     epoch = intake.recorder.epoch
     if intake.signer is None:
         with _refusals():
-            tokens = await intake.append(request.appends)
+            tokens = await intake.append(request.appends, request.epoch)
         return json_answer({"epoch": epoch, "tokens": tokens})
     with _refusals():
-        tokens, events = await intake.append_shown(request.appends)
+        tokens, events = await intake.append_shown(request.appends, request.epoch)
     return json_answer({"epoch": epoch, "tokens": tokens, "events": events})
 
 
@@ -162,12 +177,14 @@ async def position(request: Request, intake: AnyReach) -> Response:
     oldest token in a relay's log.
     """
     recorder, feedback = intake.recorder, request.app.state.feedback
+    with _refusals():
+        stored = recorder.stored()
     said = None if feedback is None else feedback.progress()
     return json_answer(
         {
             "epoch": recorder.epoch,
             "first": recorder.first,
-            "stored": recorder.head,
+            "stored": stored,
             **(dict.fromkeys(PROGRESS) if said is None else said._asdict()),
         }
     )
@@ -243,6 +260,8 @@ def _refusals(within_s: float = ANSWER_S) -> Iterator[None]:
         rooms = [each._asdict() for each in outdated.rooms]
         more = {"rooms": rooms, "others": outdated.others}
         raise Refusal(409, "FEDSENDER_SERVERS_OUTDATED", str(outdated), more) from outdated
+    except OtherEpoch as other:
+        raise Refusal(409, "FEDSENDER_OTHER_EPOCH", str(other)) from other
     except ReservationGone as gone:
         raise Refusal(409, "FEDSENDER_RESERVATION_GONE", str(gone)) from gone
     except Elsewhere as closed:

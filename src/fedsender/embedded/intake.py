@@ -68,6 +68,10 @@ class ReservationGone(Exception):
     """There is no such place (any more): it lapsed, or the relay began anew. Reserve again."""
 
 
+class OtherEpoch(Exception):
+    """The epoch that the caller named is over: what it takes for stored may be lost."""
+
+
 class Busy(Exception):
     """Too much is under way already. Try again later."""
 
@@ -187,7 +191,7 @@ class Writer:
         epoch: of the taker of the appends, 16 hex digits; another one after each start.
         first: the oldest token that a consumer can still ask for; head + 1: there is none; None:
             nothing is sent on to consumers.
-        head: the newest durable token; 0: there is none.
+        head: the newest durable token; 0: there is none; -1: the store has not been read yet.
         closed: the reason why appends are refused; None: they are taken.
 
     Args:
@@ -198,7 +202,7 @@ class Writer:
     def __init__(self, store: AppendStore, stored: Stored) -> None:
         self.epoch = ""
         self.first: int | None = None
-        self.head = 0
+        self.head = -1
         self.closed: Exception | None = Full("the store is not open yet")
         self._store = store
         self._stored = stored
@@ -217,6 +221,12 @@ class Writer:
         """Take nothing more; calls that wait are told."""
         self.closed = error
         self._waiting.fail(error)
+
+    def stored(self) -> int:
+        """The newest durable token; 0: there is none. Raises Full: it is not known yet."""
+        if self.head < 0:
+            raise Full("the store has not been read yet")
+        return self.head
 
     # --- what the intake asks ---------------------------------------------------------------------
 
@@ -237,9 +247,18 @@ class Writer:
             found.add(key)
         return found
 
-    async def append_all(self, records: Sequence[Record]) -> list[int]:
-        """Wait for room, put records in line, and wait until they are durable; their tokens."""
+    def check_epoch(self, epoch: str | None) -> None:
+        """Raise OtherEpoch unless this is the present one; None: the caller knows none."""
+        if epoch not in (None, self.epoch):
+            raise OtherEpoch(f"the epoch is {self.epoch} now: ask for the position first")
+
+    async def append_all(self, records: Sequence[Record], epoch: str | None = None) -> list[int]:
+        """Wait for room, put records in line, and wait until they are durable; their tokens.
+
+        Raises OtherEpoch, and the errors of `submit`.
+        """
         await self._waiting.room()
+        self.check_epoch(epoch)
         call = Call(len(records))
         self.submit(records, call)
         return await call.tokens_when_durable()
@@ -474,19 +493,23 @@ class Intake:
 
     # --- appending --------------------------------------------------------------------------------
 
-    async def append(self, appends: Sequence[Append]) -> list[int | None]:
+    async def append(self, appends: Sequence[Append], epoch: str | None = None) -> list[int | None]:
         """Take records in this order; their tokens once all are durable, None for no rows.
 
+        Args:
+            epoch: the one that the caller knows; None: it does not matter.
+
         Raises:
+            OtherEpoch: none was taken.
             BadRow, ReservationGone: something is wrong with one of them; none was taken.
             KeyReused, Outdated: one of them cannot be taken; the others may have been.
             Busy, Waiting, Full: not all are durable; send them all again.
             Elsewhere: the same, to the other instance.
         """
-        return await self._append(await self._check(appends))
+        return await self._append(await self._check(appends), epoch)
 
     async def append_shown(
-        self, appends: Sequence[Append]
+        self, appends: Sequence[Append], epoch: str | None = None
     ) -> tuple[list[int | None], list[JsonObject | None]]:
         """The same with a signer, and each record's event as it is stored (`EventSigner.stored`).
 
@@ -494,7 +517,7 @@ class Intake:
         """
         assert self.signer is not None
         checked = await self._check(appends)
-        tokens = await self._append(checked)
+        tokens = await self._append(checked, epoch)
         ids = [None if record is None else record.event_id for _, record in checked]
         return tokens, await self.signer.stored(ids)
 
@@ -521,12 +544,15 @@ class Intake:
         except BadRow as bad:
             raise BadRow(f"append {number}: {bad}") from bad
 
-    async def _append(self, checked: Sequence[tuple[Append, Record | None]]) -> list[int | None]:
+    async def _append(
+        self, checked: Sequence[tuple[Append, Record | None]], epoch: str | None
+    ) -> list[int | None]:
         self._lapse()
         records = [record for _, record in checked if record is not None]
         if not self._open and all(record and not each.reservation for each, record in checked):
-            return list(await self.recorder.append_all(records))
+            return list(await self.recorder.append_all(records, epoch))
         known = await self.recorder.known(records)
+        self.recorder.check_epoch(epoch)
         self._check_places(checked, known)
         calls = [self._enter(each, record, known) for each, record in checked]
         return [None if call is None else await self._token(call) for call in calls]

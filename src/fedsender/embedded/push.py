@@ -132,6 +132,8 @@ class PushFeed(Feed):
                     await self._follow()
         finally:
             self._writer.close(Full("the sender is stopping"))
+            # What waits for a place knows nothing of what a restored store lacks.
+            self.intake.begin_anew()
 
     async def _take_appends(self) -> None:
         """Take appends until another sender does."""
