@@ -21,23 +21,22 @@ BATCH = 50
 
 
 async def tell(homeserver: Homeserver, client: IntakeClient) -> None:
-    """Append every step, as one record each, so that both have the same tokens.
+    """Append every record; both have the same tokens.
 
     Raises:
-        DaemonDied: a step is refused, or has another token.
+        DaemonDied: a record is refused, or has another token.
     """
     told = 0
     while True:
         await homeserver.watermark.wait_past(told)
-        steps = homeserver.steps[told : told + BATCH]
-        records = [NewRecord(step.rows, f"step {step.token}") for step in steps]
+        records = [NewRecord(rows, id) for id, rows in homeserver.records[told : told + BATCH]]
         try:
             tokens = await client.append_all(records)
         except Refused as refused:
-            raise DaemonDied(f"step {told + 1} is refused: {refused}") from refused
-        if tokens != [step.token for step in steps]:
-            raise DaemonDied(f"step {told + 1} has token {tokens[0]}")
-        told += len(steps)
+            raise DaemonDied(f"record {told + 1} is refused: {refused}") from refused
+        if tokens != [*range(told + 1, told + 1 + len(records))]:
+            raise DaemonDied(f"record {told + 1} has token {tokens[0]}")
+        told += len(records)
         homeserver.asked.set()
 
 

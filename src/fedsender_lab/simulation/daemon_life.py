@@ -5,10 +5,12 @@ nothing that the old daemon does from then on is seen. So its directory is copie
 the copy is where the next life begins, and the old life may unwind as it likes.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +42,10 @@ SPEAKER: ContextVar[Observations | None] = ContextVar("SPEAKER", default=None)
 """In the tasks of a daemon: its observations."""
 WIRE_POINTS = ("request began", "request arrived", "answer leaves")
 SLOW_DATABASE_S = 0.05
+
+
+class Away(Exception):
+    """Nobody is there who could answer, or nobody any more."""
 
 
 class Crash(BaseException):
@@ -83,6 +89,38 @@ class CrashPlan:
         return True
 
 
+async def answer_in(nursery: trio.Nursery | None, question: Callable[[], Awaitable[T]]) -> T:
+    """The answer of a task in `nursery`, which ends with it, or as soon as nobody waits for it.
+
+    Raises Away, and the errors of `question`.
+    """
+    if nursery is None:
+        raise Away
+    answer: list[T] = []
+    failure: list[Exception] = []
+    done, scope = trio.Event(), trio.CancelScope()
+
+    async def run() -> None:
+        try:
+            with scope:
+                answer.append(await question())
+        except Exception as error:
+            failure.append(error)
+        finally:
+            done.set()
+
+    nursery.start_soon(run)
+    try:
+        await done.wait()
+    finally:
+        scope.cancel()
+    if failure:
+        raise failure[0]
+    if not answer:
+        raise Away
+    return answer[0]
+
+
 class Life:
     """One life of the daemon.
 
@@ -106,7 +144,7 @@ class Life:
         checks: CommitChecks,
         wire: WireChecks,
         plan: CrashPlan,
-        opened: Callable[[], None],
+        opened: Callable[[Life], None],
         replica: Callable[[], None],
     ) -> None:
         self.number = number
@@ -183,7 +221,7 @@ class Life:
             _heed_locks(daemon.store.homeserver, self._observed)
             if self._observed.has_others:
                 answer_as_synapse(daemon.store.homeserver, self._observed)
-            self._opened()
+            self._opened(self)
             async with trio.open_nursery() as acts:
                 self.acts = acts
                 try:
@@ -194,6 +232,13 @@ class Life:
                 acts.cancel_scope.cancel()
             self.draining = True
         self.daemon = None
+
+    async def ask(self, question: Callable[[Daemon], Awaitable[T]]) -> T:
+        """The daemon's answer. Raises Away, and the errors of `question`."""
+        daemon = self.daemon
+        if daemon is None:
+            raise Away
+        return await answer_in(self.acts, lambda: question(daemon))
 
     def stop(self) -> None:
         """End in order."""

@@ -13,17 +13,12 @@ import orjson
 import trio
 
 from fedsender.daemon import Daemon
-from fedsender.replication.commands import RemoteServerUp
-from fedsender.runtime import Runtime
 from fedsender_lab.simulation.behaviours import Mode
 from fedsender_lab.simulation.checks import CommitChecks
 from fedsender_lab.simulation.daemon_life import Life
 from fedsender_lab.simulation.disk import HOMESERVER, SENDER, Disk
 from fedsender_lab.simulation.observations import Failover, Observations, RoomLock, Unanswered
 from fedsender_lab.simulation.receiver import Attempt
-from fedsender_lab.testing.network import MemoryStream
-from fedsender_lab.testing.rooms import Homeserver
-from fedsender_relay.line_server import StreamServer, open_replication_server
 
 SECRET_CONTENT = "for-your-device-only"
 FULL = "/dev/full"
@@ -31,51 +26,6 @@ BUSY = 50
 """Events behind one that cannot be sent: a busy room."""
 GRACE_S = 5.0
 """Seconds after which records that depend on a lost line may still be written."""
-
-
-class Replication:
-    """The homeserver's replication endpoint; it can be down."""
-
-    certificate: tuple[str, ...] = ()
-
-    def __init__(self, homeserver: Homeserver, runtime: Runtime) -> None:
-        self.up = True
-        self._homeserver = homeserver
-        self._runtime = runtime
-        self._server: StreamServer | None = None
-        self._streams: list[MemoryStream] = []
-
-    def knock(self) -> str:
-        return "open" if self.up else "refused"
-
-    async def converse(self, stream: MemoryStream) -> None:
-        self._streams.append(stream)
-        assert self._server is not None
-        await self._server.serve(stream)
-
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve for ever."""
-        streams = {"events": self._homeserver}
-        async with open_replication_server(
-            self._homeserver.name, streams, [], self._runtime
-        ) as self._server:
-            task_status.started()
-            await trio.sleep_forever()
-
-    def go_down(self) -> None:
-        """Break every connection and accept none."""
-        self.up = False
-        for stream in self._streams:
-            stream.reset()
-        self._streams.clear()
-
-    def server_up(self, server: str) -> None:
-        """Tell all senders that this server is alive."""
-        if self._server is not None:
-            self._server.announce(RemoteServerUp(server))
-
-    def heal(self) -> None:
-        """Nothing is wrong with it but that it is away."""
 
 
 class Operator:

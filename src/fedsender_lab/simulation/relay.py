@@ -16,10 +16,11 @@ from fedsender.config import from_values
 from fedsender.embedded.facts import BadRow, Full, KeyReused
 from fedsender.embedded.intake import Append, Busy, ReservationGone, Waiting
 from fedsender.streams import Json
+from fedsender_lab.simulation.daemon_life import Away
 from fedsender_lab.simulation.observations import Violation, log_goes_to, traceback_in
 from fedsender_lab.simulation.relay_checks import RelayViews, name_of
 from fedsender_lab.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
-from fedsender_lab.simulation.relay_station import Away, RelayStation
+from fedsender_lab.simulation.relay_station import RelayStation
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.world import run_world
 from fedsender_lab.testing.appends import append_of

@@ -8,57 +8,47 @@ to the relay; the invariants of both hold, and the homeserver's events reach eve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import trio
 
 from fedsender.config import Config, from_values
-from fedsender.embedded.facts import Full
-from fedsender.embedded.intake import Busy, Waiting
-from fedsender_lab.simulation.daemon_life import SPEAKER
+from fedsender.embedded.intake import Intake
+from fedsender_lab.simulation.daemon_life import SPEAKER, Life
 from fedsender_lab.simulation.observations import Observations, log_goes_to, traceback_in
+from fedsender_lab.simulation.outbox import Outbox
 from fedsender_lab.simulation.receiver import make_site
 from fedsender_lab.simulation.relay import SETTINGS
 from fedsender_lab.simulation.relay_checks import RelayViews
 from fedsender_lab.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
-from fedsender_lab.simulation.relay_station import Away, RelayStation
+from fedsender_lab.simulation.relay_station import RelayStation
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.scenario import Scenario
 from fedsender_lab.simulation.world import ORIGIN, Size, configuration, found, people, run_world
-from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import derived
 from fedsender_lab.testing.network import Internet, MemoryStream
 from fedsender_lab.testing.rooms import Homeserver
-from fedsender_relay.daemon import RelayDaemon
 
 DOOR: Final = Path("/run/relay.sock")
-AT_ONCE: Final = 40
-CALL_S: Final = 30.0
+T = TypeVar("T")
 
 
-class RelayFront:
-    """The homeserver's way to its senders; also the door of the relay, for them.
-
-    Attributes:
-        up: the homeserver is there.
-    """
+class RelayFront(Outbox):
+    """The homeserver's way to its senders; also the door of the relay, for them."""
 
     certificate: tuple[str, ...] = ()
 
     def __init__(
         self, homeserver: Homeserver, station: RelayStation, views: RelayViews, rng: Random
     ) -> None:
-        self.up = True
-        self.told = 0
-        self._homeserver = homeserver
+        super().__init__(homeserver, self._put, rng, views.counts)
         self._station = station
         self._views = views
-        self._random = rng
 
     # --- the door ---------------------------------------------------------------------------------
 
@@ -74,8 +64,11 @@ class RelayFront:
 
     # --- the homeserver's side --------------------------------------------------------------------
 
-    def go_down(self) -> None:
-        self.up = False
+    async def _put(self, question: Callable[[Intake], Awaitable[T]]) -> T:
+        return await self._station.ask(lambda relay: question(relay.intake))
+
+    def opened(self, life: Life) -> None:
+        """A sender comes to the relay by itself."""
 
     def server_up(self, server: str) -> None:
         """A relay has no word for it."""
@@ -89,48 +82,17 @@ class RelayFront:
         name = f"{message}-{server}"
         self._homeserver.tell(name, ["edu", ["to_device", server, name, content]])
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Tell the relay of everything, in order, until cancelled."""
-        task_status.started()
-        audience = {happening.event_id: happening.servers for happening in self._homeserver.steps}
-        seen = len(self._homeserver.steps)
-        while True:
-            for happening in self._homeserver.steps[seen:]:
-                audience[happening.event_id] = happening.servers
-            seen = len(self._homeserver.steps)
-            waiting = self._homeserver.records[self.told : self.told + AT_ONCE]
-            for name, rows in waiting:
-                if name not in self._views.rows:
-                    self._views.send_in(name, rows)
-                    self._views.audience[name] = audience.get(name, ())
-            if waiting and self.up and await self._append(waiting):
-                self.told += len(waiting)
-                continue
-            await trio.sleep(self._random.uniform(0.05, 1.0))
+    def sending(self, name: str, rows: Sequence[Any]) -> None:
+        if name not in self._views.rows:
+            self._views.send_in(name, rows)
+            happening = self._homeserver.by_id.get(name)
+            self._views.audience[name] = () if happening is None else happening.servers
 
-    async def _append(self, records: Sequence[tuple[str, Sequence[Any]]]) -> bool:
-        """Whether they were answered 200, and the answer came through."""
-        counts = self._views.counts
-        appends = [append_of(name, rows) for name, rows in records]
+    def answered(self, epoch: str, token: int, name: str) -> None:
+        self._views.answer(epoch, token, name)
 
-        async def ask(relay: RelayDaemon) -> tuple[str, list[int | None]]:
-            return relay.log.epoch, await relay.intake.append(appends)
-
-        with trio.move_on_after(CALL_S) as call:
-            try:
-                epoch, tokens = await self._station.ask(ask)
-            except (Full, Busy, Waiting, Away) as refused:
-                counts[f"answered {type(refused).__name__}"] += 1
-                return False
-        if call.cancelled_caught or self._random.random() < 0.05:
-            counts["answers lost"] += 1
-            return False
-        for number, (token, (name, _)) in enumerate(zip(tokens, records, strict=True)):
-            if token != self.told + number + 1:
-                self._views.fail("token", f"{name} is {token}, not {self.told + number + 1}")
-            self._views.answer(epoch, token or 0, name)
-            counts["answered 200"] += 1
-        return True
+    def wrong(self, text: str) -> None:
+        self._views.fail("token", text)
 
     # --- at the end -------------------------------------------------------------------------------
 
@@ -231,7 +193,7 @@ class SendersWorld:
                 origins,
                 {index: site for index, site in sites.items() if is_mine(site.name)},
                 internet,
-                front,
+                lambda _: front,
             )
             world.observed.trace = views.trace
             self.shards.append(

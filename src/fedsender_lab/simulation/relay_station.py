@@ -24,7 +24,13 @@ import trio
 from fedsender.config import Config
 from fedsender.embedded.facts import rows_of
 from fedsender.runtime import Limiter, real_runtime
-from fedsender_lab.simulation.daemon_life import Crash, copy_files, disk_full
+from fedsender_lab.simulation.daemon_life import (
+    Away,
+    Crash,
+    answer_in,
+    copy_files,
+    disk_full,
+)
 from fedsender_lab.simulation.relay_checks import PATIENCE, Files, RelayChecks, RelayViews, name_of
 from fedsender_lab.testing.clock import derived, virtual_runtime
 from fedsender_lab.testing.network import MemoryStream, memory_connection
@@ -205,10 +211,6 @@ KINDS: Final = ("before commit", "after commit", "snapshot")
 LOOK_EVERY_S: Final = 20.0
 COPY_EVERY_S: Final = 600.0
 PLENTY: Final = 2**40
-
-
-class Away(Exception):
-    """There is no relay, or no more before it has answered."""
 
 
 class RelayStation:
@@ -428,32 +430,10 @@ class RelayStation:
 
     async def ask(self, question: Callable[[RelayDaemon], Awaitable[T]]) -> T:
         """The relay's answer to a request. Raises Away, and the errors of `question`."""
-        relay, nursery = self.relay, self._nursery
-        if relay is None or nursery is None:
+        relay = self.relay
+        if relay is None:
             raise Away
-        answer: list[T] = []
-        failure: list[Exception] = []
-        done, scope = trio.Event(), trio.CancelScope()
-
-        async def run() -> None:
-            try:
-                with scope:
-                    answer.append(await question(relay))
-            except Exception as error:
-                failure.append(error)
-            finally:
-                done.set()
-
-        nursery.start_soon(run)
-        try:
-            await done.wait()
-        finally:
-            scope.cancel()
-        if failure:
-            raise failure[0]
-        if not answer:
-            raise Away
-        return answer[0]
+        return await answer_in(self._nursery, partial(question, relay))
 
     def serve(self, stream: trio.abc.Stream) -> None:
         """A consumer connects. Raises ConnectionRefusedError."""

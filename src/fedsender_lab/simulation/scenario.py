@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -91,7 +90,7 @@ class Scenario:
         async with trio.open_nursery() as self._nursery:
             nursery = self._nursery
             if world.leads:
-                await nursery.start(world.replication.run)
+                await nursery.start(world.front.run)
             nursery.start_soon(self._keep_daemon_alive)
             if world.leads:
                 await self._found_rooms()
@@ -137,7 +136,7 @@ class Scenario:
             checks=world.commits,
             wire=world.wire,
             plan=world.plan,
-            opened=partial(self._has_opened, self._lives),
+            opened=self._has_opened,
             replica=self._replica.committed,
         )
 
@@ -152,8 +151,9 @@ class Scenario:
                 if p99 > fair_s:
                     self._observed.fail("fairness", f"p99 to {name} servers is {p99:.2f} s")
 
-    def _has_opened(self, number: int) -> None:
-        self._opened.advance(number)
+    def _has_opened(self, life: Life) -> None:
+        self._opened.advance(life.number)
+        self._world.front.opened(life)
         self._observed.clock_was_set = False
         self._has_begun_anew()
 
@@ -306,7 +306,7 @@ class Scenario:
     def _say_server_up(self) -> None:
         server = self._rng.choice(self._world.servers).name
         self._observed.views.of[server].wakes.append((trio.current_time(), False))
-        self._world.replication.server_up(server)
+        self._world.front.server_up(server)
 
     async def _live_of(self, index: int, server: RemoteServer) -> None:
         """One server's moods, one after the other."""
@@ -337,11 +337,11 @@ class Scenario:
 
     async def _fail_homeserver(self, seconds: float) -> None:
         self._observed.counts["homeserver restarts"] += 1
-        self._world.replication.go_down()
+        self._world.front.go_down()
         try:
             await trio.sleep(seconds)
         finally:
-            self._world.replication.up = True
+            self._world.front.up = True
 
     async def _back_up_and_restore(self, seconds: float) -> None:
         """Once: a backup in the middle of a catch-up, and much later the way back to it."""
@@ -420,7 +420,7 @@ class Scenario:
             server.heal()
         world.plan.enabled = False
         if world.leads:
-            world.replication.heal()
+            world.front.heal()
         if self._life is not None:
             self._life.crash("healed")
         await self._opened.wait_past(self._lives)

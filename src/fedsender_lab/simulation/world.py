@@ -19,23 +19,22 @@ from fedsender_lab.simulation.checks import (
     WaitChecks,
     WireChecks,
 )
-from fedsender_lab.simulation.daemon_life import CrashPlan
-from fedsender_lab.simulation.disasters import SECRET_CONTENT, Replication
+from fedsender_lab.simulation.daemon_life import CrashPlan, Life
+from fedsender_lab.simulation.disasters import SECRET_CONTENT
 from fedsender_lab.simulation.disk import Disk
 from fedsender_lab.simulation.observations import Observations, ServerViews
+from fedsender_lab.simulation.outbox import PushFront
 from fedsender_lab.simulation.receiver import Inspector, RemoteServer, Site, make_site, publish
-from fedsender_lab.testing.clock import Trace, derived, now_ms, run_virtually, virtual_runtime
-from fedsender_lab.testing.network import Internet, MemoryNetwork
+from fedsender_lab.testing.clock import Trace, derived, now_ms, run_virtually
+from fedsender_lab.testing.network import Internet
 from fedsender_lab.testing.rooms import Homeserver, Signer
 
 T = TypeVar("T")
 
 ORIGIN = "home.example"
 KEY_VERSION = "sim"
-FEED = ("127.0.0.1", 9092)
 MAX_BYTES = 256 * 1024
 GAP_EVENTS = 12
-TOKEN_GAPS = 0.1
 MOST_TRANSACTIONS_BETWEEN_CRASHES = 350
 
 MEMORY_DISK = Path("/dev/shm")
@@ -80,11 +79,15 @@ class Front(Protocol):
     up: bool
 
     async def run(self, task_status: trio.TaskStatus[None] = ...) -> None:
-        """Serve for ever."""
+        """Tell the senders everything, for ever."""
         ...
 
     def go_down(self) -> None:
-        """Break every connection and accept none."""
+        """Be away: nothing is asked, and an answer on its way is lost."""
+        ...
+
+    def opened(self, life: Life) -> None:
+        """A sender has begun."""
         ...
 
     def server_up(self, server: str) -> None:
@@ -114,7 +117,7 @@ class World:
     homeserver: Homeserver
     servers: list[RemoteServer]
     internet: Internet
-    replication: Front
+    front: Front
     observed: Observations
     commits: CommitChecks
     wire: WireChecks
@@ -154,7 +157,6 @@ def found(size: Size, names: Sequence[str], *, dense: bool = False) -> Origins:
         now_ms=now_ms,
         tells_all=dense,
         forks=True,
-        gaps=0 if dense else TOKEN_GAPS,
     )
     return Origins(
         homeserver,
@@ -172,10 +174,11 @@ def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
     ]
     origins = found(size, [site.name for site in sites])
     internet = Internet(derived(size.seed, "internet"), nursery, by_table=size.hostile)
-    runtime = virtual_runtime(derived(size.seed, "replication"), MemoryNetwork(internet))
-    replication = Replication(origins.homeserver, runtime)
-    internet.listeners[FEED] = replication
-    world = people(size, directory, origins, dict(enumerate(sites)), internet, replication)
+
+    def make_front(observed: Observations) -> PushFront:
+        return PushFront(origins.homeserver, observed, derived(size.seed, "front"))
+
+    world = people(size, directory, origins, dict(enumerate(sites)), internet, make_front)
     world.observed.has_others = True
     return world
 
@@ -186,7 +189,7 @@ def people(
     origins: Origins,
     sites: Mapping[int, Site],
     internet: Internet,
-    replication: Front,
+    make_front: Callable[[Observations], Front],
 ) -> World:
     """The servers at these sites, by their numbers, and a sender that is to send to them."""
     homeserver = origins.homeserver
@@ -211,7 +214,7 @@ def people(
         homeserver=homeserver,
         servers=servers,
         internet=internet,
-        replication=replication,
+        front=make_front(observed),
         observed=observed,
         commits=CommitChecks(observed, ledger),
         wire=wire,
@@ -229,7 +232,7 @@ def configuration(directory: Path, **more: Mapping[str, object] | str) -> Config
         "server_name": ORIGIN,
         "signing_key": "signing.key",
         "homeserver": {"database": "homeserver.sqlite3"},
-        "feed": {"kind": "tcp", "tcp": {"address": f"{FEED[0]}:{FEED[1]}"}},
+        "feed": {"kind": "push", "push": {"token_file": "append.token"}},
         "federation": {"verify_certificates": False, "max_connections": 60},
         "sending": {
             "max_in_flight": 24,

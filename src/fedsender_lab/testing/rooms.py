@@ -6,9 +6,9 @@ Matrix specification's "Room Versions" pages and of the server-server API ("Addi
 signatures to outgoing events").
 
 `Homeserver` is a history of them, seeded, so that a run can be repeated. Each of its steps is one
-token of the events stream: the rows that are told to a sender, and, from nothing but its own table
-of memberships, the servers that must get the event. These rules are written down here a second
-time, on purpose, and not taken from the sender: a run is held against them.
+record for a sender, with the rows that it is told, and, from nothing but its own table of
+memberships, the servers that must get the event. These rules are written down here a second time,
+on purpose, and not taken from the sender: a run is held against them.
 """
 
 import random
@@ -200,10 +200,11 @@ def _unpadded(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of the events stream.
+    """Something that happened in a room, and is told as one record.
 
     Attributes:
-        rows: of this token, in order; a step that no sender needs to know of has none.
+        token: of the record, or, if no sender is told of the step, of the last one before it.
+        rows: of the record, in order; a step that no sender needs to know of has none.
         event: of this step.
         servers: the servers that must get it from this homeserver, by name; empty for other
         servers' events.
@@ -280,7 +281,7 @@ class Homeserver:
         steps: its history, oldest first.
         by_hash, by_id: the steps by content hash and by event id.
         redacted: event id -> the token that took it back.
-        records: id and rows of each token; those of steps, and those of `tell`.
+        records: id and rows of each token, from 1 on; those of steps, and those of `tell`.
         due: how many deliveries all of it asks for.
         counts: how often some things happened.
         room_versions: room id -> identifier of its version.
@@ -299,7 +300,6 @@ class Homeserver:
         versions: Sequence[str] = ALL_VERSIONS,
         tells_all: bool = False,
         forks: bool = False,
-        gaps: float = 0.0,
     ) -> None:
         """`servers` are the others; room `versions` take turns.
 
@@ -308,7 +308,6 @@ class Homeserver:
 
         Args:
             forks: now and then an event is for other servers than are in its room.
-            gaps: share of the tokens that are given to a writer that then writes nothing.
         """
         self.name = signer.server
         self.steps: list[Step] = []
@@ -328,7 +327,6 @@ class Homeserver:
         self._now_ms = now_ms
         self._versions = versions
         self._tells_all = tells_all
-        self._gaps = gaps
         self._tokens: list[int] = []
         self._token = 0
         self._told: set[str] = set()
@@ -590,7 +588,6 @@ class Homeserver:
         turned_away = _turned_away(kind, sender, state_key, content, was)
         audience = (before | {*plus}) - {*minus} | turned_away
         own = self._is_own(kind, sender, flags)
-        self._token += 1 + (self._rng.random() < self._gaps)
         rows: list[list[Any]] = []
         if self._tells_of(sender, flags):
             details = {
@@ -605,6 +602,8 @@ class Homeserver:
             rows.append(["hosts", [room.room_id, sorted(now - before), sorted(before - now)]])
         if redacts is not None:
             rows.append(["redaction", [event.event_id, redacts]])
+        self._token += bool(rows)
+        if redacts is not None:
             self.redacted[redacts] = self._token
         self.counts["re-joins"] += sum((room.room_id, each) in self._gone for each in now - before)
         self._gone.update((room.room_id, server) for server in before - now)
@@ -625,7 +624,8 @@ class Homeserver:
 
     def _note(self, step: Step) -> None:
         self.steps.append(step)
-        self.records.append((step.event_id, step.rows))
+        if step.rows:
+            self.records.append((step.event_id, step.rows))
         self.by_hash[step.content["hashes"]["sha256"]] = step
         self.by_id[step.event_id] = step
         self.due += len(step.servers)

@@ -11,6 +11,8 @@ import pytest
 import structlog
 import trio
 
+from fedsender.embedded import appends
+from fedsender.embedded.intake import Writer
 from fedsender.embedded.store import EmbeddedStore
 from fedsender.ledger import Ledger, Line
 from fedsender.runtime import SteadyClock
@@ -68,6 +70,20 @@ def test_i1_a_database_that_was_set_back_is_taken_for_our_own(
     monkeypatch.setattr(EmbeddedStore, "_check_stored", lambda *_: None)
 
     assert goes_red("I1")
+
+
+def test_token_newer_records_come_before_those_that_were_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Writer, "check_epoch", lambda *_: None)
+
+    assert goes_red("token")
+
+
+def test_token_an_append_that_comes_again_is_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appends, "find_appends", lambda *_: {})
+
+    assert goes_red("token")
 
 
 def test_unnoticed_a_failover_that_is_seen_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
