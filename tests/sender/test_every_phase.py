@@ -16,6 +16,7 @@ from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
 from fedsender.sender.context import Phase
+from fedsender.sender.operations import Operations
 from fedsender.sender.sender import Sender
 from fedsender.store import StoreClosed
 
@@ -242,6 +243,21 @@ ORDERS: dict[str, Callable[[Scene], Awaitable[None]]] = {
     "drain": drain,
     "foreign-reset": foreign_reset,
 }
+ELSEWHERE = {
+    "is_known",  # It changes nothing.
+    "hold",  # Here it is `resume`.
+    "drop",  # What is in quarantine waits for no phase, in these three.
+    "drop_room",
+    "release_room",
+    "redeliver_since",  # It finds the events, and is `redeliver` from there on.
+}
+
+
+def test_every_order_of_an_operator_is_tried_in_every_phase() -> None:
+    """A new one belongs into `ORDERS`."""
+    ours = {name for name in vars(Operations) if not name.startswith("_")}
+    assert ours - ELSEWHERE <= ORDERS.keys()
+    assert ours >= ELSEWHERE
 
 
 # --- what must hold -------------------------------------------------------------------------------
