@@ -92,7 +92,7 @@ def test_changed_twice_it_passes_no_event_whichever_fault(fault: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("faults", [*combinations(LIST_FAULTS, 2)])
+@pytest.mark.parametrize("faults", [*combinations(LIST_FAULTS, 2)], ids="+".join)
 def test_a_changed_list_passes_no_event_whichever_two_faults_meet(faults: tuple[str, str]) -> None:
     holds(Lists(*faults, wants=("BC",)))
 
