@@ -76,6 +76,11 @@ class ReservationLost(Refused):
     """The reservation lapsed, or the relay was restarted. Reserve again, and append by that."""
 
 
+class EpochOver(Refused):
+    """The epoch that the append named is over, and nothing was taken. Ask for the position, and
+    append again what is not stored, before anything newer."""
+
+
 class OutcomesLost(Refused):
     """The ledger is not kept back to the cursor: some outcomes will never be told.
 
@@ -214,18 +219,24 @@ class IntakeClient:
         record = NewRecord(rows, id or secrets.token_hex(16), reservation)
         return (await self.append_all([record]))[0]
 
-    async def append_all(self, records: Sequence[NewRecord]) -> list[int | None]:
+    async def append_all(
+        self, records: Sequence[NewRecord], *, epoch: str | None = None
+    ) -> list[int | None]:
         """Append records, in this order; their tokens, None where there were no rows.
 
         Tries until they are on disk.
 
+        Args:
+            epoch: of the last `position`; None: they may come before what a restored store lacks.
+
         Raises:
+            EpochOver.
             Refused: a row that the relay does not take, an id that came with other rows, a token
                 that is not the relay's; none of them is there then, unless the id was.
             ReservationLost, ServersOutdated.
             NotTrusted: as does every other method that asks.
         """
-        tokens: list[int | None] = (await self._append(records))["tokens"]
+        tokens: list[int | None] = (await self._append(records, epoch))["tokens"]
         return tokens
 
     async def append_to_sign(self, records: Sequence[NewRecord]) -> list[dict[str, Any] | None]:
@@ -236,8 +247,12 @@ class IntakeClient:
         events: list[dict[str, Any] | None] = (await self._append(records))["events"]
         return events
 
-    async def _append(self, records: Sequence[NewRecord]) -> dict[str, Any]:
-        return await self._until_done("append", {"appends": [each.as_json() for each in records]})
+    async def _append(
+        self, records: Sequence[NewRecord], epoch: str | None = None
+    ) -> dict[str, Any]:
+        named = {} if epoch is None else {"epoch": epoch}
+        appends = [each.as_json() for each in records]
+        return await self._until_done("append", {"appends": appends, **named})
 
     async def set_servers(
         self, rooms: Mapping[str, Collection[str]], *, as_of: int | None = None
@@ -352,7 +367,7 @@ class IntakeClient:
         if errcode == "FEDSENDER_SERVERS_OUTDATED":
             rooms = [_room_of(room) for room in said["rooms"]]
             raise ServersOutdated(response.status_code, errcode, error_text, rooms)
-        kind = ReservationLost if errcode == "FEDSENDER_RESERVATION_GONE" else Refused
+        kind = _REFUSALS.get(errcode, Refused)
         raise kind(response.status_code, errcode, error_text)
 
     def _leave(self, at: int) -> None:
@@ -370,6 +385,12 @@ class IntakeClient:
         size = {"Host": url.netloc.decode(), "Content-Length": str(len(content))}
         headers = {**http.headers, **size}
         return httpx.Request("POST", url, headers=headers, stream=_Body(content))
+
+
+_REFUSALS: Final = {
+    "FEDSENDER_OTHER_EPOCH": EpochOver,
+    "FEDSENDER_RESERVATION_GONE": ReservationLost,
+}
 
 
 def _http_client(peer: HttpPeer, token: str, ca_file: str | None) -> httpx.AsyncClient:

@@ -203,6 +203,7 @@ class Worker(threading.Thread):
         self.socket = directory / "append.sock"
         self.token = (directory / "append.token").read_text().strip()
         self.stopping = threading.Event()
+        self.epoch = ""
 
     def run(self) -> None:
         db, size, looked = self.homeserver.connect(), BATCH, float("-inf")
@@ -231,7 +232,7 @@ class Worker(threading.Thread):
             elif status == 400:
                 self.set_aside(db, batch[0], answer["error"])
             else:
-                # It may be another store that answers next.
+                # It may be another store that answers next, or does already (409).
                 looked = float("-inf")
 
     def compare(self, db: sqlite3.Connection) -> bool:
@@ -239,6 +240,7 @@ class Worker(threading.Thread):
         status, answer = self.request("GET", "position")
         if status != 200:
             return False
+        self.epoch = answer["epoch"]
         db.execute("UPDATE outbox SET token = NULL WHERE token > ?", (answer["stored"],))
         if answer["delivered"] is not None:
             db.execute("DELETE FROM outbox WHERE token <= ?", (answer["delivered"],))
@@ -246,7 +248,7 @@ class Worker(threading.Thread):
 
     def append(self, batch: list[tuple[int, str, str]]) -> tuple[int, dict[str, Any]]:
         appends = [{"id": name, "rows": json.loads(rows)} for _, name, rows in batch]
-        return self.request("POST", "append", json.dumps({"appends": appends}))
+        return self.request("POST", "append", json.dumps({"appends": appends, "epoch": self.epoch}))
 
     def request(
         self, method: str, name: str, body: str | None = None

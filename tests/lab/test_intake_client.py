@@ -27,6 +27,7 @@ from fedsender.embedded.facts import Ephemeral, prepare_ephemeral, rows_of
 from fedsender.embedded.intake import Intake
 from fedsender.runtime import real_runtime
 from fedsender_lab.intake_client import (
+    EpochOver,
     IntakeClient,
     NewRecord,
     NotTrusted,
@@ -83,6 +84,19 @@ async def test_a_200_means_that_it_is_in_the_log(tmp_path: Path) -> None:
             position = await relay.position()
         assert position == Position(log_of(intake).epoch, 499, first=1)
         assert numbers(await lines_after(log_of(intake), 0)) == list(range(1, 500))
+
+
+async def test_an_append_by_an_epoch_that_is_over_tells_the_caller_to_look(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, address), IntakeClient.at(address, TOKEN) as relay:
+        before = (await relay.position()).epoch
+        assert await relay.append_all([NewRecord([pdu(1)], "id1")], epoch=before) == [1]
+    async with serving(tmp_path) as (_, address), IntakeClient.at(address, TOKEN) as relay:
+        with pytest.raises(EpochOver):
+            await relay.append_all([NewRecord([pdu(2)], "id2")], epoch=before)
+        position = await relay.position()
+        assert position.stored == 1
+        records = [NewRecord([pdu(2)], "id2")]
+        assert await relay.append_all(records, epoch=position.epoch) == [2]
 
 
 async def test_over_a_unix_socket(tmp_path: Path) -> None:

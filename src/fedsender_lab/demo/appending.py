@@ -14,24 +14,31 @@ from fedsender_lab.demo.process import (
     open_daemon_process,
     write_secret,
 )
-from fedsender_lab.intake_client import IntakeClient, NewRecord, Refused
+from fedsender_lab.intake_client import EpochOver, IntakeClient, NewRecord, Refused
 from fedsender_lab.testing.rooms import Homeserver
 
 BATCH = 50
 
 
 async def tell(homeserver: Homeserver, client: IntakeClient) -> None:
-    """Append every record; both have the same tokens.
+    """Append every record, and again what the store lacks after a change of the epoch; both have
+    the same tokens.
 
     Raises:
         DaemonDied: a record is refused, or has another token.
     """
-    told = 0
+    told, epoch = 0, None
     while True:
+        if epoch is None:
+            position = await client.position()
+            told, epoch = min(told, position.stored), position.epoch
         await homeserver.watermark.wait_past(told)
         records = [NewRecord(rows, id) for id, rows in homeserver.records[told : told + BATCH]]
         try:
-            tokens = await client.append_all(records)
+            tokens = await client.append_all(records, epoch=epoch)
+        except EpochOver:
+            epoch = None
+            continue
         except Refused as refused:
             raise DaemonDied(f"record {told + 1} is refused: {refused}") from refused
         if tokens != [*range(told + 1, told + 1 + len(records))]:
