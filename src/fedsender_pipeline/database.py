@@ -52,6 +52,7 @@ def patiently(look: Callable[[], T]) -> T:
         retry=tenacity.retry_if_exception_type(Away),
         wait=tenacity.wait_exponential(0.2),
         stop=tenacity.stop_after_attempt(_TRIES),
+        sleep=time.sleep,
         reraise=True,
     )
     return trying(look)
