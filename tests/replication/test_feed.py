@@ -82,7 +82,7 @@ class SynapseTables(Tables):
 
 
 async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
-    redis = {"host": valkey.host, "port": valkey.port}
+    redis = {"address": f"{valkey.host}:{valkey.port}"}
     config = configured(tmp_path, kind="redis", redis=redis)
     sink = RecordingSink()
     async with (

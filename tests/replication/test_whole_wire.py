@@ -126,8 +126,7 @@ async def secured(directory: Path, valkey: Valkey) -> AsyncIterator[Site]:
         "feed": {
             "kind": "redis",
             "redis": {
-                "host": HOST,
-                "port": redis.socket.getsockname()[1],
+                "address": f"{HOST}:{redis.socket.getsockname()[1]}",
                 "tls": True,
                 "ca_file": "ca.pem",
                 "certificate_file": "us.pem",
