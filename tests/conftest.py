@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import structlog
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings, strategies
 from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """The garbage collector passes by the tests and their modules, which stay to the end."""
+    # At its first use Hypothesis asks the collector who holds its generator.
+    given(strategies.none())(lambda _: None)()
     gc.collect()
     gc.freeze()
     gc.enable()
