@@ -1,5 +1,7 @@
 """A destination among refusals, a shut gate, a reload and a redaction."""
 
+import json
+
 import pytest
 import trio
 from tests.sender.harness import HS, Request, World, answer, ok
@@ -35,6 +37,23 @@ async def test_two_transactions_are_never_in_flight_to_one_server(
         assert [request.bodies for request in server.requests] == [["one"], ["two"]]
         first, second = server.requests
         assert second.at >= first.at + server.latency
+
+
+async def test_a_to_device_message_of_a_lower_id_that_is_stored_later_is_sent_too(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Synapse's writers take ids before they store, and not all are equally fast."""
+    server = world.server(A)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        for row_id in (2, 1):
+            content = json.dumps({"message_id": f"message {row_id}"})
+            await world.store.homeserver.queue_to_device(A, row_id, content)
+            sender.to_device_changed(A)
+            await trio.sleep(10)
+        assert await world.store.homeserver.to_device(A, 0, None, 10) == []
+    sent = b"".join(request.body for request in server.answered)
+    assert sent.index(b"message 2") < sent.index(b"message 1")
 
 
 # --- refusals -------------------------------------------------------------------------------------

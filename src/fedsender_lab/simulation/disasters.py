@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import orjson
 import trio
 
 from fedsender.daemon import Daemon
@@ -36,11 +35,9 @@ class Operator:
 
     Attributes:
         paused: the servers to which nothing is sent.
-        newest_message: the stream id of the newest to-device message.
 
     Args:
-        post: takes a to-device message, (server, id, content), where it does not go into the
-            daemon's database by itself.
+        post: takes a to-device message: (server, id, content).
     """
 
     def __init__(
@@ -48,13 +45,13 @@ class Operator:
         observed: Observations,
         rng: Random,
         life: Callable[[], Life | None],
-        post: Callable[[str, str, dict[str, Any]], None] | None = None,
+        post: Callable[[str, str, dict[str, Any]], None],
     ) -> None:
         self._observed = observed
         self._rng = rng
         self._life = life
         self._post = post
-        self._messages = self.newest_message = 0
+        self._messages = 0
         self.paused: list[str] = []
 
     def ask(self, act: Callable[[Daemon], Awaitable[object]]) -> None:
@@ -179,17 +176,13 @@ class Operator:
         self.ask(do)
 
     async def send_to_device(self) -> None:
-        """A local client sends twice to a remote device; the second gets the lower stream id.
-
-        Ids are given before messages are stored, and not every writer is equally fast.
-        """
-        server, number = self._server(), self.newest_message
-        self.newest_message += 2
-        self._store_message(server, number + 2)
+        """A local client sends twice to a remote device."""
+        server = self._server()
+        self._post_message(server)
         await trio.sleep(self._rng.uniform(0, 1))
-        self._store_message(server, number + 1)
+        self._post_message(server)
 
-    def _store_message(self, server: str, number: int) -> None:
+    def _post_message(self, server: str) -> None:
         self._messages += 1
         name = f"message-{self._messages}"
         content: dict[str, Any] = {
@@ -197,17 +190,7 @@ class Operator:
             "type": "m.room.encrypted",
             "messages": {f"@ana:{server}": {"DEVICE": {"ciphertext": SECRET_CONTENT}}},
         }
-        if self._post is not None:
-            self._post(server, name, content)
-            return
-        content["message_id"] = name
-        text = orjson.dumps(content, option=orjson.OPT_SORT_KEYS).decode()
-
-        async def do(daemon: Daemon) -> None:
-            await daemon.store.homeserver.queue_to_device(server, number, text)
-            daemon.sender.to_device_changed(server)
-
-        self.ask(do)
+        self._post(server, name, content)
 
 
 async def fill_ledger_disk(observed: Observations, life: Life, seconds: float) -> None:
@@ -363,15 +346,13 @@ class Replica:
         directory: Path,
         observed: Observations,
         commits: CommitChecks,
-        operator: Operator,
         rng: Random,
     ) -> None:
         self._path = directory / "replica"
-        self._operator = operator
         self._observed = observed
         self._commits = commits
         self._rng = rng
-        self._left = self._newest_message = 0
+        self._left = 0
 
     def fall_behind(self) -> None:
         """Take no commits from now on; in place of one of the next, take over."""
@@ -380,7 +361,6 @@ class Replica:
             return
         self._path.mkdir(exist_ok=True)
         observed.disk.back_up(self._path, HOMESERVER)
-        self._newest_message = self._operator.newest_message
         self._left = self._rng.choice((1, 1, 2, 3, 5, self._rng.randint(1, MOST_LOST)))
 
     def forget(self) -> None:
@@ -409,8 +389,6 @@ class Replica:
         if has != had:
             # Else only marks and messages are lost, and nobody can see it.
             observed.failover = Failover(trio.current_time(), disk.taken_over())
-            # The ids of lost messages are given again.
-            self._operator.newest_message = self._newest_message
 
     def check(self, life: Life | None) -> None:
         """Whether a failover has gone unnoticed for long."""

@@ -83,6 +83,11 @@ class Outbox:
         self.up = False
         self._call.cancel()
 
+    def post(self, server: str, message: str, content: dict[str, Any]) -> None:
+        """A to-device message is to be sent."""
+        name = f"{message}-{server}"
+        self._homeserver.tell(name, ["edu", ["to_device", server, name, content]])
+
     def sending(self, name: str, rows: Sequence[Any]) -> None:
         """A record is about to be appended; perhaps not for the first time."""
 

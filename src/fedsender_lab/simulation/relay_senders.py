@@ -77,11 +77,6 @@ class RelayFront(Outbox):
         self.up = True
         self._station.heal()
 
-    def post(self, server: str, message: str, content: dict[str, Any]) -> None:
-        """A to-device message is to be sent."""
-        name = f"{message}-{server}"
-        self._homeserver.tell(name, ["edu", ["to_device", server, name, content]])
-
     def sending(self, name: str, rows: Sequence[Any]) -> None:
         if name not in self._views.rows:
             self._views.send_in(name, rows)
@@ -201,7 +196,6 @@ class SendersWorld:
                     world,
                     configure=configure,
                     leads=number == 0,
-                    post=front.post,
                     long_absences=True,
                 )
             )

@@ -64,7 +64,7 @@ class Scenario:
             world.observed,
             derived(world.size.seed, "operator"),
             lambda: self._life,
-            world.post,
+            world.front.post,
         )
         self._backup = Backup(
             world.directory,
@@ -77,7 +77,6 @@ class Scenario:
             world.directory,
             world.observed,
             world.commits,
-            self._operator,
             derived(world.size.seed, "replica"),
         )
         world.plan.orderly = self._restart_in_order

@@ -90,6 +90,10 @@ class Front(Protocol):
         """A sender has begun."""
         ...
 
+    def post(self, server: str, message: str, content: dict[str, Any]) -> None:
+        """Have a to-device message sent."""
+        ...
+
     def server_up(self, server: str) -> None:
         """Tell all senders that this server is alive."""
         ...
@@ -107,7 +111,6 @@ class World:
         key_file: the text of the homeserver's signing key file.
         configure: the configuration of the sender in a directory.
         leads: the homeserver's events are made in this world.
-        post: takes to-device messages; None: they go into the sender's database by themselves.
         long_absences: the sender is away for so long, now and then, that it is given up.
     """
 
@@ -126,7 +129,6 @@ class World:
     plan: CrashPlan
     configure: Callable[[Path], Config]
     leads: bool = True
-    post: Callable[[str, str, dict[str, Any]], None] | None = None
     long_absences: bool = False
 
 
