@@ -117,14 +117,12 @@ class Made:
 
     Attributes:
         pairs: of event and server that should get it.
-        destination_rooms: rows that a rebuild comes to.
         fates: fate -> pairs, as an audit counts them.
     """
 
     events: int
     rooms: int
     pairs: int
-    destination_rooms: int
     fates: dict[str, int] = field(default_factory=dict)
 
 
@@ -149,8 +147,8 @@ def make(
     )
     first = small_pairs.first()
     assert first is not None
-    rows = _as_they_stand(spark, homeserver, shape, spans)
-    made = Made(shape.events, shape.rooms + 1, room.pairs + first["n"], rows)
+    _as_they_stand(spark, homeserver, shape, spans)
+    made = Made(shape.events, shape.rooms + 1, room.pairs + first["n"])
     fates = _write_ledger(spark, ledger, shape, spans)
     fates["before_ledger"] = made.pairs - sum(fates.values())
     made.fates = dict(fates)
@@ -308,12 +306,8 @@ def _small_rooms(
 
 def _as_they_stand(
     spark: "SparkSession", homeserver: sa.Engine, shape: Shape, spans: "DataFrame"
-) -> int:
-    """Write `destinations` and `destination_rooms`, as a fan-out that did nothing wrong left them.
-
-    Returns:
-        the number of rows of `destination_rooms`.
-    """
+) -> None:
+    """Write `destinations` and `destination_rooms`, as a fan-out without a fault left them."""
     number = f"room * {SMALL_ROOM_EVENTS} + if(place = 0, {LEAVES_AT} - 1, {SMALL_ROOM_EVENTS} - 1)"
     places = f"explode(sequence(0, {SMALL_ROOM_SERVERS - 1})) AS place"
     newest = shape.at_of_small(f"least({number}, {shape.small} - 1)")
@@ -338,20 +332,18 @@ def _as_they_stand(
     with homeserver.begin() as connection:
         tables.homeserver.create_all(connection)
         _replace(connection, tables.destinations, servers)
-        return _replace(connection, tables.destination_rooms, rooms.union(large))
+        _replace(connection, tables.destination_rooms, rooms.union(large))
 
 
-def _replace(connection: sa.Connection, table: sa.Table, rows: "DataFrame") -> int:
-    """Put rows of Spark's in the place of those with the same key; return their number."""
+def _replace(connection: sa.Connection, table: sa.Table, rows: "DataFrame") -> None:
+    """Put rows of Spark's in the place of those with the same key."""
     names = ", ".join(rows.columns)
     values = ", ".join("?" * len(rows.columns))
-    found = rows.toArrow()
-    for batch in found.to_batches(max_chunksize=_ROWS):
+    for batch in rows.toArrow().to_batches(max_chunksize=_ROWS):
         connection.exec_driver_sql(
             f"INSERT OR REPLACE INTO {table.name} ({names}) VALUES ({values})",
             list(zip(*(column.to_pylist() for column in batch.columns), strict=True)),
         )
-    return int(found.num_rows)
 
 
 # --- the ledger -----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ SLOW_DATABASE_S = 0.05
 
 
 class Away(Exception):
-    """Nobody is there who could answer, or nobody any more."""
+    """The daemon or relay that is asked is not running, or ended before it answered."""
 
 
 class Crash(BaseException):
