@@ -16,6 +16,7 @@ from tests.sender.harness import World, answer, ok
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
+from fedsender.admin.display import overview_facts
 from fedsender.admin.top import drawing
 from fedsender.sender.failure import ServerState
 from fedsender.store.homeserver import HomeserverStore
@@ -53,7 +54,9 @@ async def test_what_is_owed_is_counted_from_memory(
 
         assert (found["ready"], found["reasons"], found["server_name"]) == (True, [], "hs.example")
         assert found["states"] == {"failing": 1, "level": 1}
-        assert found["owed_by_age"]["<1h"] == {"servers": 1, "rooms": 2}
+        owed = {"servers": 1, "rooms": 2, "events": 0, "redeliveries": 0, "keys": 0}
+        assert found["owed"] == owed
+        assert found["owed_by_age"] == {"<1m": 0, "<1h": 1, "<1d": 0, "<7d": 0, "older": 0}
         assert found["failing_by_age"] == {"unreachable": {"<1h": 1}}
         assert found["rates"]["pdus_per_s"] == 0
         [entry] = found["page"]["destinations"]
@@ -229,7 +232,7 @@ async def test_a_server_that_is_level_again_owes_nothing_of_before(
         await trio.sleep(1)
         [entry] = (await desk.get("destinations", behind=True))["destinations"]
         assert entry["rooms_owed"] is None
-        assert entry["queued_pdus"] + entry["events_owed"] == 1
+        assert entry["events_owed"] == 1
         assert entry["oldest_owed_s"] < 10
 
 
@@ -316,6 +319,71 @@ async def test_lists_are_sorted_filtered_and_paged(world: World, autojump_clock:
         await desk.get("destinations", 400, sort="size")
 
 
+async def test_what_is_under_way_is_owed_and_whoever_takes_long_is_said_to(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A, B)
+        await world.say(R1, "answered")
+        await trio.sleep(2)
+        world.servers[A].latency = 30
+        await world.say(R1, "unanswered")
+        await trio.sleep(2)
+        for word in ("queued", "as well"):
+            await world.say(R1, word)
+        await trio.sleep(5)
+        found = await desk.get("overview", behind=True)
+        assert found["owed"] == {
+            "servers": 1,
+            "rooms": 0,
+            "events": 3,
+            "redeliveries": 0,
+            "keys": 0,
+        }
+        assert found["owed_by_age"]["<1m"] == 1
+        facts = dict(overview_facts(found))
+        assert facts["owed"] == "3 events; 1 server, by age: <1m 1"
+        [entry] = found["page"]["destinations"]
+        assert entry["reason"] == "no answer for 6 s yet"
+        assert entry["oldest_owed_s"] == pytest.approx(7, abs=1)
+        await trio.sleep(100)
+        listed = (await desk.get("destinations"))["destinations"]
+        assert [entry["reason"] for entry in listed] == ["its answers take longer than 10 s", None]
+
+
+async def test_names_are_sorted_as_people_count_and_who_began_to_fail_last_is_first(
+    world: World, autojump_clock: MockClock
+) -> None:
+    names = ["127.0.0.2", "127.0.0.10", "a2.example", "a10.example", "b.example"]
+    async with open_desk(world) as desk:
+        await world.join(R1, *names)
+        await world.say(R1, "one")
+        await trio.sleep(5)
+
+        async def listed(**asked: Any) -> list[str]:
+            found: list[str] = []
+            asked |= {"limit": 2, "from": ""}
+            while asked["from"] is not None:
+                page = await desk.get("destinations", **asked)
+                found += [entry["destination"] for entry in page["destinations"]]
+                asked["from"] = page["next_from"]
+            return found
+
+        assert await listed() == names
+        since_ms = 0
+        for down in ("a2.example", "127.0.0.10", "b.example"):
+            world.servers[down].down = True
+            await world.say(R1, f"{down} is away")
+            await trio.sleep(300)
+            since_ms = since_ms or world.runtime.now_ms()
+        assert await listed(sort="fails", since=since_ms) == ["b.example", "127.0.0.10"]
+        assert await listed(sort="fails", state="failing") == [
+            "a2.example",
+            "127.0.0.10",
+            "b.example",
+        ]
+
+
 def test_rates_are_of_the_last_minute() -> None:
     metrics = Metrics("hs.example")
     metrics.sample(0.0)
@@ -358,6 +426,14 @@ async def test_status_is_one_screen_and_its_code_says_whether_it_is_ready(
             assert len(shell.err.splitlines()) == 1
         assert await shell("destinations", "--limit", "1") == 0
         assert shell.out.splitlines()[-1].startswith("0 behind of 1")
+        assert await shell("destinations", "--since", "10m") == 0
+        assert len(shell.out.splitlines()) == 2
+        await shell.world.join(R1, *(f"{number}.example" for number in range(120)))
+        await shell.world.say(R1, "two")
+        assert await shell("destinations") == 0
+        assert shell.out.splitlines()[-2] == "the first 100 of 121; --limit N shows more"
+        assert await shell("destinations", "--json") == 0
+        assert len(shell.out.splitlines()) == 121
         assert await shell("top") == 1
         assert shell.out.splitlines()[-1].startswith("0 behind of 1")
         assert await shell("top", "--sort", "size") == 2

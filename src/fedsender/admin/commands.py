@@ -37,6 +37,9 @@ PAIRS_AT_ONCE: Final = 1_000
 TAIL_SECONDS: Final = 0.25
 """Between two looks of `tail` at the ledger."""
 
+LISTED: Final = 100
+"""Rows of a list of servers that nobody limited."""
+
 COMPLETION_SECONDS: Final = 0.5
 """For the connection to the daemon, and again for its answer, while a shell waits for names."""
 COMPLETIONS: Final = 50
@@ -107,8 +110,16 @@ def destinations(
     pattern: Annotated[str, typer.Option(metavar="GLOB", help="Only those it covers.")] = "*",
     state: Annotated[str | None, typer.Option(help="Only those in this state.")] = None,
     sort: Annotated[str, typer.Option(help="name, owed, age or fails.")] = "name",
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Only those that began to fail since, the latest first: 10m, or 2026-11-24T03:00.",
+        ),
+    ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="At most so many; all without it.")
+        int | None,
+        typer.Option(min=1, metavar="N", help=f"At most so many; {LISTED} without it, JSON: all."),
     ] = None,
     by: Annotated[
         str | None, typer.Option(metavar="error", help="Count failing servers by error and age.")
@@ -120,7 +131,7 @@ def destinations(
 
     if by not in (None, "error"):
         raise Mistake("--by takes `error` only")
-    filtered = behind or pattern != "*" or state is not None or limit is not None
+    filtered = behind or pattern != "*" or state is not None or limit is not None or since
     if by is not None and (filtered or sort != "name"):
         raise Mistake("--by error counts all failing servers; it takes no filter and no order")
     client = _client(config)
@@ -133,6 +144,9 @@ def destinations(
         else:
             show(display.by_error(failing))
         return DONE
+    if since is not None and sort == "name":
+        sort = "fails"
+    limit = limit if limit is not None or as_json else LISTED
     page: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
     for page in client.pages(
@@ -141,6 +155,7 @@ def destinations(
         pattern=pattern,
         state=state,
         sort=sort,
+        since=0 if since is None else _since_ms(since),
         limit=min(1000, limit or 1000),
     ):
         entries += page["destinations"]
@@ -152,6 +167,8 @@ def destinations(
             say_json(entry)
         return DONE
     show(display.destinations(entries))
+    if page["total"] > len(entries):
+        say(f"the first {len(entries):,} of {page['total']:,}; --limit N shows more")
     say(display.footer(page))
     return DONE
 

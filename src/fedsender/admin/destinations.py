@@ -12,9 +12,11 @@ import trio
 
 from fedsender.admin.bodies import MAX_SERVERS, Servers
 from fedsender.admin.context import AdminContext
-from fedsender.admin.display import AGES, many
+from fedsender.admin.display import AGES, duration, many
 from fedsender.http.server import bad_param, not_found
 from fedsender.matrix import matches
+from fedsender.sender.admission import SLOW_S
+from fedsender.sender.context import Phase
 from fedsender.sender.failure import ServerState
 from fedsender.sender.isolation import Kind
 from fedsender.sender.operations import UNKNOWN
@@ -24,11 +26,13 @@ from fedsender.telemetry import Standing
 
 ROWS = 1_000
 """Rows of the destinations table that are read at once."""
+_NUMBER: Final = re.compile("([0-9]{1,18})")
 AGE_ENDS: Final = [end_s for _, end_s in AGES]
 
 
 Sort = Literal["name", "owed", "age", "fails"]
-"""The order of a list: by name; or the most rooms, the oldest event, the longest failure first."""
+"""The order of a list: by name, as people count; or the most rooms, the oldest event, the longest
+failure first. Of those that fail since a moment, the latest to begin is first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,13 @@ class Summary:
         behind: whether it is owed anything.
         rooms_owed: rooms with an event that it had not answered for at the last sweep; null: it
             has fallen behind since.
-        events_owed: events for it since that sweep.
+        events_owed: events for it in memory, or since that sweep.
         redeliveries: events to be sent again, released from quarantine, or set aside.
         owes_keys: to-device messages or device lists wait, as far as memory knows.
         oldest_owed_s: seconds since the homeserver received the oldest event that it is owed; or
             since the oldest redelivery was asked for, released or set aside, if that is longer.
         in_flight: the id of the frozen transaction, if there is one in memory.
+        reason: why it fails, what is held back, or that it takes long.
     """
 
     destination: str
@@ -97,6 +102,7 @@ class Listing:
     Attributes:
         after: the `from` of this page: a name, or the number of those before it; "": the first.
         state: only those in this state; null: all.
+        since: only those whose failures began at this time (ms since the epoch) or later.
     """
 
     behind: bool = False
@@ -105,6 +111,7 @@ class Listing:
     after: str = ""
     limit: int = 100
     pattern: str = "*"
+    since: int = 0
 
 
 async def known_names(context: AdminContext, pattern: str) -> list[str]:
@@ -170,9 +177,9 @@ async def list_page(
     if not listing.behind and listing.state in (None, "level"):
         # A level server without a record of ours may have a row of the homeserver.
         names = await known_names(context, listing.pattern)
-    start, skip = "", 0
+    first, skip = as_people_count(""), 0
     if listing.sort == "name":
-        start = listing.after
+        first = as_people_count(listing.after)
     elif listing.after:
         if not re.fullmatch("[0-9]{1,9}", listing.after):
             raise bad_param("from must be the next_from of the last page")
@@ -180,30 +187,34 @@ async def list_page(
 
     now_ms, total = context.runtime.now_ms(), 0
 
-    def key(name: str) -> tuple[float, float, str]:
-        """The sort key: the smallest goes first."""
+    def key(name: str) -> tuple[float, float]:
+        """The sort key before the name: the smallest goes first."""
         if listing.sort == "name":
-            return 0, 0, name
+            return 0, 0
         if listing.sort == "fails":
             since_ms = registry.state_of(name).failing_since_ms
-            return math.inf if since_ms is None else since_ms, 0, name
+            since_ms = -since_ms if listing.since and since_ms is not None else since_ms
+            return math.inf if since_ms is None else since_ms, 0
         if (debt := debts.get(name)) is None:
-            return math.inf, 0, name
+            return math.inf, 0
         if listing.sort == "owed":
-            return -debt.rooms, -debt.events, name
-        return now_ms if debt.since_ms is None else debt.since_ms, 0, name
+            return -debt.rooms, -debt.events - debt.in_memory
+        return now_ms if debt.since_ms is None else debt.since_ms, 0
 
-    keys: list[tuple[float, float, str]] = []
+    keys: list[tuple[float, float, _Counted, str]] = []
     async for name in context.runtime.turns.with_breaks(names):
         if listing.state is not None and registry.standing(name) is not listing.state:
             continue
         if listing.pattern != "*" and not matches(listing.pattern, name):
             continue
+        if listing.since and (registry.state_of(name).failing_since_ms or 0) < listing.since:
+            continue
         total += 1
-        if name > start:
-            keys.append(key(name))
+        counted = as_people_count(name)
+        if counted > first:
+            keys.append((*key(name), counted, name))
     chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
-    shown = [name for _, _, name in chosen_keys[: listing.limit]]
+    shown = [name for *_, name in chosen_keys[: listing.limit]]
     next_from: str | None = None
     if len(chosen_keys) > listing.limit:
         next_from = shown[-1] if listing.sort == "name" else str(skip + listing.limit)
@@ -215,6 +226,15 @@ async def list_page(
         trio.current_time() - context.sender.context.debts.counted_at,
         next_from,
     )
+
+
+_Counted = tuple[tuple[bool, int, str], ...]
+
+
+def as_people_count(name: str) -> _Counted:
+    """A key that sorts names as people count: `…0.2` before `…0.10`."""
+    parts = (part for part in _NUMBER.split(name) if part)
+    return tuple((False, int(part), part) if part.isdigit() else (True, 0, part) for part in parts)
 
 
 def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -> Summary:
@@ -230,7 +250,7 @@ def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -
         state=where_it_stands(context, name),
         behind=debt is not None,
         rooms_owed=0 if debt is None else debt.rooms or None,
-        events_owed=0 if debt is None else debt.events,
+        events_owed=0 if debt is None else debt.events + debt.in_memory,
         redeliveries=0 if again is None else again.events,
         owes_keys=debt is not None and (debt.owes_keys or registry.owes_keys(name)),
         oldest_owed_s=None if oldest_ms is None else max(0.0, (now_ms - oldest_ms) / 1000),
@@ -243,10 +263,18 @@ def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -
         next_attempt_ts=next_ms,
         next_attempt_in_s=None if next_ms is None else (next_ms - now_ms) / 1000,
         last_error=state.outcome,
-        reason=state.reason or next(held(state), None),
+        reason=state.reason or next(held(state), None) or _takes_long(context, name, status),
         paused=state.paused,
         parked=state.parked,
     )
+
+
+def _takes_long(context: AdminContext, name: str, status: Status | None) -> str | None:
+    sends = status is not None and status.phase in (Phase.SENDING, Phase.CATCHING_UP)
+    if status is not None and sends and status.for_s >= SLOW_S:
+        return f"no answer for {duration(status.for_s)} yet"
+    usual_s = context.sender.context.admission.answers_take_s(name)
+    return f"its answers take longer than {duration(usual_s)}" if usual_s else None
 
 
 def held(state: ServerState) -> Iterator[str]:

@@ -215,14 +215,21 @@ def _roughly(seconds: float | None) -> str | None:
 def _owed(entry: Answer) -> str | None:
     if not entry["behind"]:
         return None
-    parts = [many(entry["rooms_owed"], "room")] if entry["rooms_owed"] else []
-    events = entry["events_owed"] or entry["queued_pdus"]
-    parts += [many(events, "event")] if events and not parts else []
-    parts += [f"{entry['redeliveries']:,} to send again"] if entry["redeliveries"] else []
-    parts += ["keys"] if entry["owes_keys"] else []
-    if not parts and entry["in_flight"]:
-        return "1 transaction"
-    return ", ".join(parts) or "not counted yet"
+    keys = "keys" if entry["owes_keys"] else ""
+    # The events of its rooms are not counted, only those that came since.
+    events = 0 if entry["rooms_owed"] else entry["events_owed"]
+    said = _in_words(events, entry["rooms_owed"], entry["redeliveries"], keys)
+    return said or ("1 transaction" if entry["in_flight"] else "not counted yet")
+
+
+def _in_words(events: int, rooms: int | None, redeliveries: int, keys: str) -> str:
+    """What is owed: "2 events, 1 room, keys"; "": nothing that is known."""
+    parts = [
+        many(number, thing) for number, thing in ((events, "event"), (rooms, "room")) if number
+    ]
+    parts += [f"{redeliveries:,} to send again"] if redeliveries else []
+    parts += [keys] if keys else []
+    return ", ".join(parts)
 
 
 def footer(page: Answer) -> str:
@@ -291,16 +298,22 @@ def overview_facts(answer: Answer) -> Iterator[tuple[str, str]]:
     states = sorted(answer["states"].items(), key=lambda each: -each[1])
     counts = (f"{number:,} {name.replace('_', ' ')}" for name, number in states if number)
     yield "servers", f"{page['known']:,}: {', '.join(counts) or 'none'}"
-    owed = ((age, each) for age, each in answer["owed_by_age"].items() if each["servers"])
-    ages = ", ".join(f"{age} {each['servers']:,}" for age, each in owed)
-    rooms = sum(each["rooms"] for each in answer["owed_by_age"].values())
-    to = f"{many(rooms, 'room')} to {many(page['behind'], 'server')}"
-    yield "owed", f"{to}: {ages}" if ages else "nothing"
+    yield "owed", _owed_to_all(answer["owed"], answer["owed_by_age"])
     if failing := answer["failing_by_age"]:
         errors = (f"{outcome} {sum(found.values()):,}" for outcome, found in failing.items())
         yield "failing", ", ".join(errors)
     if answer["quarantine_items"]:
         yield "quarantine", many(answer["quarantine_items"], "item")
+
+
+def _owed_to_all(owed: Answer, by_age: Mapping[str, int]) -> str:
+    if not owed["servers"]:
+        return "nothing"
+    keys = f"keys for {owed['keys']:,}" if owed["keys"] else ""
+    said = _in_words(owed["events"], owed["rooms"], owed["redeliveries"], keys)
+    ages = ", ".join(f"{age} {servers:,}" for age, servers in by_age.items() if servers)
+    to = f"{said or 'not counted yet'}; {many(owed['servers'], 'server')}"
+    return f"{to}, by age: {ages}" if ages else to
 
 
 def why(answer: Answer) -> Table:

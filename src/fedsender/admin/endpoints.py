@@ -96,8 +96,17 @@ async def _listing(
     ] = "",
     limit: Limit = 100,
     pattern: Annotated[ServerPattern, Query(description="A name or a pattern with * and ?.")] = "*",
+    since: Annotated[
+        int,
+        Query(
+            ge=0,
+            le=MAX_INTEGER,
+            description="Only those that began to fail then or later; milliseconds since the epoch."
+            " With `fails` the latest is first.",
+        ),
+    ] = 0,
 ) -> Listing:
-    return Listing(behind, state, sort, after, limit, pattern)
+    return Listing(behind, state, sort, after, limit, pattern, since)
 
 
 Listed = Annotated[Listing, Depends(_listing)]

@@ -38,14 +38,21 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """What servers of one age class are owed.
+    """What all servers together are owed.
 
     Attributes:
-        rooms: as counted at the last sweep, summed over servers.
+        rooms: as counted at the last sweep, summed over servers: of those behind it is not known
+            how many events that are.
+        events: in memory, or since the sweep; those in these rooms are not counted again.
+        redeliveries: events to be sent again.
+        keys: servers for which to-device messages or device lists wait.
     """
 
     servers: int = 0
     rooms: int = 0
+    events: int = 0
+    redeliveries: int = 0
+    keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,7 @@ class Overview:
         rates: of the last minute; null: the daemon has just started.
         signing_keys: the ids of the keys that sign now: requests, and with `sign_events` events.
         states: the number of servers in each state.
-        owed_by_age: by the age of the oldest event that is owed; "unknown": only keys are owed, or
-            the age is not known.
+        owed_by_age: servers, by the age of the oldest event that they are owed, where it is known.
         failing_by_age: by class of failure, and by the time since the first failure.
         quarantine_items: as counted at the last sweep.
         page: the servers that were asked for.
@@ -97,7 +103,8 @@ class Overview:
     rates: Rates | None
     signing_keys: tuple[str, ...]
     states: Mapping[str, int]
-    owed_by_age: Mapping[str, Owed]
+    owed: Owed
+    owed_by_age: Mapping[str, int]
     failing_by_age: Mapping[str, Mapping[str, int]]
     quarantine_items: int
     memory: Memory
@@ -109,7 +116,7 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
     sender, config = context.sender, context.config
     reasons, status = tuple(problems(context)), context.feed.status()
     debts = await all_debts(context)
-    owed, failing = await _by_age(context, debts)
+    owed, owed_by_age = await _owed(context, debts)
     return Overview(
         version=version(),
         instance=config.instance_name,
@@ -130,8 +137,9 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         rates=context.metrics.rates(),
         signing_keys=_signing_keys(context),
         states={each.value: number for each, number in sender.registry.counts().items()},
-        owed_by_age=owed,
-        failing_by_age=failing,
+        owed=owed,
+        owed_by_age=owed_by_age,
+        failing_by_age=await _failing(context),
         quarantine_items=sender.quarantine_items,
         memory=_memory(context),
         page=await list_page(context, listing, debts),
@@ -157,23 +165,27 @@ def _memory(context: AdminContext) -> Memory:
     )
 
 
-async def _by_age(
-    context: AdminContext, debts: Mapping[str, Debt]
-) -> tuple[dict[str, Owed], dict[str, dict[str, int]]]:
+async def _owed(context: AdminContext, debts: Mapping[str, Debt]) -> tuple[Owed, dict[str, int]]:
     registry, now_ms = context.sender.registry, context.runtime.now_ms()
-    servers, rooms = Counter[str](), Counter[str]()
+    sums, ages = Counter[str](), dict.fromkeys((name for name, _ in AGES), 0)
+    async for server, debt in context.runtime.turns.with_breaks(debts.items()):
+        sums["servers"] += 1
+        sums["rooms"] += debt.rooms
+        # A server that is behind gets what is in its rooms from the database.
+        sums["events"] += 0 if debt.rooms else debt.events + debt.in_memory
+        sums["redeliveries"] += 0 if debt.again is None else debt.again.events
+        sums["keys"] += debt.owes_keys or registry.owes_keys(server)
+        if debt.since_ms is not None:
+            ages[age_class((now_ms - debt.since_ms) / 1000)] += 1
+    return Owed(**sums), ages
+
+
+async def _failing(context: AdminContext) -> dict[str, dict[str, int]]:
+    registry, now_ms = context.sender.registry, context.runtime.now_ms()
     failing: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    breaks = context.runtime.turns.with_breaks
-    async for debt in breaks(debts.values()):
-        at = debt.since_ms
-        age = "unknown" if at is None else age_class((now_ms - at) / 1000)
-        servers[age] += 1
-        rooms[age] += debt.rooms
-    async for name in breaks(registry.failing()):
+    async for name in context.runtime.turns.with_breaks(registry.failing()):
         state = registry.state_of(name)
         if state.failing_since_ms is not None:
             age = age_class((now_ms - state.failing_since_ms) / 1000)
             failing[state.outcome or "unknown"][age] += 1
-    classes = [*(name for name, _ in AGES), "unknown"]
-    owed = {name: Owed(servers[name], rooms[name]) for name in classes}
-    return owed, {outcome: dict(found) for outcome, found in sorted(failing.items())}
+    return {outcome: dict(found) for outcome, found in sorted(failing.items())}

@@ -803,6 +803,11 @@ class Admission:
             return self.long, permit.hurried
         return lane, first
 
+    def answers_take_s(self, server: str) -> float:
+        """The seconds that this server's answers take at least; 0: not long, as far as is known."""
+        pace, _ = self.known.get(server, _UNKNOWN)
+        return {_Pace.SLOW: SLOW_S, _Pace.LONG: LONG_S}.get(pace, 0.0)
+
     def body_bytes(self, most: int, held: int = 0, *, large: bool = False) -> int:
         """The largest size of the next body; or the bytes more for one that has `held` already, and
         is `large` or not.

@@ -266,6 +266,7 @@ class Debt:
         oldest: the stream ordering of the oldest event that it is owed; None: unknown.
         oldest_ms: when the homeserver received that event, in ms since the epoch; None: unknown.
         events: events since the sweep that are in no queue.
+        in_memory: events in its queue, where that has all that it is owed.
         owes_keys: to-device messages or device lists waited at the last sweep.
         lsso: the server's mark at the last sweep. As long as it stands, `oldest` does.
         again: its redeliveries, which are in none of the above; None: there are none.
@@ -275,6 +276,7 @@ class Debt:
     oldest: int | None = None
     oldest_ms: int | None = None
     events: int = 0
+    in_memory: int = 0
     owes_keys: bool = False
     lsso: int | None = None
     again: Again | None = None

@@ -246,7 +246,7 @@ class Sender:
         debt, destination = known or Debt(), self.active.get(server)
         if destination is not None and self._is_level(server):
             oldest = destination.outbox.oldest
-            debt = replace(debt, oldest=None, oldest_ms=None)
+            debt = replace(debt, oldest=None, oldest_ms=None, in_memory=destination.outbox.queued)
             if oldest is not None:
                 debt.oldest, debt.oldest_ms = oldest.stream_ordering, oldest.received_ms
         elif destination is None and known is None and again is None:
