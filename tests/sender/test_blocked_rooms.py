@@ -372,3 +372,28 @@ async def test_what_was_released_and_answered_is_in_no_gap(
         assert in_order(server.got) == list(range(62))
         # What was given up is no part of a gap either.
         assert await world.store.sender.quarantine_size() == 0
+
+
+async def test_a_room_that_waits_for_its_redeliveries_hides_no_other_room(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A server that takes one PDU at a time: the answer to the redelivery that R2 waits for says
+    nothing about R1, whose events are older than those of R2."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.join(R2, A)
+        again = world.pdu(R2, "again")
+        await world.apply(again)
+        await trio.sleep(250)
+        server = world.servers[A]
+        server.down = True
+        for room, text in zip((R1, R1, R2, R2, R2, R2, R2), "1234567", strict=True):
+            await world.say(room, text)
+        assert await sender.operations.redeliver([(A, again.event_id)]) == []
+        sender.registry.spill_all()
+        await trio.sleep(250)
+        server.down = False
+        server.reply = lambda request: ok(request) if len(request.event_ids) == 1 else answer(413)
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(3600)
+        assert sorted(server.got) == [*"1234567", "again", "again"]

@@ -110,6 +110,8 @@ class CatchUp:
         upto = max(lsso, self.looked_upto)
         have_waited = [(room_id, self.waiting[room_id]) for room_id in self.waiting_rooms]
         left = await self._fill_page(draft, have_waited, waiting)
+        if left is not None:
+            left = upto + 1  # Behind it nothing was looked at: the next room may be owed that.
         more = True
         while left is None and more:
             owed = await self.homeserver.owed_rooms(self.destination, upto, PAGE + 1)
