@@ -18,7 +18,7 @@ from fedsender.sender.destination import Destination
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Router
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.records import Lagging
+from fedsender.store.records import FrozenRecord, Lagging
 from fedsender.store.sender import SenderStore
 from fedsender.streams import RedactionRow
 
@@ -334,6 +334,35 @@ async def test_a_server_that_never_answers_sees_few_attempts_a_day(
     assert 10 < len(world.servers[A].attempts) <= 60
     assert 60 < len(world.servers[B].attempts) <= 300
     assert 10 < len(world.servers[C].attempts) - well <= 60
+
+
+async def test_a_body_on_record_is_not_written_again_with_each_refusal(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is woken often would else have us write a megabyte each time."""
+    written: list[str] = []
+    save = SenderStore.save_frozen
+
+    async def count(store: SenderStore, record: FrozenRecord) -> None:
+        written.append(record.transaction_id)
+        await save(store, record)
+
+    monkeypatch.setattr(SenderStore, "save_frozen", count)
+    server = world.server(A, reply=lambda _: answer(503))
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        for _ in range(10):
+            await trio.sleep(2)
+            sender.registry.wake([A], by_admin=True)
+
+    assert len(server.requests) > 5
+    assert written == [server.requests[0].id]
+    async with world.open() as store:
+        record = await store.sender.load_frozen(A)
+        assert record is not None
+        assert record.body == server.requests[0].body
+        assert record.attempts == len(server.requests)
 
 
 async def test_retry_after_is_kept(world: World, autojump_clock: MockClock) -> None:

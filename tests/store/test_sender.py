@@ -46,8 +46,12 @@ async def test_a_frozen_transaction_comes_back_byte_by_byte(store: SenderStore) 
     await store.save_frozen(again)
 
     assert await store.load_frozen(ONE) == again
+    await store.frozen_repeated(ONE, 3)
+    assert await store.load_frozen(ONE) == replace(again, attempts=3)
+    assert await store.load_frozen(TWO) == frozen(TWO)
     assert await store.frozen_destinations() == [ONE, TWO]
     await store.drop_frozen(ONE)
+    await store.frozen_repeated(ONE, 4)
     assert await store.load_frozen(ONE) is None
     assert await store.frozen_destinations() == [TWO]
 

@@ -855,6 +855,9 @@ class Destination:
         match action:
             case Action.NOTHING:
                 return
+            case Action.REPEAT if transaction.saved:
+                await self._context.store.frozen_repeated(self.name, transaction.attempts)
+                return
             case Action.REPEAT:
                 await self._put_on_record(transaction)
                 return

@@ -180,6 +180,14 @@ class SenderStore:
         replace_rows(connection, tables.frozen_transactions, ("destination",), [values])
 
     @writing
+    def frozen_repeated(self, connection: Connection, destination: str, attempts: int) -> None:
+        """Note so many attempts at the destination's frozen transaction; its body stays as it is:
+        nobody has us write a megabyte anew with each failure."""
+        table = tables.frozen_transactions
+        query = update(table).where(table.c.destination == destination)
+        connection.execute(query.values(attempts=attempts, taken_from=None))
+
+    @writing
     def drop_frozen(self, connection: Connection, destination: str) -> None:
         """Delete the transaction: it was answered, or is replaced by the items isolated from it."""
         table = tables.frozen_transactions
