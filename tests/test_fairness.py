@@ -329,21 +329,67 @@ async def test_a_pass_of_the_loop_is_not_full_of_servers_that_wake_together(
 ) -> None:
     loop, begun, step_s = Loop(), 0, 0.001
 
-    async def begin() -> None:
+    async def begin(number: int) -> None:
         nonlocal begun
-        await loop.turns.not_all_at_once()
+        await loop.turns.not_all_at_once(number)
         loop.work(step_s)
         begun += 1
 
     trio.lowlevel.add_instrument(loop.turns)
     trio.lowlevel.add_instrument(loop)
     async with trio.open_nursery() as nursery:
-        for _ in range(2000):
-            nursery.start_soon(begin)
+        for number in range(2000):
+            nursery.start_soon(begin, number)
     trio.lowlevel.remove_instrument(loop)
     trio.lowlevel.remove_instrument(loop.turns)
     assert begun == 2000
     assert max(loop.passes) <= 2 * PASS_S + step_s
+
+
+async def test_who_sends_to_few_does_not_wait_for_all_servers_that_wake_together(
+    autojump_clock: MockClock,
+) -> None:
+    """In line before them, behind them, or among them when a message for few comes."""
+    loop, begun, step_s = Loop(), [], 0.001
+
+    async def begin(name: str, *, first: bool = False) -> None:
+        await loop.turns.not_all_at_once(name, first=first)
+        loop.work(step_s)
+        begun.append(name)
+
+    trio.lowlevel.add_instrument(loop.turns)
+    async with trio.open_nursery() as nursery:
+        for number in range(2000):
+            nursery.start_soon(begin, f"many{number}")
+        nursery.start_soon(begin, "later hurried")
+        while len(begun) < 60:
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(partial(begin, "few", first=True))
+        loop.turns.hasten("later hurried")
+        loop.turns.hasten("nobody")
+    trio.lowlevel.remove_instrument(loop.turns)
+    assert len(set(begun)) == len(begun) == 2002
+    assert {"few", "later hurried"} <= set(begun[:200])
+
+
+async def test_those_that_send_to_many_wait_for_no_more_than_three_of_four_that_send_to_few(
+    autojump_clock: MockClock,
+) -> None:
+    loop, begun = Loop(), []
+
+    async def begin(name: str, *, first: bool) -> None:
+        await loop.turns.not_all_at_once(name, first=first)
+        loop.work(0.001)
+        begun.append(name)
+
+    trio.lowlevel.add_instrument(loop.turns)
+    async with trio.open_nursery() as nursery:
+        for number in range(500):
+            nursery.start_soon(partial(begin, f"few{number}", first=True))
+            nursery.start_soon(partial(begin, f"many{number}", first=False))
+    trio.lowlevel.remove_instrument(loop.turns)
+    among = sum("many" in name for name in begun[100:300])
+    assert 40 <= among <= 60
 
 
 async def test_every_second_time_goes_who_has_waited_for_thirty_seconds(

@@ -476,7 +476,9 @@ class Turns(trio.abc.Instrument):
         self._spent_s = 0.0
         self._led = False
         self._full_at_s = math.inf
-        self._standing: OrderedDict[Signal, None] = OrderedDict()
+        self._standing: tuple[OrderedDict[object, Signal], ...] = OrderedDict(), OrderedDict()
+        self._calls = False
+        self._to_call = 0
         self._had: dict[str, float] = {}
         self._tell_at = -math.inf
 
@@ -491,36 +493,60 @@ class Turns(trio.abc.Instrument):
     def after_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop begins."""
         self._full_at_s = self._cpu_s() + _FULL_S
+        self._to_call = _AT_ONCE
 
     def before_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop has ended."""
         self._spent_s = 0.0
 
-    async def not_all_at_once(self) -> None:
+    async def not_all_at_once(self, who: object, *, first: bool = False) -> None:
         """Wait while this pass of the loop is full; a checkpoint only if there is a wait.
 
         An event for thousands of servers wakes the tasks of all of them in one pass, and answers
         come in together. Without this, no socket would be looked at until the last of them had
         done its step.
+
+        Args:
+            who: the server's task.
+            first: whether it goes before the others, but for each fourth.
         """
-        if not self._standing and self._cpu_s() < self._full_at_s:
+        if not any(self._standing) and self._cpu_s() < self._full_at_s:
             return
-        called = Signal()
-        self._standing[called] = None
+        called = self._standing[not first][who] = Signal()
         try:
-            if next(iter(self._standing)) is not called:
-                await called.wait()
-            # Whoever is first in line looks at each pass, and takes those behind it along.
-            while called in self._standing:
-                if self._cpu_s() >= self._full_at_s:
-                    await trio.lowlevel.checkpoint()
+            # One of those in line looks at each pass, and takes others along, until it is called.
+            while any(who in line for line in self._standing):
+                if self._calls:
+                    await called.wait()
                     continue
-                for _ in range(min(_AT_ONCE, len(self._standing))):
-                    self._standing.popitem(last=False)[0].set()
+                self._calls = True
+                try:
+                    await self._call_some(who)
+                finally:
+                    self._calls = False
         finally:
-            self._standing.pop(called, None)
-            if self._standing:
-                next(iter(self._standing)).set()
+            for line in self._standing:
+                line.pop(who, None)
+            left = next((line for line in self._standing if line), None)
+            if left is not None and not self._calls:
+                next(iter(left.values())).set()
+
+    def hasten(self, who: object) -> None:
+        """Let this task, if it is in line for a pass of the loop, go before the others."""
+        called = self._standing[1].pop(who, None)
+        if called is not None:
+            self._standing[0][who] = called
+
+    async def _call_some(self, caller: object) -> None:
+        while self._to_call and self._cpu_s() < self._full_at_s:
+            lines = [line for line in self._standing if line]
+            if not lines:
+                break
+            self._to_call -= 1
+            _, called = lines[0 if self._to_call % 4 else -1].popitem(last=False)
+            called.set()
+        if any(caller in line for line in self._standing):
+            await trio.lowlevel.checkpoint()
 
     async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
         """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from fedsender import fairness
 from fedsender.embedded.facts import ServersRow
+from fedsender.fairness import Turns
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
 from fedsender.matrix import Pdu
@@ -363,6 +364,29 @@ async def test_a_body_on_record_is_not_written_again_with_each_refusal(
         assert record is not None
         assert record.body == server.requests[0].body
         assert record.attempts == len(server.requests)
+
+
+async def test_an_attempt_that_found_no_connection_waits_for_a_pass_of_the_loop_that_is_not_full(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands may fail at once, and each writes a line."""
+    lines: list[int] = []
+
+    async def note(turns: Turns, who: object, *, first: bool = False) -> None:
+        await trio.lowlevel.checkpoint()
+        lines.append(len(world.ledger(A)))
+
+    monkeypatch.setattr(Turns, "not_all_at_once", note)
+    server = world.server(A, down=True)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(30)
+
+    tries = len(server.attempts)
+    assert tries > 2
+    # Before each attempt and before each line.
+    assert lines == sorted([*range(tries), *range(tries)])
 
 
 async def test_retry_after_is_kept(world: World, autojump_clock: MockClock) -> None:

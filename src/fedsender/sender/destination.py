@@ -247,10 +247,9 @@ class Destination:
 
         `hurry`: as with the method of this name.
         """
-        healthy = self.state.healthy
-        self.outbox.offer(pdu, healthy=healthy)
-        if hurry and healthy:
-            self._permit.hasten()
+        self.outbox.offer(pdu, healthy=self.state.healthy)
+        if hurry:
+            self.hurry()
         self._timer.look_again()
 
     def spill(self) -> None:
@@ -323,6 +322,7 @@ class Destination:
         """Send early: the latest item is for few servers, and overtakes items for many."""
         if self.state.healthy:
             self._permit.hasten()
+            self._context.runtime.turns.hasten(self)
 
     def _end_wait(self) -> None:
         """End a long attempt at a failing server, so that a new one can begin."""
@@ -474,7 +474,7 @@ class Destination:
 
     async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
-        await self._context.runtime.turns.not_all_at_once()
+        await self._not_all_at_once()
         outbox, permit = self.outbox, self._permit
         behind = not outbox.level or outbox.owes_redeliveries
         if self.frozen is None and behind and await outbox.caught_up():
@@ -490,6 +490,7 @@ class Destination:
             if not await self._exchange.connect(peer):
                 return
         except Unreachable as reason:
+            await self._not_all_at_once()
             permit.hurried = False
             verdict = failure.judge_failure(reason)
             self._reporter.attempt(None, verdict)
@@ -508,6 +509,10 @@ class Destination:
             await self._send(peer, transaction)
         else:
             peer.release()
+
+    async def _not_all_at_once(self) -> None:
+        first = self.state.healthy and self._permit.hurried
+        await self._context.runtime.turns.not_all_at_once(self, first=first)
 
     async def _next_transaction(self, peer: Peer) -> Transaction | None:
         """The frozen transaction, or one made now. None: there is none to send at this moment."""
@@ -594,7 +599,7 @@ class Destination:
             )
         except SendFailed as error:
             return None, failure.judge_failure(error)
-        await self._context.runtime.turns.not_all_at_once()
+        await self._not_all_at_once()
         return answer, failure.judge_answer(answer)
 
     async def _may_say_nothing(self, peer: Peer, transaction: Transaction) -> bool:
