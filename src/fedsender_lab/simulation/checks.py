@@ -655,6 +655,7 @@ class WireChecks:
         if not observed.alive:
             return
         attempt.searching, attempt.on_trial = observed.disk.searching(attempt.server)
+        attempt.known_to_work = observed.disk.known_to_work(attempt.server)
         attempt.second_try = self._is_second_try(view, attempt)
         if not attempt.second_try:
             self._check_patience(view)
@@ -672,6 +673,9 @@ class WireChecks:
             observed.fail("I3", f"{view.name}: {attempt.transaction_id} with another body")
         if attempt.contents is None:
             return
+        sizes = len(attempt.contents.pdus), len(attempt.contents.messages)
+        for size, works in zip(sizes, attempt.known_to_work, strict=True):
+            attempt.searching |= 0 < works < size
         tokens = [pdu.token for pdu in attempt.contents.pdus]
         observed.trace.note("arrived", view.name, attempt.digest[:12], attempt.mode.value, tokens)
         repeated = view.unanswered is not None

@@ -199,6 +199,15 @@ class Disk:
         rows = self._rows(SENDER, query, server)
         return (bool(rows[0][0]), bool(rows[0][1])) if rows else (False, False)
 
+    def known_to_work(self, server: str) -> tuple[int, int]:
+        """The most PDUs, and EDUs, that this server is known to take at once; 0: it takes all."""
+        query = (
+            "SELECT coalesce(pdu_search ->> 'max_items', 0),"
+            " coalesce(edu_search ->> 'max_items', 0) FROM server_states WHERE destination = ?"
+        )
+        rows = self._rows(SENDER, query, server)
+        return (rows[0][0], rows[0][1]) if rows else (0, 0)
+
     def due(self, now_ms: int) -> set[str]:
         """The destinations that are owed an item that has to wait for nothing.
 

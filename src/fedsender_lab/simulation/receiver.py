@@ -146,7 +146,9 @@ class Attempt:
         answered: a proper answer, of the kind that lets the sender go on, has left in whole.
         processed: the server has taken the contents in.
         life: of the daemon, that it came from.
-        searching: its sender was looking for a poisonous item by then, on record.
+        searching: its sender was looking for a poisonous item by then, on record, or tries more
+            items than were answered together before.
+        known_to_work: the number of PDUs, and of EDUs, that were, on record; 0: no limit is known.
         on_trial: and had a suspect: a PDU that comes alone may come out of turn, and once more.
         poisoned: it was refused for a poisonous event in it.
         second_try: over a new connection, because the reused one turned out to be closed (I5).
@@ -165,6 +167,7 @@ class Attempt:
     over: bool = False
     life: int = 0
     searching: bool = False
+    known_to_work: tuple[int, int] = (0, 0)
     on_trial: bool = False
     poisoned: bool = False
     second_try: bool = False
