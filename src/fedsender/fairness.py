@@ -476,7 +476,9 @@ class Turns(trio.abc.Instrument):
         self._spent_s = 0.0
         self._led = False
         self._full_at_s = math.inf
-        self._standing: tuple[OrderedDict[object, Signal], ...] = OrderedDict(), OrderedDict()
+        # In line for a pass of the loop; the first go before the others.
+        self._firsts: OrderedDict[object, Signal] = OrderedDict()
+        self._others: OrderedDict[object, Signal] = OrderedDict()
         self._calls = False
         self._to_call = 0
         self._had: dict[str, float] = {}
@@ -510,12 +512,13 @@ class Turns(trio.abc.Instrument):
             who: the server's task.
             first: whether it goes before the others, but for each fourth.
         """
-        if not any(self._standing) and self._cpu_s() < self._full_at_s:
+        firsts, others = self._firsts, self._others
+        if not (firsts or others) and self._cpu_s() < self._full_at_s:
             return
-        called = self._standing[not first][who] = Signal()
+        called = (firsts if first else others)[who] = Signal()
         try:
             # One of those in line looks at each pass, and takes others along, until it is called.
-            while any(who in line for line in self._standing):
+            while who in firsts or who in others:
                 if self._calls:
                     await called.wait()
                     continue
@@ -525,27 +528,25 @@ class Turns(trio.abc.Instrument):
                 finally:
                     self._calls = False
         finally:
-            for line in self._standing:
-                line.pop(who, None)
-            left = next((line for line in self._standing if line), None)
-            if left is not None and not self._calls:
-                next(iter(left.values())).set()
+            firsts.pop(who, None)
+            others.pop(who, None)
+            if (firsts or others) and not self._calls:
+                next(iter((firsts or others).values())).set()
 
     def hasten(self, who: object) -> None:
         """Let this task, if it is in line for a pass of the loop, go before the others."""
-        called = self._standing[1].pop(who, None)
+        called = self._others.pop(who, None)
         if called is not None:
-            self._standing[0][who] = called
+            self._firsts[who] = called
 
     async def _call_some(self, caller: object) -> None:
-        while self._to_call and self._cpu_s() < self._full_at_s:
-            lines = [line for line in self._standing if line]
-            if not lines:
-                break
+        firsts, others = self._firsts, self._others
+        while self._to_call and (firsts or others) and self._cpu_s() < self._full_at_s:
             self._to_call -= 1
-            _, called = lines[0 if self._to_call % 4 else -1].popitem(last=False)
+            is_first = firsts and (self._to_call % 4 or not others)
+            _, called = (firsts if is_first else others).popitem(last=False)
             called.set()
-        if any(caller in line for line in self._standing):
+        if caller in firsts or caller in others:
             await trio.lowlevel.checkpoint()
 
     async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
