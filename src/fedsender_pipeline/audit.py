@@ -5,39 +5,42 @@ ledger, as the lake has read it, open segments too. A line is in the ledger befo
 database has it, and the ledger is read after the databases. So all that a database counted as
 delivered is there. A delivery is missing if it is not proven, and the databases did not owe it.
 
-`audit --accept FILE`: deliveries that an operator accepts as not made, so that they are not
-missing. A line is a server (`*`: every one) and an event, or a range of stream orderings:
+Here is the order of steps, and all that reads and writes the lake; what the frames mean is in
+`fates`, and what a sender answers for in `notes`.
 
-    a.example $event                  one event
-    a.example 100-250                 from the 100th to the 250th, both included
-    * 100-250                         the same at every server
-    # a comment
-
-Accepted deliveries are stored in the lake and hold for later audits, until another file replaces
-them. An empty file removes all of them.
+**Only what may have changed.** An audit looks at the events above the position of the last one. Of
+older events it looks again at *units*: a server, a room and a day, of which a line of the ledger
+has come in, or for which something else than the ledger says otherwise (`_touched`).
 """
 
 import datetime
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from functools import partial, reduce
 from typing import Any, Final
 
+import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from fedsender.admin.client import AdminClient, AdminError
-from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
+from fedsender.ledger import EVERY_SERVER
 from fedsender.runtime import real_runtime
-from fedsender.store.statements import in_chunks
-from fedsender_pipeline import PipelineError, Usage, accounts, ledger_lines, schemas
-from fedsender_pipeline.accounts import Accounts, Days, Look, Ownership
-from fedsender_pipeline.intervals import among, among_rows
-from fedsender_pipeline.lake import Commit, Lake, in_days
+from fedsender_pipeline import (
+    PipelineError,
+    fates,
+    intervals,
+    latest_ms,
+    ledger_lines,
+    notes,
+    schemas,
+)
+from fedsender_pipeline.fates import EVERYWHERE, Days
+from fedsender_pipeline.intervals import Keys, among, among_rows, few, near
+from fedsender_pipeline.lake import LET_GO, Commit, Lake, in_days, listed
+from fedsender_pipeline.notes import NOTE_RANGE, RANK, Ownership
 from fedsender_pipeline.schemas import FATES
 from fedsender_pipeline.session import Steps, kept
 
@@ -73,14 +76,6 @@ class Audited:
         return asdict(self) | {"shown": shown}
 
 
-@dataclass(slots=True)
-class Repaired:
-    """The daemon's answers for missing events; `refused`: its refusals, with the reasons."""
-
-    accepted: int = 0
-    refused: list[dict[str, Any]] = field(default_factory=list)
-
-
 def audit(
     spark: SparkSession,
     lake: Lake,
@@ -103,9 +98,9 @@ def audit(
     if upto < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
     with steps.spark("what may have changed", spark):
-        days = accounts.read_days(spark, lake)
-        owned = accounts.ownership(spark, lake, config.instance_name)
-        claims = kept(accounts.claims(spark, lake, owned))
+        days = read_days(lake)
+        owned = ownership(lake, config.instance_name)
+        claims = kept(read_claims(spark, lake, owned))
     first = 0 if since is None else days.first_of(since)
     look = _goes_on(spark, lake, config, days, owned, claims, first)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
@@ -115,7 +110,7 @@ def audit(
             for table in _FINDINGS:
                 commit.clear(table)
             commit.set_position("audit_from", first)
-        view = Accounts(spark, lake, config, owned, claims, look)
+        view = View(spark, lake, config, owned, claims, look)
         _look_at(spark, lake, commit, view, anew=anew)
         commit.clear(schemas.CLAIMS)
         commit.append_frame(schemas.CLAIMS, claims.coalesce(1))
@@ -124,10 +119,10 @@ def audit(
         commit.set_position("audit", upto)
         commit.set_position("audit_ms", real_runtime().now_ms())
         commit.set_position("audit_version", commit.version)
-        commit.set_position("audit_rules", accounts.rules(lake, owned, config, upto))
+        commit.set_position("audit_rules", notes.rules(began(lake, owned), owned, config, upto))
         step.say("")
     with steps.spark("summing up", spark) as step:
-        told = summed_up(spark, lake, since=since)
+        told = summed_up(lake, since=since)
         _note(lake, told, since)
         step.say(f"{told.expected:,} expected, {told.missing:,} missing")
     return told
@@ -144,7 +139,7 @@ def _goes_on(
     owned: Ownership,
     claims: DataFrame,
     first: int,
-) -> Look | None:
+) -> "Look | None":
     """What to look at after the last audit; None: its findings are of no use.
 
     Args:
@@ -153,33 +148,31 @@ def _goes_on(
     after = lake.position("audit")
     if after < 0 or lake.position("audit_from") > first:
         return None
-    if lake.position("audit_rules") != accounts.rules(lake, owned, config, after):
+    if lake.position("audit_rules") != notes.rules(began(lake, owned), owned, config, after):
         return None
-    units = accounts.touched(spark, lake, claims, days)
+    units = touched(spark, lake, claims, days)
     if units is None or units.rows is None:
         return None
     return Look(days, after, units if units.rows.num_rows else None)
 
 
-def _look_at(
-    spark: SparkSession, lake: Lake, commit: Commit, view: Accounts, *, anew: bool
-) -> None:
+def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, anew: bool) -> None:
     """Write what has become of the events to look at, in place of what was said of them.
 
     Args:
         anew: nothing was said of any event.
     """
     units, in_unit = view.look.units, in_days({str(day) for day in view.look.unit_days})
-    found = view.keep(accounts.split_by_day(view.stretches(), view.places))
-    counts, gone, stood_in = accounts.counts_of(found), view.missing(found), view.superseded(found)
+    found = view.keep(fates.split_by_day(view.stretches(), view.places))
+    counts, gone, stood_in = fates.counts_of(found), view.missing(found), view.superseded(found)
     if not anew:
         before = lake.frame(spark, schemas.MISSING).drop("reasons")
         gone = gone.unionByName(among(before, units, "left_anti"))
         commit.clear(schemas.MISSING)
     if units is not None:
         before = among_rows(spark, lake, schemas.AUDIT, units)
-        counts = accounts.summed(
-            counts.unionByName(accounts.negative(before)), "server", "room_id", "day"
+        counts = fates.summed(
+            counts.unionByName(fates.negative(before)), "server", "room_id", "day"
         )
         before = lake.frame(spark, schemas.SUPERSEDED, in_unit)
         stood_in = stood_in.unionByName(among(before, units, "left_anti"))
@@ -187,11 +180,11 @@ def _look_at(
     counts = view.keep(counts)
     for table, rows in (
         (schemas.AUDIT, counts),
-        (schemas.AUDIT_BY_SERVER, accounts.summed(counts, "server", "day")),
+        (schemas.AUDIT_BY_SERVER, fates.summed(counts, "server", "day")),
         (schemas.SUPERSEDED, stood_in),
     ):
         commit.append_frame(table, ledger_lines.by_day(rows))
-    commit.append_frame(schemas.MISSING, accounts.explained(spark, lake, kept(gone)))
+    commit.append_frame(schemas.MISSING, _explained(spark, lake, kept(gone)))
     counts.unpersist()
     found.unpersist()
     view.places.unpersist()
@@ -205,9 +198,7 @@ def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
         commit.append_rows(schemas.AUDITS, [row])
 
 
-def summed_up(
-    spark: SparkSession, lake: Lake, shown: int = SHOWN, since: datetime.date | None = None
-) -> Audited:
+def summed_up(lake: Lake, shown: int = SHOWN, since: datetime.date | None = None) -> Audited:
     """The figures of the last audit in the lake, with the first `shown` missing events.
 
     Args:
@@ -215,109 +206,343 @@ def summed_up(
     """
     files = lake.files(schemas.AUDIT_BY_SERVER, lambda day: since is None or day >= str(since))
     totals = Counter[str]()
-    for rows in lake.dataset(schemas.AUDIT_BY_SERVER, files).to_batches(columns=[*accounts.COUNTS]):
-        totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in accounts.COUNTS})
-    first = []
-    if shown and lake.rows(schemas.MISSING):
-        missing = _since(lake.frame(spark, schemas.MISSING), since)
-        first = missing.orderBy("stream_ordering", "server").limit(shown).collect()
+    for rows in lake.dataset(schemas.AUDIT_BY_SERVER, files).to_batches(columns=[*fates.COUNTS]):
+        totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
     return Audited(
         lake.position("audit"),
-        totals[accounts.EXPECTED],
+        totals[fates.EXPECTED],
         {fate: totals[fate] for fate in FATES},
         lake.rows(schemas.UNKNOWN_HOSTS),
-        [each.asDict() for each in first],
+        _first(lake, schemas.MISSING, shown, since),
     )
 
 
-def _since(rows: DataFrame, since: datetime.date | None) -> DataFrame:
-    return rows if since is None else rows.where(F.col("day") >= F.lit(since))
+def _first(
+    lake: Lake, table: schemas.LakeTable, number: int, since: datetime.date | None
+) -> list[dict[str, Any]]:
+    """The first rows of a table of events, by stream ordering and server."""
+    order = [("stream_ordering", "ascending"), ("server", "ascending")]
+    first = table.arrow_schema().empty_table()
+    wanted = None if since is None else ds.field("day") >= pa.scalar(since)
+    for batch in lake.dataset(table, lake.files(table)).to_batches(filter=wanted):
+        rows = pa.concat_tables([first, pa.Table.from_batches([batch])])
+        first = rows.take(pc.select_k_unstable(rows, number, order)) if number else first
+    found: list[dict[str, Any]] = first.to_pylist()
+    return found
 
 
-def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: Steps) -> Repaired:
-    """Hand the missing events to the daemon, which sends them again by its own rules.
+# --- what is looked at ---
 
-    It sends only to servers that may see the event, in its own time, with a line in the ledger.
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The events that an audit looks at: all above `after`, and older ones.
+
+    Attributes:
+        units: the older ones: server, room_id, day; None: there are none.
+    """
+
+    days: Days
+    after: int = -1
+    units: Keys | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it looks at all events."""
+        return self.after < 0
+
+    @property
+    def unit_days(self) -> set[datetime.date]:
+        """The days of the units."""
+        rows = None if self.units is None else self.units.rows
+        return set() if rows is None else set(rows["day"].unique().to_pylist())
+
+    @property
+    def first(self) -> int:
+        """The first event to look at."""
+        return self.days.first_of(min(self.unit_days)) if self.unit_days else self.after + 1
+
+
+def ownership(lake: Lake, instance: str) -> Ownership:
+    """The ownership by this sender's notes in the ledger."""
+    wanted = ds.field("outcome").isin(RANK) & (ds.field("instance") == instance)
+    columns = ["ms", "position", "outcome", "destination", "lsso", "reason"]
+    rows = lake.read(schemas.ATTEMPTS, columns, wanted & ds.field("position").is_valid())
+    return notes.read_notes(rows.to_pylist())
+
+
+def read_days(lake: Lake) -> Days:
+    """The days of the events of ours that `intervals` cover."""
+    known = sorted((row["first"], row["day"]) for row in lake.read(schemas.DAYS).to_pylist())
+    files, wanted = intervals.where_ours(lake, lake.position("audit"))
+    columns = ["received_ts", "stream_ordering"]
+    firsts: dict[datetime.date, int] = {}
+    for batch in lake.dataset(schemas.EVENTS, files).to_batches(columns=columns, filter=wanted):
+        ms = pc.min_element_wise(pc.fill_null(batch["received_ts"], 0), latest_ms())
+        days = ms.cast(pa.timestamp("ms")).cast(pa.date32())
+        rows = pa.table({"day": days, "at": batch["stream_ordering"]})
+        for row in rows.group_by("day").aggregate([("at", "min")]).to_pylist():
+            firsts[row["day"]] = min(row["at_min"], firsts.get(row["day"], row["at_min"]))
+    return Days.with_later(known, firsts)
+
+
+def began(lake: Lake, owned: Ownership) -> int | None:
+    """The last event before the ledger's start; None: it has not started."""
+    live = lake.manifest.positions.get(ledger_lines.FIRST_LIVE)
+    starts = (None if live is None else live - 1, owned.began)
+    return min((at for at in starts if at is not None), default=None)
+
+
+_CLAIM: Final = ("server", "room_id", "event_id", "kind")
+
+
+def read_claims(spark: SparkSession, lake: Lake, owned: Ownership) -> DataFrame:
+    """Rows of `claims`: what an audit takes from elsewhere than the ledger, each once."""
+    lsso = "last_successful_stream_ordering"
+    known = lake.read(schemas.DESTINATIONS, ["destination", lsso]).combine_chunks()
+
+    def not_level(rows: pa.RecordBatch) -> pa.RecordBatch:
+        mark = known[lsso].take(pc.index_in(rows["destination"], known["destination"]))
+        owed = pc.greater(rows["stream_ordering"], mark.combine_chunks())
+        return rows.filter(pc.fill_null(owed, True))
+
+    rooms = lake.some(spark, schemas.DESTINATION_ROOMS, narrow=not_level)
+    owed = fates.owed_ranges(rooms, *(lake.frame(spark, table) for table in _AS_THEY_STAND))
+    at = ("room_id", "event_id", "stream_ordering as first", "stream_ordering as last")
+    redeliveries = lake.frame(spark, schemas.REDELIVERIES).selectExpr(
+        "destination as server", *at, "'pending' as kind"
+    )
+    quarantined = lake.frame(spark, schemas.QUARANTINE).selectExpr(
+        f"coalesce(destination, '{EVERY_SERVER}') as server", *at, "'quarantined' as kind"
+    )
+    accepted = lake.frame(spark, schemas.ACCEPTED).selectExpr(
+        *("server", "event_id", "coalesce(first, 0) as first", "coalesce(last, 0) as last"),
+        "'accepted' as kind",
+    )
+    purged = listed(spark, [asdict(each) for each in owned.purged], NOTE_RANGE)
+    frames = (
+        owed,
+        redeliveries,
+        quarantined.where("event_id is not null and first is not null"),
+        # Ranges may overlap, so that each is of a kind of its own.
+        *(
+            rows.withColumn("kind", F.expr("concat_ws(' ', kind, first, last)"))
+            for rows in (accepted, purged)
+        ),
+    )
+    rows = reduce(partial(DataFrame.unionByName, allowMissingColumns=True), frames)
+    return rows.select(*schemas.CLAIMS.columns).distinct()
+
+
+_AS_THEY_STAND: Final = (schemas.DESTINATIONS, schemas.CATCH_UPS, schemas.SERVER_STATES)
+
+
+def _explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
+    """Rows of `missing`, from those without `reasons`."""
+    pairs = few(gone.selectExpr("server as destination", "room_id"))
+    rooms = among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs)
+    others = (lake.frame(spark, table) for table in _AS_THEY_STAND)
+    return fates.explained(gone, rooms, *others)
+
+
+def touched(spark: SparkSession, lake: Lake, now: DataFrame, days: Days) -> Keys | None:
+    """The units of events up to the last audit whose fates may be others now; None: any.
 
     Args:
-        pages: [server, event id] pairs, as many at once as the endpoint takes: `missing_pairs`.
-        total: the number of pairs.
-
-    Raises:
-        PipelineError: the daemon cannot be asked; events that it has accepted stay accepted.
+        now: the present `claims`.
     """
-    told = Repaired()
-    client = AdminClient.of(config)
-    with steps.step("redeliver", max(total, 1)) as step:
-        done = 0
-        for pairs in pages:
-            try:
-                answer = client.post("redeliver", body={"pairs": pairs})
-            except AdminError as error:
-                raise PipelineError(f"after {told.accepted} events: {error}") from None
-            told.accepted += answer["accepted"]
-            told.refused += answer["refused"]
-            done += len(pairs)
-            step.show(done)
-        step.say(f"{told.accepted:,} accepted, {len(told.refused):,} refused")
-    return told
+    after = lake.position("audit")
+    was = lake.frame(spark, schemas.CLAIMS)
+    both = intervals.changes_of(now, _CLAIM).unionByName(intervals.changes_of(was, _CLAIM))
+    changed = kept(intervals.paired(both, _CLAIM).where(f"first <= {after}"))
+    elsewhere = changed.where("room_id is null")
+    ranges = [_said_by_lines(spark, lake, after), changed.where("room_id is not null")]
+    if not elsewhere.isEmpty():
+        if not elsewhere.where(EVERYWHERE).isEmpty():
+            return None
+        servers = few(elsewhere.select("server"))
+        spans = intervals.current(spark, lake, servers)
+        of_rooms = elsewhere.where("event_id is null").drop("room_id", "event_id")
+        ranges.append(fates.clipped(of_rooms, spans))
+        named = elsewhere.where("event_id is not null").select("server", "event_id")
+        at = ("stream_ordering as first", "stream_ordering as last")
+        events = intervals.ours(spark, lake, upto=after).selectExpr("event_id", "room_id", *at)
+        ranges.append(named.hint("broadcast").join(events, on="event_id", how="inner"))
+    columns = ("server", "room_id", "first", "last")
+    found = reduce(DataFrame.unionByName, (each.select(*columns) for each in ranges))
+    found = kept(found.where(f"first <= {after}"))
+    everywhere = found.where(EVERYWHERE).drop("server")
+    if not everywhere.isEmpty():
+        spans = intervals.current(spark, lake, few(everywhere.select("room_id")))
+        of_all = everywhere.hint("broadcast").join(
+            spans.select("room_id", "server").distinct(), on="room_id", how="inner"
+        )
+        found = found.unionByName(of_all.select(*columns))
+    # Of lines that were let go, nothing new can be said.
+    lowest = max(lake.position("audit_from"), lake.position(LET_GO) + 1)
+    # Null, an open end, is passed over.
+    first, last = f"greatest(first, {lowest})", f"least(last, {after})"
+    day = f"explode(sequence({days.of(first)}, {days.of(last)})) as day"
+    return few(found.where(f"{first} <= {last}").selectExpr("server", "room_id", day))
 
 
-def missing_pairs(
-    spark: SparkSession, lake: Lake, size: int = PAIRS_AT_ONCE, since: datetime.date | None = None
-) -> Iterator[list[list[str]]]:
-    """[server, event id] of all missing events of the last audit, oldest first, `size` at once."""
-    rows = _since(lake.frame(spark, schemas.MISSING), since).orderBy("stream_ordering", "server")
-    for some in in_chunks(rows.select("server", "event_id").toLocalIterator(), size):
-        yield [list(row) for row in some]
+def _said_by_lines(spark: SparkSession, lake: Lake, after: int) -> DataFrame:
+    """server, room_id, first, last: the events up to `after` of which the ledger has new lines."""
+    older = lake.frame(spark, schemas.PDUS)
+    new = older.where(f"version > {lake.position('audit_version')}")
+    new = new.where(f"stream_ordering <= {after} or supersedes_from <= {after}")
+    says = F.expr("outcome in ('delivered', 'unknown', 'dropped')")
+    missing = lake.frame(spark, schemas.MISSING).selectExpr("server as destination", "event_id")
+    # One that stood in for events which the last audit did not have yet.
+    astride = older.where(f"supersedes_from <= {after} and supersedes_to > {after}")
+    lines = new.where(says).unionByName(astride)
+    if lake.rows(schemas.MISSING):
+        lines = lines.unionByName(among(new.where(~says), few(missing)))
+    return lines.selectExpr(
+        "destination as server",
+        "room_id",
+        "least(stream_ordering, supersedes_from) as first",
+        "greatest(stream_ordering, supersedes_to) as last",
+    )
 
 
-# --- what an operator accepts ---------------------------------------------------------------------
-
-MOST_BYTES: Final = 64 * 2**20
-_LINE: Final = re.compile(
-    r"(?P<server>[^\s#]{1,255})\s+"
-    r"(?:(?P<event>\$\S{1,254})|(?P<first>[0-9]{1,18})-(?P<last>[0-9]{1,18}))"
+_SAID: Final = schemas.PDUS.only(
+    *("destination", "room_id", "event_id", "stream_ordering", "ms", "instance"),
+    *("outcome", "refused", "supersedes_from", "supersedes_to"),
 )
+"""The columns that an audit of what is new reads: Arrow takes a third of the CPU for these."""
 
 
-def read_accepted(path: Path) -> list[dict[str, Any]]:
-    """The rows for the table `accepted`.
+def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
+    """The PDUs that say something of the events to look at.
 
-    Raises:
-        Usage: the file, or a line of it, cannot be read; the text has the numbers of such lines.
+    Not by time: the homeserver's clock and the ledger's may differ by any time.
     """
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise Usage(f"--accept: {path}: is larger than {MOST_BYTES // 2**20} MiB")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise Usage(f"--accept: {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise Usage(f"--accept: {path}: is not text: {error}") from None
-    rows, bad = [], []
-    for number, text in enumerate(lines, 1):
-        if not text.strip() or text.lstrip().startswith("#"):
-            continue
-        found = _LINE.fullmatch(text.strip())
-        first, last = (int(found[name] or 0) for name in ("first", "last")) if found else (0, 0)
-        if found is None:
-            said = repr(text.strip()[:80])
-            bad.append(f"{path}:{number}: must be SERVER $EVENT or SERVER FIRST-LAST, not {said}")
-        elif first > last:
-            bad.append(f"{path}:{number}: the range {first}-{last} ends before it begins")
-        elif found["event"]:
-            rows.append({"server": found["server"], "event_id": found["event"]})
-        else:
-            rows.append({"server": found["server"], "first": first, "last": last})
-    if bad:
-        more = [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
-        raise Usage("\n".join(("--accept: nothing was accepted:", *bad[:SHOWN], *more)))
-    return rows
+    after = look.after
+    at, upto = ds.field("stream_ordering"), ds.field("supersedes_to")
+    wanted = (at > after) | (upto > after)
+    pairs = None
+    if look.units is not None and look.units.rows is not None:
+        names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
+        pairs = few(look.units.frame.selectExpr(names, "room_id"))
+        servers = [*look.units.rows["server"].unique().to_pylist(), EVERY_SERVER]
+        said = ds.field("destination").isin(servers) & near(look.units.rows.select(["room_id"]))
+        wanted |= ((at >= look.first) | (upto >= look.first)) & said
+    pdus = lake.some(spark, _SAID, wanted)
+    newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
+    if pairs is None:
+        return newer
+    older = pdus.where(
+        f"stream_ordering <= {after} and (supersedes_to is null or supersedes_to <= {after})"
+    ).where(f"stream_ordering >= {look.first} or supersedes_to >= {look.first}")
+    return newer.unionByName(among(older, pairs))
 
 
-def accept(lake: Lake, rows: list[dict[str, Any]]) -> None:
-    """Replace the accepted deliveries by these rows."""
-    with lake.commit() as commit:
-        commit.clear(schemas.ACCEPTED)
-        commit.append_rows(schemas.ACCEPTED, rows)
+# --- frames ---
+
+
+def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
+    """The events to look at, with the columns of `placed`: events of ours with known servers."""
+    events = intervals.ours(spark, lake, look.after)
+    if look.units is not None:
+        older = among(
+            intervals.ours(spark, lake, look.first - 1, look.after), look.units.only("room_id")
+        ).withColumn("day", F.expr(look.days.of("stream_ordering")))
+        older = among(older, look.units.only("room_id", "day"))
+        events = events.unionByName(older.drop("day"))
+    unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering")
+    known = events.join(unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti")
+    return fates.placed(known, look.days)
+
+
+class View:
+    """The frames of an audit."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        lake: Lake,
+        config: Config,
+        owned: Ownership,
+        claims: DataFrame,
+        look: Look,
+    ) -> None:
+        self._spark = spark
+        self._lake = lake
+        self._config = config
+        self.look = look
+        self._pdus = (
+            lake.frame(spark, schemas.PDUS) if look.is_whole else kept(selected(spark, lake, look))
+        )
+        self._owned = owned
+        self.places = self.keep(places_of(spark, lake, look))
+        rooms = None if look.is_whole else few(self.places.select("room_id"))
+        of_rooms = claims.where("room_id is null").unionByName(
+            among(claims.where("room_id is not null"), rooms)
+        )
+        self._claims = self.keep(of_rooms.withColumn("kind", F.expr("split(kind, ' ')[0]")))
+        self._spans = self._expected(look, rooms)
+
+    def keep(self, rows: DataFrame) -> DataFrame:
+        """Rows that are used several times: few are computed now, which makes later plans small."""
+        return rows.persist() if self.look.is_whole else kept(rows)
+
+    def _expected(self, look: Look, rooms: Keys | None) -> DataFrame:
+        """room_id, server, first, last: the part of `intervals` that is looked at."""
+        spans = intervals.sent_to(intervals.current(self._spark, self._lake, rooms), self._config)
+        newer = spans.where(F.col("last").isNull() | (F.col("last") > look.after)).withColumn(
+            "first", F.greatest("first", F.lit(look.after + 1))
+        )
+        if look.is_whole:
+            return spans
+        if look.units is None:
+            return kept(newer)
+        days = look.days.rows(self._spark).hint("broadcast")
+        units = look.units.frame.join(days, on="day", how="inner").drop("day")
+        first, last = "greatest(first, begins) as first", f"least(last, ends, {look.after}) as last"
+        older = (
+            spans.join(units.hint("broadcast"), on=["room_id", "server"], how="inner")
+            .selectExpr("room_id", "server", first, last)
+            .where("first <= last")
+        )
+        return kept(newer.unionByName(older))
+
+    def stretches(self) -> DataFrame:
+        """Stretches of all expected places, with their fates."""
+        standing = fates.stood_in(self._pdus).drop("by", "ms", "refused")
+        spans = (
+            self._spans.withColumn("kind", F.lit(fates.EXPECTED))
+            .unionByName(self._before_ledger())
+            .unionByName(standing)
+            .unionByName(fates.claimed(self._claims, self._spans))
+        )
+        attempts = self._lake.frame(self._spark, schemas.ATTEMPTS)
+        gone = notes.let_go(self._owned, attempts, self._spans, self._config)
+        if gone is not None:
+            spans = spans.unionByName(gone)
+        instance = self._config.instance_name
+        told = fates.taken_out(self._claims, self._pdus, self.places, self._spans, instance)
+        proven = fates.points(fates.answers(self._pdus), self.places)
+        said = fates.points(told, self.places)
+        ends = fates.ends_in_places(spans, self.places)
+        return fates.stretches(ends.unionByName(proven).unionByName(said))
+
+    def _before_ledger(self) -> DataFrame:
+        """The ranges before the ledger's start: their events may have been delivered before it.
+
+        It starts with its note that the stream became ours, or with its first live event, or after
+        the lines that the lake has let go.
+        """
+        let_go = self._lake.position(LET_GO)
+        last = began(self._lake, self._owned) if let_go < 0 else let_go
+        end = F.lit(last).cast("bigint")
+        return self._spans.withColumns({"last": end, "kind": F.lit("before_ledger")})
+
+    def superseded(self, found: DataFrame) -> DataFrame:
+        """Rows of `superseded`."""
+        return fates.superseded(found, self.places, fates.stood_in(self._pdus))
+
+    def missing(self, found: DataFrame) -> DataFrame:
+        """Rows of `missing`, without `reasons`."""
+        events = intervals.ours(self._spark, self._lake, self.look.first - 1)
+        return fates.missing(found, self.places, self._pdus, events)

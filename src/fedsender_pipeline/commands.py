@@ -254,21 +254,23 @@ def audit(
     as_json: AsJson = False,
 ) -> int:
     """Compare the expected deliveries with those that the ledger proves."""
+    from fedsender_pipeline import accepted
     from fedsender_pipeline import audit as module
+    from fedsender_pipeline import repair as repair_module
     from fedsender_pipeline.ledger_lines import read_ledger
 
     first = _day(since)
     repaired = failed = None
-    rows = None if accept is None else module.read_accepted(accept)
+    rows = None if accept is None else accepted.read_accepted(accept)
     with job("audit", config, writes=True) as (spark, lake, loaded, steps):
         if rows is not None:
-            module.accept(lake, rows)
+            accepted.accept(lake, rows)
         read_ledger(spark, lake, loaded.ledger.directory, steps)
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
-            pages = module.missing_pairs(spark, lake, since=first)
+            pages = repair_module.missing_pairs(spark, lake, since=first)
             try:
-                repaired = module.repair(pages, found.missing, loaded, steps)
+                repaired = repair_module.repair(pages, found.missing, loaded, steps)
             except PipelineError as error:
                 # What was found out is told all the same.
                 failed = error

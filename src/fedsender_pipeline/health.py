@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
@@ -358,43 +358,37 @@ def health(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Kno
     """
     with steps.spark("health", spark) as step:
         update(spark, lake)
-        known = _write(_recent(spark, lake), config.pipeline.health)
+        servers, newest_ms = _servers(spark, lake)
+        _replace(config.pipeline.health, servers, {"version": VERSION, "newest_ms": newest_ms})
+        known = Known(len(servers), sum(row["ill_ms"] is not None for row in servers))
         step.say(f"{known.servers:,} servers, {known.ill:,} ill")
     return known
 
 
-def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
-    """The rows from which the file is made; in those of whole days, `hour_ms` is 0."""
+def _servers(spark: SparkSession, lake: Lake) -> tuple[list[Row], int]:
+    """The rows of the file, and the time of the newest attempt, in ms.
+
+    Hours before the last 24, and the days before those, only say since when a server is ill.
+    """
+    files = lake.files(schemas.HEALTH, _between(lake, 1, 0))
+    newest = lake.dataset(schemas.HEALTH, files).to_table(columns=["last_ms"])
+    newest_ms: int = pc.max(newest["last_ms"]).as_py() or 0
     before = days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1, 2)
-    rows = days_of(spark, lake, schemas.HEALTH, 1).drop("day")
-    before = before.drop("day").withColumn("hour_ms", F.lit(0).cast("bigint"))
-    return rows.unionByName(before).where(OF_SERVERS)
-
-
-def _of_a_day(rows: DataFrame, newest_ms: int) -> DataFrame:
-    """The rows; those before the last 24 hours only say since when a server is ill."""
-    recent = f"hour_ms > {newest_ms - DAY_MS}"
-    others = (name for name in rows.columns if name not in ("hour_ms", *SUMS, *SKETCHES))
-    return rows.selectExpr(
-        *others,
-        *(f"if({recent}, {name}, 0) as {name}" for name in ("hour_ms", *SUMS)),
-        *(f"if({recent}, {name}, null) as {name}" for name in SKETCHES),
+    hours = days_of(spark, lake, schemas.HEALTH, 1)
+    rows = hours.unionByName(before, allowMissingColumns=True).where(OF_SERVERS)
+    now = f"coalesce(hour_ms > {newest_ms - DAY_MS}, false)"
+    counted = rows.groupBy("server").agg(
+        *(F.expr(f"sum(if({now}, {name}, 0)) as {name}") for name in ("attempts", "delivered")),
+        F.expr(f"kll_merge_agg_bigint(if({now}, took, null)) as took"),
+        *(F.expr(f"max({name}) as {name}") for name in ("last_ms", "well_ms")),
+        F.expr("collect_list(ill_ms) as ill_ms"),
     )
-
-
-def _write(state: DataFrame, path: Path) -> Known:
-    """Replace the file by one of these rows."""
-    row = state.agg(F.max("last_ms").alias("newest")).first()
-    newest_ms: int = (row and row["newest"]) or 0
-    rows = _of_a_day(state, newest_ms)
-    servers = merged(rows, "server").selectExpr(
+    servers = _first_after(counted).selectExpr(
         *("server", "attempts", "delivered"),
         *(quantile("took", q) for q in (0.5, 0.9, 0.99)),
         *("last_ms", "ill_ms"),
     )
-    found = servers.collect()
-    _replace(path, found, {"version": VERSION, "newest_ms": newest_ms})
-    return Known(len(found), sum(row["ill_ms"] is not None for row in found))
+    return servers.collect(), newest_ms
 
 
 def _replace(path: Path, servers: Iterable[tuple[Any, ...]], meta: dict[str, int]) -> None:

@@ -34,7 +34,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender_pipeline import PipelineError, schemas
-from fedsender_pipeline.lake import Lake, empty_frame, listed
+from fedsender_pipeline.lake import Lake, LakeFile, empty_frame, listed
 from fedsender_pipeline.session import kept
 
 
@@ -357,6 +357,18 @@ ON_BEHALF: Final = 5
 
 W26: Final = "W26: turned away, and only told by fedsender"
 """The reason why a server does not have an event that it should get, sent by another sender."""
+
+
+def where_ours(
+    lake: Lake, after: int = -1, upto: int | None = None
+) -> tuple[list[LakeFile], ds.Expression]:
+    """For Arrow: the files of `events`, and the rows in them that `ours` has."""
+    last = lake.position("intervals") if upto is None else upto
+    parts = range((after + 1) // schemas.EVENTS_PER_PART, last // schemas.EVENTS_PER_PART + 1)
+    at = ds.field("stream_ordering")
+    between = (at > after) & (at <= last)
+    files = lake.files(schemas.EVENTS, lambda name: int(name) in parts)
+    return files, ds.field("ours") & ds.field("bad").is_null() & between
 
 
 def ours(spark: SparkSession, lake: Lake, after: int = -1, upto: int | None = None) -> DataFrame:

@@ -256,9 +256,14 @@ class Lake:
         rows = pa.Table.from_batches(found, table.arrow_schema()).combine_chunks()
         return spark.createDataFrame(rows, schema=table.ddl)
 
-    def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> pa.Table:
-        """A table small enough for memory, without Spark."""
-        return self.dataset(table, self.files(table)).to_table(columns=columns)
+    def read(
+        self,
+        table: LakeTable,
+        columns: Sequence[str] | None = None,
+        wanted: ds.Expression | None = None,
+    ) -> pa.Table:
+        """A table's wanted rows, few enough for memory, without Spark."""
+        return self.dataset(table, self.files(table)).to_table(columns=columns, filter=wanted)
 
     def dataset(self, table: LakeTable, files: Sequence[LakeFile]) -> ds.Dataset:
         """These files of a table for pyarrow, with exactly the columns of its schema."""

@@ -119,7 +119,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     servers = health.merged(days.where(OF_SERVERS), "server")
     counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
     assert counted is not None
-    audited = audit.summed_up(spark, lake, 0) if lake.position("audit") >= 0 else None
+    audited = audit.summed_up(lake, 0) if lake.position("audit") >= 0 else None
     return Figures(
         config.server_name,
         real_runtime().now_ms(),

@@ -30,7 +30,7 @@ FATES: Final = (
     "accepted",
     "missing",
 )
-"""The possible fates of an event at a server that should get it (`accounts`)."""
+"""The possible fates of an event at a server that should get it (`fates`)."""
 FAILURES: Final = tuple(outcome.value for outcome in RULES)
 """The outcomes of an attempt that are the server's fault."""
 

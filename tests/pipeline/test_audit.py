@@ -25,8 +25,10 @@ from tests.pipeline.lakes import (
 from tests.pipeline.worlds import US
 
 from fedsender_pipeline import PipelineError, Usage, schemas
-from fedsender_pipeline.audit import Audited, accept, audit, missing_pairs, read_accepted
+from fedsender_pipeline.accepted import accept, read_accepted
+from fedsender_pipeline.audit import Audited, audit
 from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.repair import missing_pairs
 from fedsender_pipeline.session import showing
 
 if TYPE_CHECKING:

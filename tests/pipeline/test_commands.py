@@ -25,7 +25,7 @@ from tests.servers import Databases
 from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
 from fedsender.store import tables
-from fedsender_pipeline import audit, ingest, ledger_lines, session
+from fedsender_pipeline import audit, ingest, ledger_lines, repair, session
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.schemas import FATES, INTERVALS
 from fedsender_pipeline.session import find_java, showing
@@ -316,7 +316,7 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext())
     monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
     monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
-    monkeypatch.setattr(audit, "missing_pairs", lambda *_, **__: [[["a.example", "$1"]]])
+    monkeypatch.setattr(repair, "missing_pairs", lambda *_, **__: [[["a.example", "$1"]]])
     config = config_file(tmp_path)
     with open_lake(tmp_path / "lake", US, create=True).commit():
         pass

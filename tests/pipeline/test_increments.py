@@ -20,10 +20,11 @@ from tests.pipeline.test_ingest import Killed
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
-from fedsender_pipeline import accounts, intervals, schemas
 from fedsender_pipeline import audit as module
+from fedsender_pipeline import fates, intervals, schemas
 from fedsender_pipeline import lake as lake_module
-from fedsender_pipeline.audit import accept, audit
+from fedsender_pipeline.accepted import accept
+from fedsender_pipeline.audit import audit
 from fedsender_pipeline.lake import Lake, open_lake, write_manifest
 from fedsender_pipeline.ledger_lines import read_ledger
 from fedsender_pipeline.session import showing
@@ -231,7 +232,7 @@ def findings(lake: Lake) -> dict[str, Any]:
     ):
         sums: Counter[Any] = Counter()
         for row in lake.read(table).to_pylist():
-            for name in accounts.COUNTS:
+            for name in fates.COUNTS:
                 sums[*(row[each] for each in key), name] += row[name]
         found[table.name] = {each: n for each, n in sums.items() if n}
     for table in (schemas.MISSING, schemas.SUPERSEDED, schemas.DAYS):
@@ -334,10 +335,10 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
         late = START_MS + 200 * EVENT_MS
         write(tmp_path / "ledger", "f.b.000002.jsonl", lines[4] | {"ms": late})
         read_ledger(spark, lake, tmp_path / "ledger", steps)
-        days = accounts.read_days(spark, lake)
-        owned = accounts.ownership(spark, lake, config.instance_name)
-        claims = accounts.claims(spark, lake, owned)
-        units = accounts.touched(spark, lake, claims, days)
+        days = module.read_days(lake)
+        owned = module.ownership(lake, config.instance_name)
+        claims = module.read_claims(spark, lake, owned)
+        units = module.touched(spark, lake, claims, days)
         assert units is not None
         assert [tuple(row) for row in units.frame.collect()] == [
             (SERVERS[0], "!r", datetime.date(2026, 1, 1))

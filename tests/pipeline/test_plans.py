@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.pipeline.lakes import config_of, event, lake_of, line, write
 
-from fedsender_pipeline import accounts, health, intervals, ledger_lines, schemas
-from fedsender_pipeline.accounts import Accounts, Look
+from fedsender_pipeline import audit, fates, health, intervals, ledger_lines, schemas
+from fedsender_pipeline.audit import Look, View
 from fedsender_pipeline.intervals import few
 from fedsender_pipeline.lake import Lake, listed
 
@@ -81,26 +81,26 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     stays = intervals._stays(lake.frame(spark, schemas.ROOM_SERVERS))
     events = lake.frame(spark, schemas.EVENTS)
     yield "an embedded store", intervals.from_room_servers(events, stays, "us.example")
-    owned = accounts.ownership(spark, lake, config.instance_name)
-    claims = accounts.claims(spark, lake, owned)
+    owned = audit.ownership(lake, config.instance_name)
+    claims = audit.read_claims(spark, lake, owned)
     yield "claims", claims
-    dates = accounts.read_days(spark, lake)
+    dates = audit.read_days(lake)
     unit = {"server": "a.example", "room_id": "!r", "day": str(_DAY)}
     units = few(listed(spark, [unit], "server: STRING, room_id: STRING, day: DATE"))
-    later = Accounts(spark, lake, config, owned, claims, Look(dates, 1, units))
+    later = View(spark, lake, config, owned, claims, Look(dates, 1, units))
     yield "stretches of what was touched", later.stretches()
-    view = Accounts(spark, lake, config, owned, claims, Look(dates))
+    view = View(spark, lake, config, owned, claims, Look(dates))
     places = view.places
     yield "stretches", view.stretches()
     # What is made of these is planned for itself.
     found = lake.frame(spark, schemas.INTERVALS).selectExpr(
         "server", "room_id", "first AS lo", "last AS hi", "server AS fate"
     )
-    by_day = accounts.split_by_day(found, places)
-    yield "by day", accounts.counts_of(by_day)
+    by_day = fates.split_by_day(found, places)
+    yield "by day", fates.counts_of(by_day)
     yield "superseded", view.superseded(by_day)
     yield "missing", view.missing(by_day)
-    yield "reasons", accounts.explained(spark, lake, lake.frame(spark, schemas.MISSING))
+    yield "reasons", audit._explained(spark, lake, lake.frame(spark, schemas.MISSING))
     lines = ledger_lines.parsed(spark, (lake.directory.parent / "ledger").iterdir())
     yield "new lines", ledger_lines.pdus_of(ledger_lines._unseen(spark, lake, lines))
     waited = health.waits(lake.frame(spark, schemas.PDUS), events)
@@ -130,10 +130,10 @@ def test_the_ledger_is_spread_once_and_so_are_ranges(
     spark = spark_at_scale
     events = lake.frame(spark, schemas.EVENTS)
     places = events.selectExpr("stream_ordering", "event_id", "room_id", "stream_ordering AS place")
-    proven = accounts.points(accounts.answers(lake.frame(spark, schemas.PDUS)), places)
+    proven = fates.points(fates.answers(lake.frame(spark, schemas.PDUS)), places)
     # That of the events is the other one.
     assert plan_of(proven).count("Exchange hashpartitioning") == 2
     # What is expected goes to its room, to be numbered, and then to its server.
     spans = lake.frame(spark, schemas.INTERVALS).selectExpr("*", "'expected' AS kind")
-    stretches = accounts.stretches(accounts.ends_in_places(spans, places))
+    stretches = fates.stretches(fates.ends_in_places(spans, places))
     assert plan_of(stretches).count("Exchange hashpartitioning") == 2

@@ -11,7 +11,7 @@ from tests.sender.harness import RemoteServer, World
 
 from fedsender.config import from_values
 from fedsender_pipeline import PipelineError
-from fedsender_pipeline.audit import Repaired, repair
+from fedsender_pipeline.repair import Repaired, repair
 from fedsender_pipeline.session import showing
 
 R1 = "!1:hs.example"

@@ -1,0 +1,456 @@
+"""The fate of each expected delivery: proven by the ledger, still owed by the databases, or
+missing. All here is arithmetic from DataFrame to DataFrame; `audit` reads and writes the lake.
+
+The events of ours in a room are numbered in stream order: their *places*. An interval of
+membership, a stretch that catch-up stood in for, the events that a server is still owed: all are
+ranges of places of one room and server. So is a run of deliveries, once those that touch have been
+put together. One pass over the starts and ends of a room and server, in order, gives stretches of
+one fate each, never rows of (event, server). Only missing stretches are split into events. Where
+several fates hold for an event and server, the first of `schemas.FATES` counts.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from fedsender.ledger import EVERY_SERVER
+from fedsender_pipeline import intervals, ledger_lines, schemas
+from fedsender_pipeline.intervals import few, upto_here
+from fedsender_pipeline.lake import listed, literal
+from fedsender_pipeline.schemas import FATES
+
+EXPECTED: Final = "expected"
+
+FOR_EVER: Final = 2**62
+
+EVERYWHERE: Final = f"server = '{EVERY_SERVER}'"
+_KINDS: Final = (EXPECTED, *FATES[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Days:
+    """The days of events: (first stream ordering, day) of each, ascending.
+
+    A day begins with the first event that the homeserver received on it, and ends with the first of
+    a later day: so it is a range of stream orderings, whatever the clock did meanwhile.
+    """
+
+    starts: tuple[tuple[int, datetime.date], ...]
+
+    @classmethod
+    def with_later(
+        cls, known: Sequence[tuple[int, datetime.date]], firsts: Mapping[datetime.date, int]
+    ) -> "Days":
+        """The known days, ascending, and later ones: by the first event that was received on each.
+
+        An event after one of a later day belongs to that day.
+        """
+        newest = known[-1][1] if known else datetime.date.min
+        before = FOR_EVER
+        later = []
+        for day, first in sorted(firsts.items(), reverse=True):
+            if first < before and day > newest:
+                later.append((first, day))
+            before = min(before, first)
+        return cls((*known, *reversed(later)) or ((0, datetime.date(1970, 1, 1)),))
+
+    def of(self, at: str) -> str:
+        """The day of a stream ordering, as SQL; it looks at a few days only, by a table."""
+        starts = [(0, self.starts[0][1]), *self.starts[1:]]
+        number = len(starts)
+        width = starts[-1][0] // number + 1
+        stretches: list[list[dict[str, object]]] = [[] for _ in starts]
+        for (first, day), (end, _) in zip(starts, [*starts[1:], (FOR_EVER, None)], strict=True):
+            for stretch in range(first // width, min((end - 1) // width + 1, number)):
+                stretches[stretch].append({"first": first, "day": str(day)})
+        kind = "ARRAY<ARRAY<STRUCT<first: BIGINT, day: DATE>>>"
+        here = f"get(from_json('{json.dumps(stretches)}', '{kind}'),"
+        here += f" least(cast({at} / {width} as int), {number - 1}))"
+        return f"element_at(filter({here}, start -> start.first <= {at}), -1).day"
+
+    def as_rows(self) -> list[dict[str, object]]:
+        """Rows of `days`."""
+        return [{"day": day, "first": first} for first, day in self.starts]
+
+    def first_of(self, day: datetime.date) -> int:
+        """The first event on that day or later."""
+        return next((first for first, each in self.starts if each >= day), FOR_EVER)
+
+    def rows(self, spark: SparkSession) -> DataFrame:
+        """day, begins, ends (stream orderings, both included)."""
+        ends = [first - 1 for first, _ in self.starts[1:]] + [FOR_EVER]
+        rows = [
+            {"day": str(day), "begins": first, "ends": end}
+            for (first, day), end in zip(self.starts, ends, strict=True)
+        ]
+        return listed(spark, rows, "day: DATE, begins: BIGINT, ends: BIGINT")
+
+
+def placed(events: DataFrame, days: Days) -> DataFrame:
+    """room_id, stream_ordering, event_id, day, place (1 for the first of its room)."""
+    number = "row_number() over (partition by room_id order by stream_ordering)"
+    return events.selectExpr(
+        *("room_id", "stream_ordering", "event_id"),
+        f"{days.of('stream_ordering')} as day",
+        f"cast({number} as bigint) as place",
+    )
+
+
+def ends_in_places(ranges: DataFrame, places: DataFrame) -> DataFrame:
+    """The starts and ends of ranges of stream orderings (first, last: null is no end), as places.
+
+    Columns: server, room_id, kind, lo, n (1 or -1). `stretches` needs no more than these, so start
+    and end of a range need not be paired: it is one pass over each room, in order. A range without
+    an event of ours ends where it starts.
+    """
+    end = f"struct(coalesce(last + 1, {FOR_EVER}) as at, -1 as n)"
+    turns = f"inline(array(struct(first as at, 1 as n), {end}))"
+    ends = ranges.where("last is null or first <= last").selectExpr(
+        "room_id", "server", "kind", turns, "false as is_event"
+    )
+    events = places.selectExpr("room_id", "stream_ordering as at", "true as is_event")
+    before = F.count_if("is_event").over(upto_here(("room_id",), "at", "is_event"))
+    return (
+        ends.unionByName(events, allowMissingColumns=True)
+        .withColumn("lo", before + 1)
+        .where("not is_event")
+        .select("server", "room_id", "kind", "lo", "n")
+    )
+
+
+def clipped(ranges: DataFrame, spans: DataFrame) -> DataFrame:
+    """The parts of ranges of servers in which events are expected, by room."""
+    own = ranges.withColumnsRenamed({"first": "its_first", "last": "its_last"})
+    return (
+        spans.select("room_id", "server", "first", "last")
+        .join(own.hint("shuffle_hash"), on="server", how="inner")
+        # Null, an open end, is passed over.
+        .selectExpr(
+            "room_id",
+            "server",
+            "greatest(first, its_first) as first",
+            "least(last, its_last) as last",
+            "kind",
+        )
+        .where("last is null or first <= last")
+    )
+
+
+def answers(pdus: DataFrame) -> DataFrame:
+    """The fate of each (server, event) in the ledger: server, event_id, stream_ordering, kind.
+
+    The ledger is the largest table here. So it goes over the wire once, with few columns, and is
+    partitioned by the columns by which `points` looks events up.
+    """
+    taken = F.expr("count_if(outcome = 'delivered' and refused is null)")
+    answered = F.expr("count_if(outcome = 'delivered')")
+    kind = F.when(taken > 1, "delivered_again").when(taken == 1, "delivered")
+    return (
+        pdus.where("outcome in ('delivered', 'unknown')")
+        .selectExpr("destination as server", "stream_ordering", "event_id", "outcome", "refused")
+        .repartition("stream_ordering", "event_id")
+        .groupBy("server", "stream_ordering", "event_id")
+        .agg(kind.when(answered > 0, "refused").otherwise("unknown").alias("kind"))
+    )
+
+
+def failures(pdus: DataFrame) -> DataFrame:
+    """The attempts that were not answered with 200, by server and event.
+
+    Columns: server, event_id, stream_ordering, attempts, last_ms, last_outcome.
+    """
+    return (
+        pdus.where(f"{ledger_lines.IS_ATTEMPT} and outcome != 'delivered'")
+        .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
+        .agg(
+            F.count(F.lit(1)).alias("attempts"),
+            F.max("ms").alias("last_ms"),
+            F.max_by("outcome", "ms").alias("last_outcome"),
+        )
+    )
+
+
+def points(pairs: DataFrame, places: DataFrame) -> DataFrame:
+    """Single events (server, event_id, stream_ordering, kind) as places.
+
+    Columns: server, room_id, kind, lo, n (0: this place alone). Stream orderings alone would be
+    enough, except for databases that were restored from a backup.
+    """
+    return (
+        pairs.select("server", "stream_ordering", "event_id", "kind")
+        .join(
+            places.select("stream_ordering", "event_id", "room_id", "place").hint("shuffle_hash"),
+            on=["stream_ordering", "event_id"],
+            how="inner",
+        )
+        .selectExpr("server", "room_id", "kind", "place as lo", "0 as n")
+    )
+
+
+def stretches(ends: DataFrame) -> DataFrame:
+    """Stretches of one fate: server, room_id, lo, hi, fate, of places that are expected.
+
+    Args:
+        ends: of ranges of places, which may overlap, also those of one kind: server, room_id, kind
+            (`expected`, or a fate), lo, n (1: from here on; -1: from here on no more; 0: here).
+    """
+    here = (
+        "if(n = 0, array(struct(lo, 1 as n), struct(lo + 1 as lo, -1 as n)), array(struct(lo, n)))"
+    )
+    changes = (
+        # Once spread so, ends that cancel are in one place, and nothing is spread again.
+        ends.repartition("server", "room_id")
+        .selectExpr("server", "room_id", "kind", f"inline({here})")
+        .groupBy("server", "room_id", "lo")
+        .agg(
+            *(F.expr(f"sum(if(kind = '{kind}', n, null)) as {kind}") for kind in _KINDS),
+            F.expr("bool_or(kind in ('superseded', 'stand_in_refused')) as stands_in"),
+        )
+        # Where one run of deliveries goes over into the next, nothing changes. But where one event
+        # stands in for what follows and another for what is before, the stretches are two.
+        .where(" or ".join([*(f"{kind} != 0" for kind in _KINDS), "stands_in"]))
+    )
+    here = "over (partition by server, room_id order by lo"
+    upto_here = f"{here} rows between unbounded preceding and current row)"
+    first = " ".join(f"when {kind} > 0 then '{kind}'" for kind in FATES[:-1])
+    return (
+        changes.selectExpr(
+            *("server", "room_id", "lo", f"lead(lo) {here}) - 1 as hi"),
+            *(f"sum({kind}) {upto_here} as {kind}" for kind in _KINDS),
+        )
+        .where(f"{EXPECTED} > 0")
+        .selectExpr("server", "room_id", "lo", "hi", f"case {first} else '{FATES[-1]}' end as fate")
+    )
+
+
+def split_by_day(found: DataFrame, places: DataFrame) -> DataFrame:
+    """Stretches of one day: server, room_id, day, lo, hi, fate."""
+    days = places.groupBy("room_id", "day").agg(
+        F.min("place").alias("day_lo"), F.max("place").alias("day_hi")
+    )
+    return (
+        found.join(days.hint("shuffle_hash"), on="room_id", how="inner")
+        .where("lo <= day_hi and hi >= day_lo")
+        .selectExpr(
+            *("server", "room_id", "day", "fate"),
+            "greatest(lo, day_lo) as lo",
+            "least(hi, day_hi) as hi",
+        )
+    )
+
+
+RANGE: Final = "first: BIGINT, last: BIGINT, kind: STRING"
+COUNTS: Final = (EXPECTED, *FATES)
+
+
+def counts_of(found: DataFrame) -> DataFrame:
+    """The number of events of each fate, from stretches of a day: rows of `audit`."""
+    length = "hi - lo + 1"
+    fates = (F.expr(f"sum(if(fate = '{fate}', {length}, 0)) as {fate}") for fate in FATES)
+    expected = F.expr(f"sum({length}) as {EXPECTED}")
+    return found.groupBy("server", "room_id", "day").agg(expected, *fates)
+
+
+def summed(rows: DataFrame, *key: str) -> DataFrame:
+    """Rows of counts, summed up by a key; where nothing is left, there is no row."""
+    sums = rows.groupBy(*key).agg(*(F.expr(f"sum({name}) as {name}") for name in COUNTS))
+    return sums.where(" or ".join(f"{name} != 0" for name in COUNTS))
+
+
+def negative(rows: DataFrame) -> DataFrame:
+    """Rows of `audit`, with the other sign."""
+    return rows.selectExpr("server", "room_id", "day", *(f"-{name} as {name}" for name in COUNTS))
+
+
+def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
+    """The events of stretches: server, room_id, stream_ordering, event_id, day."""
+    return (
+        found.select("server", "room_id", F.explode(F.sequence("lo", "hi")).alias("place"))
+        .join(places.hint("merge"), on=["room_id", "place"], how="inner")
+        .drop("place")
+    )
+
+
+def owed_ranges(
+    rooms: DataFrame, destinations: DataFrame, catch_ups: DataFrame, states: DataFrame
+) -> DataFrame:
+    """server, room_id, first, last, kind: the deliveries that the databases still owe.
+
+    A room with a newest event above the server's low-water mark is owed from that mark on, or, in
+    catch-up, from the last answered event on.
+
+    Args:
+        rooms: of `destination_rooms`, at least those that are not level.
+    """
+    marks = destinations.selectExpr("destination", "last_successful_stream_ordering as lsso")
+    floors = catch_ups.groupBy("destination").agg(F.min("floor").alias("floor"))
+    done = catch_ups.where("room_id is not null").select("destination", "room_id", "sent_to")
+    return (
+        rooms.join(marks, on="destination", how="left")
+        .where("lsso is null or stream_ordering > lsso")
+        .join(floors, on="destination", how="left")
+        .join(done, on=["destination", "room_id"], how="left")
+        .join(states.select("destination", "parked"), on="destination", how="left")
+        .selectExpr(
+            "destination as server",
+            "room_id",
+            "coalesce(greatest(floor, sent_to), lsso, 0) + 1 as first",
+            "stream_ordering as last",
+            "if(parked is null, 'pending', 'parked') as kind",
+        )
+        .where("first <= last")
+    )
+
+
+def stood_in(pdus: DataFrame) -> DataFrame:
+    """The ranges that an event of catch-up stood in for, unless its server refused it.
+
+    Columns: server, room_id, by, ms, refused, first, last, kind.
+    """
+    standing = pdus.where("outcome = 'delivered' and supersedes_from is not null")
+    return standing.selectExpr(
+        *("destination as server", "room_id", "event_id as by", "ms", "refused"),
+        *("supersedes_from as first", "supersedes_to as last"),
+        "if(refused is null, 'superseded', 'stand_in_refused') as kind",
+    )
+
+
+def claimed(claims: DataFrame, spans: DataFrame) -> DataFrame:
+    """The claims of ranges, where events are expected."""
+    ranges = claims.where("event_id is null").drop("event_id")
+    everywhere = ranges.where(EVERYWHERE).select("first", "last", "kind").collect()
+    found = ranges.where(f"room_id is null and not {EVERYWHERE}").drop("room_id")
+    if everywhere:
+        rows = F.inline(literal([each.asDict() for each in everywhere], RANGE))
+        every = spans.select("server").distinct()
+        found = found.unionByName(every.select("server", rows))
+    of_rooms = ranges.where("room_id is not null")
+    return clipped(found, spans).unionByName(of_rooms)
+
+
+def taken_out(
+    claims: DataFrame, pdus: DataFrame, places: DataFrame, spans: DataFrame, instance: str
+) -> DataFrame:
+    """The claims of single events, and those that were dropped from quarantine.
+
+    An event for every server has a row for each server that should get it: these are few.
+    """
+    at = ("server", "room_id", "stream_ordering", "event_id", "kind")
+    claimed = claims.where("event_id is not null")
+    items = claimed.where("room_id is not null").withColumnRenamed("first", "stream_ordering")
+    accepted = few(claimed.where("room_id is null").select("server", "event_id", "kind"))
+    placed = accepted.frame.join(places, on="event_id", how="inner")
+    dropped = pdus.where(
+        (F.col("outcome") == "dropped") & (F.col("instance") == instance)
+    ).selectExpr("destination as server", *at[1:4], "'given_up' as kind")
+    found = items.select(*at).unionByName(placed.select(*at)).unionByName(dropped)
+    everywhere = (
+        found.where(EVERYWHERE)
+        .drop("server")
+        .distinct()  # Of several senders each has one.
+        .join(spans.hint("shuffle_hash"), on="room_id", how="inner")
+        .where("stream_ordering >= first and (last is null or stream_ordering <= last)")
+    )
+    return found.where(f"not {EVERYWHERE}").unionByName(everywhere.select(*at))
+
+
+def superseded(found: DataFrame, places: DataFrame, standing: DataFrame) -> DataFrame:
+    """The stretches that catch-up left out, each with the first event that stood in for it."""
+    standing = standing.withColumnsRenamed(
+        {"kind": "fate", "first": "its_first", "last": "its_last"}
+    )
+    orderings = places.select("room_id", "place", "stream_ordering")
+    first = orderings.withColumnsRenamed({"place": "lo", "stream_ordering": "first"})
+    last = orderings.withColumnsRenamed({"place": "hi", "stream_ordering": "last"})
+    return (
+        found.where("fate in ('superseded', 'stand_in_refused')")
+        .join(first, on=["room_id", "lo"], how="inner")
+        .join(last, on=["room_id", "hi"], how="inner")
+        .join(standing.hint("shuffle_hash"), on=["server", "room_id", "fate"], how="inner")
+        # Where such a range begins or ends, a stretch does.
+        .where("its_first <= first and last <= its_last")
+        .groupBy("server", "room_id", "day", "first", "last", F.expr("hi - lo + 1 as events"))
+        .agg(
+            F.min_by("by", "ms").alias("by_event_id"),
+            F.min("ms").alias("at_ms"),
+            F.min_by("refused", "ms").alias("refused"),
+        )
+        .select(*schemas.SUPERSEDED.columns)
+    )
+
+
+def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFrame) -> DataFrame:
+    """Each missing event and server, with what the ledger has of it; without `reasons`.
+
+    Args:
+        ours: the events. Of those by which only we turn a user away, its server knows from nobody
+            else (W26).
+    """
+    gone = events_of(found.where("fate = 'missing'"), places)
+    server = f"{intervals.server_of('state_key')} as server"
+    alone = ours.where(intervals.TOLD_BY_US_ALONE).selectExpr(
+        server, "stream_ordering", f"'{intervals.W26}' as weakness"
+    )
+    # Of what is missing, no attempt was answered.
+    tried = failures(pdus)
+    return gone.join(tried, on=["server", "event_id", "stream_ordering"], how="left").join(
+        alone, on=["server", "stream_ordering"], how="left"
+    )
+
+
+def explained(
+    gone: DataFrame,
+    rooms: DataFrame,
+    destinations: DataFrame,
+    catch_ups: DataFrame,
+    states: DataFrame,
+) -> DataFrame:
+    """Rows of `missing`: with the reasons, as far as they are on record now.
+
+    Args:
+        gone: those rows without `reasons`.
+        rooms: of `destination_rooms`, at least those of `gone`.
+    """
+    server = "destination as server"
+    owed = rooms.selectExpr(server, "room_id", "stream_ordering as owed")
+    marks = destinations.selectExpr(server, "last_successful_stream_ordering as lsso")
+    state = states.selectExpr(server, "failing_since_ms", "outcome", "paused", "parked")
+    done = catch_ups.where("room_id is not null").selectExpr(server, "room_id", "sent_to")
+    return (
+        gone.join(owed, on=["server", "room_id"], how="left")
+        .join(marks, on="server", how="left")
+        .join(state, on="server", how="left")
+        .join(done, on=["server", "room_id"], how="left")
+        .withColumn("reasons", F.expr(_REASONS))
+        .select(*schemas.MISSING.columns)
+    )
+
+
+_REASONS: Final = """
+array_compact(array(
+    case when owed is null then 'destination_rooms has no row: the fan-out did not count it'
+        when owed < stream_ordering
+            then concat('destination_rooms stops at ', owed, ': the fan-out passed it by')
+        else concat('destination_rooms is at ', owed, ': the fan-out counted it') end,
+    case when attempts is null then 'no attempt in the ledger'
+        else concat(attempts, ' attempts in the ledger, the last ', last_outcome, ' at ',
+            date_format(timestamp_millis(last_ms), "yyyy-MM-dd'T'HH:mm:ss'Z'")) end,
+    case when sent_to >= stream_ordering
+        then concat('catch-up counts the room as answered up to ', sent_to) end,
+    case when lsso is null then 'the server has no low-water mark'
+        when lsso >= stream_ordering
+            then concat('the low-water mark ', lsso, ' counts it as delivered')
+        else concat('the low-water mark ', lsso, ' is below it') end,
+    case when failing_since_ms is not null
+        then concat('the server is failing: ', coalesce(outcome, 'no outcome')) end,
+    concat('the server is paused: ', paused),
+    concat('the server is parked: ', parked),
+    weakness
+))
+"""
+"""The records of each step of a delivery, from the fan-out to the server, as sentences."""
