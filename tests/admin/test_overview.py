@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import trio
 from tests.admin.desk import Desk, open_desk
+from tests.federation.servers import TableNetwork
+from tests.federation.test_discovery_cache import WellKnownServer, discovery_with
 from tests.sender.harness import World, answer, ok
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
 from fedsender.admin.display import overview_facts
 from fedsender.admin.top import drawing
+from fedsender.federation.transport import ExchangeFailed
 from fedsender.sender.failure import ServerState
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
@@ -384,6 +387,35 @@ async def test_names_are_sorted_as_people_count_and_who_began_to_fail_last_is_fi
         ]
 
 
+async def test_servers_are_counted_by_what_they_share(
+    world: World, autojump_clock: MockClock
+) -> None:
+    names = ["a.big.example", "b.big.example", "big.example", "c.example", "192.0.2.1"]
+    dns = TableNetwork({(name, "A"): ["192.0.2.7"] for name in names[1:4]})
+    discovery = discovery_with(dns)
+    async with open_desk(world) as desk:
+        await world.join(R1, *names)
+        world.servers["b.big.example"].down = world.servers["c.example"].down = True
+        await world.say(R1, "one")
+        await trio.sleep(60)
+        for name in (*names[1:4], names[4]):
+            await discovery.resolve(name, WellKnownServer(ExchangeFailed("closed", "")).fetch)
+        world.sender.context.client.discovery = discovery
+        sites = (await desk.get("groups", by="site"))["groups"]
+        assert [tuple(each.values()) for each in sites] == [
+            ("big.example", 3, 1, 1),
+            ("c.example", 1, 1, 1),
+            ("IPs of 192.0.2.0/24", 1, 0, 0),
+        ]
+        by_address = await desk.get("groups", by="address", limit=2)
+        assert [tuple(each.values()) for each in by_address["groups"]] == [
+            ("192.0.2.7", 3, 2, 2),
+            ("-", 1, 0, 0),
+        ]
+        assert by_address["total"] == 3
+        await desk.get("groups", 400, by="country")
+
+
 def test_rates_are_of_the_last_minute() -> None:
     metrics = Metrics("hs.example")
     metrics.sample(0.0)
@@ -420,6 +452,9 @@ async def test_status_is_one_screen_and_its_code_says_whether_it_is_ready(
         assert "not ready: the instance lock is lost" in shell.out
         assert await shell("destinations", "--by", "error") == 0
         assert shell.out.split()[:2] == ["ERROR", "SERVERS"]
+        assert await shell("destinations", "--by", "site", "--pattern", "a*") == 0
+        assert shell.out.split() == ["SITE", "SERVERS", "FAILING", "BEHIND", A, "1", "-", "-"]
+        assert await shell("destinations", "--by", "site", "--behind") == 2
         assert await shell("destinations", "--by", "age") == 2
         for more in (("--behind",), ("--pattern", "a*"), ("--limit", "1"), ("--sort", "age")):
             assert await shell("destinations", "--by", "error", *more) == 2

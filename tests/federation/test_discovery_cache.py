@@ -165,6 +165,24 @@ async def test_many_who_ask_at_once_cost_one_question_each(
     assert len(dns.asked) == len(set(dns.asked))
 
 
+async def test_an_operator_sees_what_is_known_and_nobody_is_asked(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = TableNetwork({("d.example", "A"): ["192.0.2.7"]})
+    web = WellKnownServer(well_known({"m.server": "d.example"}))
+    discovery = discovery_with(dns)
+    assert discovery.known_place("b.example") is None
+    place = await discovery.resolve("b.example", web.fetch)
+    asked = len(dns.asked), len(web.asked)
+    assert discovery.known_place("b.example") == place
+    fixed = discovery.known_place("c.example", "192.0.2.9:8448")
+    assert fixed is not None
+    assert fixed.candidates == (("192.0.2.9", 8448),)
+    discovery.invalidate("b.example")
+    assert discovery.known_place("b.example") is None
+    assert (len(dns.asked), len(web.asked)) == asked
+
+
 async def test_when_the_one_who_asks_is_cancelled_another_asks(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -122,15 +122,26 @@ def destinations(
         typer.Option(min=1, metavar="N", help=f"At most so many; {LISTED} without it, JSON: all."),
     ] = None,
     by: Annotated[
-        str | None, typer.Option(metavar="error", help="Count failing servers by error and age.")
+        str | None,
+        typer.Option(metavar="error|site|address", help="Count servers in place of a list."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
     """List the destinations; say why the daemon is not ready, if it is not."""
     from fedsender.admin import display
 
-    if by not in (None, "error"):
-        raise Mistake("--by takes `error` only")
+    if by not in (None, "error", "site", "address"):
+        raise Mistake("--by takes `error`, `site` or `address`")
+    if by in ("site", "address"):
+        if behind or state is not None or since or sort != "name":
+            raise Mistake(f"--by {by} takes --pattern and --limit only")
+        found = _client(config).get("groups", by=by, pattern=pattern, limit=limit or LISTED)
+        if as_json:
+            say_json(found)
+        else:
+            show(display.by_group(by, found["groups"]))
+            _say_cut(len(found["groups"]), found["total"])
+        return DONE
     filtered = behind or pattern != "*" or state is not None or limit is not None or since
     if by is not None and (filtered or sort != "name"):
         raise Mistake("--by error counts all failing servers; it takes no filter and no order")
@@ -167,10 +178,14 @@ def destinations(
             say_json(entry)
         return DONE
     show(display.destinations(entries))
-    if page["total"] > len(entries):
-        say(f"the first {len(entries):,} of {page['total']:,}; --limit N shows more")
+    _say_cut(len(entries), page["total"])
     say(display.footer(page))
     return DONE
+
+
+def _say_cut(shown: int, total: int) -> None:
+    if total > shown:
+        say(f"the first {shown:,} of {total:,}; --limit N shows more")
 
 
 @app.command()

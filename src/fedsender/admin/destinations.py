@@ -4,6 +4,7 @@ import heapq
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -13,6 +14,8 @@ import trio
 from fedsender.admin.bodies import MAX_SERVERS, Servers
 from fedsender.admin.context import AdminContext
 from fedsender.admin.display import AGES, duration, many
+from fedsender.fairness import site_of
+from fedsender.federation.dialing import Unreachable
 from fedsender.http.server import bad_param, not_found
 from fedsender.matrix import matches
 from fedsender.sender.admission import SLOW_S
@@ -30,6 +33,8 @@ _NUMBER: Final = re.compile("([0-9]{1,18})")
 AGE_ENDS: Final = [end_s for _, end_s in AGES]
 
 
+By = Literal["site", "address"]
+"""What servers of one group share: the part of their names that somebody registered, or the IP."""
 Sort = Literal["name", "owed", "age", "fails"]
 """The order of a list: by name, as people count; or the most rooms, the oldest event, the longest
 failure first. Of those that fail since a moment, the latest to begin is first."""
@@ -112,6 +117,49 @@ class Listing:
     limit: int = 100
     pattern: str = "*"
     since: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Servers that have something in common.
+
+    Attributes:
+        name: the site, an address, or "-": the address is not known at this moment.
+        failing: servers whose last attempt failed.
+        behind: servers that are owed anything.
+    """
+
+    name: str
+    servers: int
+    failing: int
+    behind: int
+
+
+async def groups(context: AdminContext, by: By, pattern: str) -> tuple[Group, ...]:
+    """The servers with a record, or with items to send, that `pattern` covers; the groups with the
+    most failing servers first, then those with the most behind."""
+    registry, debts = context.sender.registry, await all_debts(context)
+    servers, failing, behind = Counter[str](), Counter[str](), Counter[str]()
+    fails = frozenset(registry.failing())
+    async for name in context.runtime.turns.with_breaks(registry.names()):
+        if matches(pattern, name):
+            for group in [site_of(name)] if by == "site" else _addresses(context, name):
+                servers[group] += 1
+                failing[group] += name in fails
+                behind[group] += name in debts
+    found = [Group(name, number, failing[name], behind[name]) for name, number in servers.items()]
+    return tuple(sorted(found, key=lambda each: (-each.failing, -each.behind, each.name)))
+
+
+def _addresses(context: AdminContext, name: str) -> list[str]:
+    """The addresses of a server; one that has several is in several groups."""
+    try:
+        fixed = context.config.policy_for(name).address
+        known_place = context.sender.context.client.discovery.known_place
+        place = known_place(name, None if fixed is None else str(fixed))
+    except (Unreachable, ValueError):
+        place = None
+    return sorted({ip for ip, _ in place.candidates}) if place is not None else ["-"]
 
 
 async def known_names(context: AdminContext, pattern: str) -> list[str]:

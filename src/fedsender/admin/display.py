@@ -248,6 +248,16 @@ def by_error(failing: Mapping[str, Mapping[str, int]]) -> Sheet:
     return sheet
 
 
+def by_group(what: str, entries: Iterable[Answer]) -> Sheet:
+    """Servers by what they share."""
+    counts = ("SERVERS", "FAILING", "BEHIND")
+    sheet = Sheet(Column(what.upper()), *(Column(name, right=True) for name in counts))
+    for entry in entries:
+        numbers = (entry["servers"], entry["failing"], entry["behind"])
+        sheet.add(entry["name"], *(f"{number:,}" if number else None for number in numbers))
+    return sheet
+
+
 def head(answer: Answer) -> list[Text]:
     """The overview, a line for each fact."""
     lines = [Text(safe(title(answer)), style="bold")]

@@ -25,10 +25,13 @@ from fedsender.admin.bodies import (
 from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import (
+    By,
+    Group,
     Listing,
     Page,
     Sort,
     chosen,
+    groups,
     list_page,
     matching,
 )
@@ -112,9 +115,32 @@ async def _listing(
 Listed = Annotated[Listing, Depends(_listing)]
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of servers.
+
+    Attributes:
+        total: with those that are left out.
+    """
+
+    groups: Sequence[Group]
+    total: int
+
+
 @router.get("/destinations", summary="The destinations, in pages")
 async def destinations(context: Reach, listing: Listed) -> Page:
     return await list_page(context, listing)
+
+
+@router.get("/groups", summary="The servers by site, or by address; most failing first")
+async def groups_of_servers(
+    context: Reach,
+    by: Annotated[By, Query(description="The site of their names, or their IP addresses.")],
+    pattern: Annotated[ServerPattern, Query(description="A name or a pattern with * and ?.")] = "*",
+    limit: Limit = 100,
+) -> Groups:
+    found = await groups(context, by, pattern)
+    return Groups(found[:limit], len(found))
 
 
 @router.get("/overview", summary="The daemon at a glance, with a page of destinations")

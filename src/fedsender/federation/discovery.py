@@ -397,6 +397,22 @@ class Discovery:
             place: Resolved = end.value
             return place
 
+    def known_place(self, server_name: str, fixed_address: str | None = None) -> Resolved | None:
+        """The place of `server_name` as the cache has it, for an operator; None: not in whole.
+
+        `fixed_address`, and the errors: as in `Resolution.steps`.
+        """
+        # The order of its addresses does not matter here, and a look leaves no trace.
+        steps = Resolution(random.Random(0), self._resolves).steps(server_name, fixed_address)
+        try:
+            question = next(steps)
+            while (known := self._known(question)) is not None:
+                question = steps.send(known)
+        except StopIteration as end:
+            place: Resolved = end.value
+            return place
+        return None
+
     async def addresses(self, host: str, of: str) -> list[str]:
         """The addresses of a host name or literal, or the name for the proxy.
 
