@@ -95,11 +95,12 @@ async def test_where_an_event_goes_is_remembered_for_minutes_only(
 async def test_a_room_that_is_larger_than_a_cache_is_routed_all_the_same(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the smallest `sending.window_bytes` a route to 10,000 servers fits into no cache."""
-    servers = {f"s{number}.example" for number in range(10_000)}
+    """With the smallest `sending.window_bytes`, which holds a route to 1,187 servers."""
+    servers = {f"s{number}.example" for number in range(1_300)}
     world.settings["sending"] = {"window_bytes": "1MiB"}
+    monkeypatch.setattr("fedsender.embedded.store.MAX_SERVERS_KNOWN", 1_000)
     async with world.run() as sender:
-        # Nobody hears of it: it is about the way of one event, not of 10,000 transactions.
+        # Nobody hears of it: it is about the way of one event, not of 1,300 transactions.
         monkeypatch.setattr(sender.registry, "offer", lambda *_: None)
         await world.join("!large:hs.example", *sorted(servers))
         await world.join("!small:hs.example", A)
