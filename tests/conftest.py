@@ -8,12 +8,15 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import sqlalchemy
 import structlog
 from hypothesis import HealthCheck, given, settings, strategies
+from sqlalchemy.util import LRUCache
 from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
 
 if TYPE_CHECKING:
@@ -110,6 +113,26 @@ def pytest_terminal_summary(
     """Say so, as the last line but one."""
     if _leaves_out_long(config):
         terminalreporter.write_line("left out: long tests; `python -m pytest -m long` runs them")
+
+
+class _CompiledByDialect(LRUCache[Any, Any]):
+    """Compiled statements of all engines, whose keys begin with a dialect of their own each."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get((type(key[0]), *key[1:]), default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__((type(key[0]), *key[1:]), value)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _statements_are_compiled_once() -> Iterator[None]:
+    """As in a daemon that has run for a while, although each test has databases of its own."""
+    options = {"compiled_cache": _CompiledByDialect(2_000)}
+    create = partial(sqlalchemy.create_engine, execution_options=options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedsender.store.connections.create_engine", create)
+        yield
 
 
 @pytest.fixture(autouse=True)
