@@ -288,6 +288,25 @@ class Rates:
     p99_ms: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Minute:
+    """How the daemon did in one minute.
+
+    Attributes:
+        at_ms: its end, in ms since the epoch.
+        pdus_per_s, p50_ms, p99_ms: as in `Rates`.
+        behind: servers that were not level at its end.
+        failing: those of them whose last attempt failed.
+    """
+
+    at_ms: int
+    pdus_per_s: float
+    p50_ms: float | None
+    p99_ms: float | None
+    behind: int
+    failing: int
+
+
 class Count:
     """A number that rises, without the library's locks and checks, because only one thread changes
     it and each transaction touches nine of them."""

@@ -1,6 +1,7 @@
 """The page in a real Chromium: every view and action, by mouse and by keyboard, wide and narrow."""
 
 import http.client
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -305,6 +306,26 @@ async def test_a_daemon_that_is_not_ready_or_not_there_says_so(
 
 
 # --- one server -----------------------------------------------------------------------------------
+
+
+async def test_the_last_hour_is_drawn(
+    tmp_path: Path, chromium: Chromium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedsender.admin.context.MINUTE_S", 0.05)
+    async with open_house(tmp_path) as house:
+        await with_a_dead_server(house.world)
+
+        def steps(page: Page) -> None:
+            log_in(page)
+            pictures = page.get_by_role("group", name="The last hour").get_by_role("img")
+            expect(pictures).to_have_count(4)
+            expect(pictures.nth(3)).to_have_accessible_name(
+                "Failing: now 1 server; at most 1 in the last hour"
+            )
+            # Ever more minutes, the latest at the right edge.
+            expect(pictures.nth(3).locator("path")).to_have_attribute("d", re.compile("H180|L180"))
+
+        await chromium.walk(house.url, steps)
 
 
 async def test_a_server_is_explained_and_acted_upon(tmp_path: Path, chromium: Chromium) -> None:

@@ -18,8 +18,10 @@ from tests.sender.harness import World, answer, ok
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
+from fedsender.admin.context import remember_for_ever
 from fedsender.admin.display import overview_facts
 from fedsender.admin.top import drawing
+from fedsender.daemon import watch_lag
 from fedsender.federation.transport import ExchangeFailed
 from fedsender.sender.failure import ServerState
 from fedsender.store.homeserver import HomeserverStore
@@ -414,6 +416,32 @@ async def test_servers_are_counted_by_what_they_share(
         ]
         assert by_address["total"] == 3
         await desk.get("groups", 400, by="country")
+
+
+async def test_the_last_hour_is_remembered_minute_by_minute(
+    world: World, autojump_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    async with open_desk(world) as desk:
+        assert (await desk.get("overview"))["hour"] == []
+        nursery.start_soon(remember_for_ever, desk.context)
+        nursery.start_soon(watch_lag, world.metrics)
+        await world.join(R1, A, B)
+        for _ in range(2):
+            await trio.sleep(50)
+            await world.say(R1, "one")
+        await trio.sleep(50)
+        world.servers[B].down = True
+        await world.say(R1, "two")
+        await trio.sleep(100)
+        hour = (await desk.get("overview"))["hour"]
+        assert [each["behind"] for each in hour] == [0, 0, 1, 1]
+        assert [each["failing"] for each in hour] == [0, 0, 1, 1]
+        assert [round(each["pdus_per_s"] * 60) for each in hour] == [2, 2, 1, 0]
+        assert hour[3]["p50_ms"] is None
+        assert hour[1]["at_ms"] - hour[0]["at_ms"] == pytest.approx(60_000, abs=5)
+        await trio.sleep(7200)
+        assert len((await desk.get("overview"))["hour"]) == 60
+        nursery.cancel_scope.cancel()
 
 
 def test_rates_are_of_the_last_minute() -> None:

@@ -28,6 +28,9 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
         CannotListen: the address cannot be listened on; an OSError.
     """
     # Here, because the command line only needs the client.
+    import trio
+
+    from fedsender.admin.context import remember_for_ever
     from fedsender.http.server import PROBES, serve_app
 
     def make_app() -> "FastAPI":
@@ -62,4 +65,7 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
             await stack.enter_async_context(
                 serve_app(make_probes, listen, None, runtime, "metrics endpoint", PROBES)
             )
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(remember_for_ever, context)
         yield served
+        nursery.cancel_scope.cancel()

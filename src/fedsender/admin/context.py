@@ -1,7 +1,8 @@
 """The objects that the endpoints use. It imports nothing that only an answer needs."""
 
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import trio
 
@@ -12,7 +13,7 @@ from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import SenderStore
 from fedsender.streams import FeedStatus
-from fedsender.telemetry import Metrics
+from fedsender.telemetry import Metrics, Minute, Standing
 
 
 class Follows(Protocol):
@@ -37,6 +38,9 @@ class Gate(Protocol):
     def lack(self) -> str | None: ...
 
 
+MINUTE_S: Final = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class AdminContext:
     """The daemon as the endpoints see it.
@@ -48,6 +52,7 @@ class AdminContext:
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
         began: the start, on Trio's clock.
+        hour: the last hour, the latest minute last.
     """
 
     policies: Policies
@@ -61,6 +66,7 @@ class AdminContext:
     runtime: Runtime
     metrics: Metrics
     began: float = field(default_factory=trio.current_time)
+    hour: deque[Minute] = field(default_factory=lambda: deque(maxlen=60))
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     ledger_reading: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
@@ -68,3 +74,21 @@ class AdminContext:
     def config(self) -> Config:
         """The configuration that holds now."""
         return self.policies.config
+
+
+async def remember_for_ever(context: AdminContext) -> None:
+    """Note each minute in `AdminContext.hour`."""
+    registry = context.sender.registry
+    while True:
+        await trio.sleep(MINUTE_S)
+        rates, standings = context.metrics.rates(), registry.counts()
+        context.hour.append(
+            Minute(
+                context.runtime.now_ms(),
+                0.0 if rates is None else rates.pdus_per_s,
+                None if rates is None else rates.p50_ms,
+                None if rates is None else rates.p99_ms,
+                standings.total() - standings[Standing.LEVEL],
+                len(registry.failing()),
+            )
+        )

@@ -248,6 +248,26 @@ def by_error(failing: Mapping[str, Mapping[str, int]]) -> Sheet:
     return sheet
 
 
+def hour(minutes: Sequence[Answer]) -> list[Answer]:
+    """The pictures of the last hour: each has a title, the latest value in words, and its lines,
+    a value for each minute; None: there was nothing to measure."""
+    if not minutes:
+        return []
+    last = minutes[-1]
+    measured = last["p50_ms"] is not None
+    delay = ", ".join(f"p{share} {took(last[f'p{share}_ms'])}" for share in (50, 99) if measured)
+    shown = (
+        ("Delivered", f"{last['pdus_per_s']:,.1f} PDUs/s", ("pdus_per_s",)),
+        ("Delay", delay or "nothing was delivered", ("p50_ms", "p99_ms")),
+        ("Behind", many(last["behind"], "server"), ("behind",)),
+        ("Failing", many(last["failing"], "server"), ("failing",)),
+    )
+    return [
+        {"title": title, "now": now, "lines": [[each[name] for each in minutes] for name in names]}
+        for title, now, names in shown
+    ]
+
+
 def by_group(what: str, entries: Iterable[Answer]) -> Sheet:
     """Servers by what they share."""
     counts = ("SERVERS", "FAILING", "BEHIND")

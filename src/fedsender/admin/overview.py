@@ -1,7 +1,7 @@
 """The overview of the whole daemon, from memory alone, for `fedsender status` and `top`."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -13,7 +13,7 @@ from fedsender.admin.display import AGES
 from fedsender.admin.probes import feed_lag_s, problems, warnings_of
 from fedsender.limits import of_daemon, resident_bytes
 from fedsender.sender.queues import Debt
-from fedsender.telemetry import Rates
+from fedsender.telemetry import Minute, Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class Overview:
         owed_by_age: servers, by the age of the oldest event that they are owed, where it is known.
         failing_by_age: by class of failure, and by the time since the first failure.
         quarantine_items: as counted at the last sweep.
+        hour: the last hour, the latest minute last.
         page: the servers that were asked for.
     """
 
@@ -108,6 +109,7 @@ class Overview:
     failing_by_age: Mapping[str, Mapping[str, int]]
     quarantine_items: int
     memory: Memory
+    hour: Sequence[Minute]
     page: Page
 
 
@@ -142,6 +144,7 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         failing_by_age=await _failing(context),
         quarantine_items=sender.quarantine_items,
         memory=_memory(context),
+        hour=tuple(context.hour),
         page=await list_page(context, listing, debts),
     )
 

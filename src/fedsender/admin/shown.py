@@ -53,6 +53,7 @@ async def shown_overview(context: Reach, listing: Listed) -> Response:
             "ready": answer["ready"],
             "readiness": [safe(each) for each in display.readiness(answer)],
             "facts": _facts(display.overview_facts(answer)),
+            "hour": display.hour(answer["hour"]),
             "by_error": _table(display.by_error(answer["failing_by_age"])),
             "table": _table(display.destinations(page["destinations"])),
             "keys": _keys(page["destinations"], "destination"),

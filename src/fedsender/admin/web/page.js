@@ -244,6 +244,30 @@ function fillParts(view, table, answer, title) {
 const inShort = (words, ordered) =>
   ordered.map((word) => `${words.filter((each) => each === word).length} ${word}`).join(", ");
 
+// Small pictures of the last hour, the latest minute at the right.
+function drawHour(place, pictures) {
+  const width = 180, height = 44, minutes = 60;
+  const x = (at, count) => width - (count - at) * (width / minutes);
+  place.replaceChildren(...pictures.map(({ title, now, lines }) => {
+    const most = Math.max(1, ...lines.flat().filter((value) => value !== null));
+    const said = `${title}: now ${now}; at most ${Math.round(most).toLocaleString("en")} in the last hour`;
+    const picture = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said });
+    picture.append(draw("line", { x1: 0, x2: width, y1: height - 1, y2: height - 1 }));
+    lines.forEach((values, number) => {
+      // Where nothing was measured, the line has a gap.
+      let d = "";
+      values.forEach((value, at) => {
+        if (value === null) return;
+        const y = (height - 2) * (1 - value / most) + 1;
+        const joined = at > 0 && values[at - 1] !== null;
+        d += joined ? `L${x(at + 1, values.length)} ${y}` : `M${x(at, values.length)} ${y}H${x(at + 1, values.length)}`;
+      });
+      picture.append(draw("path", { class: `line${number}`, d }));
+    });
+    return make("figure", {}, make("figcaption", {}, make("b", {}, title), ` ${now}`), picture);
+  }));
+}
+
 // Attempts by their time from left to right, and by how long they took from below.
 function drawAttempts(place, answer, words, ordered) {
   const width = place.clientWidth, height = 190, left = 52, right = 12, top = 10, bottom = 28;
@@ -481,6 +505,7 @@ function showServers(view, again) {
     answer.readiness.forEach((text, at) =>
       fillText(readiness.children[at] ?? readiness.appendChild(make("li")), text));
     fillFacts(view.querySelector(".facts"), answer.facts);
+    drawHour(view.querySelector(".hour"), answer.hour);
     const classes = view.querySelector("details");
     classes.hidden = !answer.by_error.rows.length;
     fillTable(classes.querySelector("table"), answer.by_error);
