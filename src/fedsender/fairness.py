@@ -17,7 +17,7 @@ anybody could have any network pay.
 import ipaddress
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -556,7 +556,7 @@ class Turns(trio.abc.Instrument):
         with for_us():
             return await self._wait(_Turn(payers, usual, body, args))
 
-    async def with_breaks(self, items: Iterable[T]) -> AsyncIterator[T]:
+    async def with_breaks(self, items: Iterable[T]) -> AsyncGenerator[T, None]:
         """These items, for a loop over all servers or rooms: after each `PASS_S` of CPU time other
         tasks run.
 

@@ -1,5 +1,6 @@
 """Taking in: the order of several writers, and each append once."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tests.relay.relay_world import new_directory
 
 from fedsender.embedded.facts import BadRow, Ephemeral, Full, KeyReused
 from fedsender.embedded.intake import Append, Busy, Intake, IntakeSettings, ReservationGone, Waiting
+from fedsender.streams import Json
 from fedsender_lab.testing.appends import append_of
 
 SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=5000)
@@ -232,7 +234,7 @@ async def test_what_is_of_use_only_now_is_handed_on() -> None:
         receipt = ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]
         presence = ["@a:hs.example", "online", 5, None, True, ["b.example"]]
         rows = [("typing", typing), ("receipts", receipt), ("presence", presence)]
-        intake.ephemeral([*rows, ("server_up", "b.example")])
+        await intake.ephemeral([*rows, ("server_up", "b.example")])
         streams = ["typing", "receipts", "presence", "server_up"]
         assert [each.stream for each in published] == streams
         assert published[0].row == b'["!r:hs.example",["@a:hs.example"]]'
@@ -248,6 +250,23 @@ async def test_what_is_of_use_only_now_is_handed_on() -> None:
             ("presence", [presence[0], "half \ud800", *presence[2:]]),
         ):
             with pytest.raises(BadRow):
-                intake.ephemeral([("typing", typing), (stream, row)])
+                await intake.ephemeral([("typing", typing), (stream, row)])
         assert len(published) == 4
         assert log.head == 0
+
+
+async def test_presence_for_many_servers_is_handed_on_in_parts() -> None:
+    """No step of the loop is for all of 100,000 servers that one row may name."""
+    published: list[Ephemeral] = []
+    state: list[Json] = ["@a:hs.example", "online", 5, None, True]
+    servers = [f"s{number}.example" for number in range(2500)]
+    async with open_log(new_directory(), runtime()) as log:
+        intake = Intake(log.writer, runtime(), published.append)
+        with pytest.raises(BadRow):
+            await intake.ephemeral([("presence", [*state, [*servers, "no server"]])])
+        assert published == []
+        await intake.ephemeral([("presence", [*state, servers])])
+    rows = [json.loads(each.row) for each in published]
+    assert all(row[:-1] == state for row in rows)
+    assert [len(row[-1]) for row in rows] == [1000, 1000, 500]
+    assert [server for row in rows for server in row[-1]] == servers

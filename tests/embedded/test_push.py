@@ -122,9 +122,9 @@ async def test_the_newest_version_of_a_room_holds(config: StoreConfig) -> None:
 async def test_a_server_that_the_homeserver_heard_from_is_up(config: StoreConfig) -> None:
     sink = RecordingSink()
     async with pushed_to(config, sink) as (feed, _):
-        feed.intake.ephemeral([("server_up", "b.example"), ("server_up", "c.example:8448")])
+        await feed.intake.ephemeral([("server_up", "b.example"), ("server_up", "c.example:8448")])
         with pytest.raises(BadRow):
-            feed.intake.ephemeral([("server_up", "d.example"), ("server_up", "../x")])
+            await feed.intake.ephemeral([("server_up", "d.example"), ("server_up", "../x")])
     assert sink.up == ["b.example", "c.example:8448"]
 
 

@@ -192,7 +192,7 @@ async def test_one_takes_the_appends_and_the_others_see_them(site: Site) -> None
     assert b.sink.to_device == ["b.example"]
     assert b.sink.redactions == ["$e1"]
     assert await stored(b.store) == [(1, "$e1"), (2, "$e2")]
-    a.feed.intake.ephemeral(
+    await a.feed.intake.ephemeral(
         [
             ("typing", ["!r:hs.example", ["@a:hs.example"]]),
             ("presence", ["@a:hs.example", "online", 5, None, True, ["c.example"]]),

@@ -475,7 +475,7 @@ async def test_a_server_that_the_homeserver_heard_from_is_up(
     async with shard.running():
         await shard.level()
         for server in ("b.example", "c.example:8448"):
-            world.relay.intake.ephemeral([("server_up", server)])
+            await world.relay.intake.ephemeral([("server_up", server)])
         await until(lambda: len(shard.sink.up) == 2)  # type: ignore[attr-defined]
     assert shard.sink.up == ["b.example", "c.example:8448"]  # type: ignore[attr-defined]
 

@@ -162,7 +162,7 @@ async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
     """`{}`. Nothing of it is kept: a sender that is not connected never learns of it."""
     rows = [(stream, row) for stream in EPHEMERAL_STREAMS for row in getattr(request, stream)]
     with _refusals():
-        intake.ephemeral(rows)
+        await intake.ephemeral(rows)
     return json_answer({})
 
 

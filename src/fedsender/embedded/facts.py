@@ -47,6 +47,9 @@ MAX_ROW_BYTES: Final = 2**18 - 64
 """Bytes of one row as JSON. It holds a whole PDU: 65,536 bytes by the specification, up to three
 times that when every character is escaped."""
 
+SERVERS_AT_ONCE: Final = 1000
+"""In one row of presence, so that no step of the loop is for more."""
+
 # The specification's bound for ids, and ones for texts that are not ids.
 MAX_ID_BYTES = 255
 MAX_VERSION_BYTES = 255
@@ -369,6 +372,15 @@ class Ephemeral:
     stream: str
     row: bytes
     value: Json = field(compare=False, repr=False)
+
+
+def in_parts(stream: str, row: Json) -> list[Json]:
+    """The row, or several that say the same: presence for many servers is for some of them each."""
+    match stream, row:
+        case "presence", [*state, list(servers)] if len(servers) > SERVERS_AT_ONCE:
+            starts = range(0, len(servers), SERVERS_AT_ONCE)
+            return [[*state, servers[at : at + SERVERS_AT_ONCE]] for at in starts]
+    return [row]
 
 
 def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:

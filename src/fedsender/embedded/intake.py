@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -38,6 +39,7 @@ from fedsender.embedded.facts import (
     Preparation,
     Record,
     RoomServers,
+    in_parts,
     prepare_ephemeral,
 )
 from fedsender.http.application import Body
@@ -623,11 +625,15 @@ class Intake:
                 raise Waiting(f"{writer} has held a place before it for {seconds:.0f} s")
         return (await call.tokens_when_durable())[0]
 
-    def ephemeral(self, rows: Sequence[tuple[str, Json]]) -> None:
+    async def ephemeral(self, rows: Sequence[tuple[str, Json]]) -> None:
         """Hand on rows that are of use only now. Raises BadRow; then nothing was handed on."""
-        checked = [prepare_ephemeral(stream, row) for stream, row in rows]
-        for each in checked:
-            self.publish(each)
+        with_breaks = self._runtime.turns.with_breaks
+        parts = ((stream, part) for stream, row in rows for part in in_parts(stream, row))
+        async with aclosing(with_breaks(parts)) as taken:
+            checked = [prepare_ephemeral(*each) async for each in taken]
+        async with aclosing(with_breaks(checked)) as good:
+            async for each in good:
+                self.publish(each)
 
 
 def key_of(caller_id: str) -> bytes:

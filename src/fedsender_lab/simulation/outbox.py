@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 import trio
 
 from fedsender.daemon import Daemon
-from fedsender.embedded.facts import SERVER_UP, Full
+from fedsender.embedded.facts import SERVER_UP, Full, prepare_ephemeral
 from fedsender.embedded.intake import Busy, Intake, OtherEpoch, Waiting
 from fedsender.embedded.push import PushFeed
 from fedsender_lab.simulation.daemon_life import Away, Life
@@ -181,7 +181,7 @@ class PushFront(Outbox):
         """Tell the sender that this server is alive."""
         daemon = None if self._life is None else self._life.daemon
         if self.up and daemon is not None:
-            _intake_of(daemon).ephemeral([(SERVER_UP, server)])
+            _intake_of(daemon).publish(prepare_ephemeral(SERVER_UP, server))
 
     def heal(self) -> None:
         """Be there; nothing else is wrong with it."""

@@ -443,7 +443,7 @@ class EduFlow:
             for state in await self._context.edus.presence_of(unknown):
                 self._states.note(state)
         self._wanted -= wanted
-        for server, user_id in sorted(wanted):
+        async for server, user_id in self._context.runtime.turns.with_breaks(sorted(wanted)):
             self._put_off(self._states.get(user_id) or PresenceState(user_id), [server])
 
     def _is_ours(self, user_id: str) -> bool:
