@@ -16,6 +16,7 @@ from fedsender import cli
 from fedsender.cli import run_command
 from fedsender.config import from_values
 from fedsender.telemetry import Metrics
+from fedsender_pipeline.audit import Audited
 from fedsender_pipeline.lake import open_lake
 from fedsender_pipeline.schemas import FATES
 from fedsender_pipeline.textfile import write_textfile
@@ -58,9 +59,11 @@ def exposed() -> set[str]:
 
 def written(directory: Path) -> set[str]:
     """The name of each sample in `pipeline.textfile`."""
-    config = from_values({"server_name": "hs.example", "signing_key": "key"}, directory=directory)
+    values = {"server_name": "hs.example", "signing_key": "key"}
+    pipeline = {"textfile": str(directory / "textfile")}
+    config = from_values(values | {"pipeline": pipeline}, directory=directory)
     lake = open_lake(directory / "lake", "hs.example", create=True)
-    write_textfile(directory / "textfile", config, lake, dict.fromkeys(FATES, 0))
+    write_textfile(config, lake, Audited(0, 0, dict.fromkeys(FATES, 0), 0, []))
     return names_in((directory / "textfile").read_text())
 
 

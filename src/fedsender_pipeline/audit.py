@@ -15,7 +15,7 @@ has come in, or for which something else than the ledger says otherwise (`_touch
 
 import datetime
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from typing import Any, Final
 
@@ -57,6 +57,8 @@ class Audited:
         counts: fate -> number of pairs.
         unknown_hosts: the number of events with unknown servers; no other figure has them.
         shown: the first of the missing events, as dictionaries.
+        stray: the number of answered deliveries that should not have been.
+        strays: the first of them.
     """
 
     upto: int
@@ -64,6 +66,13 @@ class Audited:
     counts: dict[str, int]
     unknown_hosts: int
     shown: list[dict[str, Any]]
+    stray: int = 0
+    strays: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_red(self) -> bool:
+        """Whether something is missing, or went where it should not."""
+        return bool(self.missing or self.stray)
 
     @property
     def missing(self) -> int:
@@ -72,8 +81,10 @@ class Audited:
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
-        shown = [row | {"day": str(row["day"])} for row in self.shown]
-        return asdict(self) | {"shown": shown}
+        return asdict(self) | {
+            name: [row | {"day": str(row["day"])} for row in rows]
+            for name, rows in (("shown", self.shown), ("strays", self.strays))
+        }
 
 
 def audit(
@@ -124,11 +135,17 @@ def audit(
     with steps.spark("summing up", spark) as step:
         told = summed_up(lake, since=since)
         _note(lake, told, since)
-        step.say(f"{told.expected:,} expected, {told.missing:,} missing")
+        step.say(f"{told.expected:,} expected, {told.missing:,} missing, {told.stray:,} stray")
     return told
 
 
-_FINDINGS: Final = (schemas.AUDIT, schemas.AUDIT_BY_SERVER, schemas.MISSING, schemas.SUPERSEDED)
+_FINDINGS: Final = (
+    schemas.AUDIT,
+    schemas.AUDIT_BY_SERVER,
+    schemas.MISSING,
+    schemas.STRAY,
+    schemas.SUPERSEDED,
+)
 
 
 def _goes_on(
@@ -163,12 +180,19 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
         anew: nothing was said of any event.
     """
     units, in_unit = view.look.units, in_days({str(day) for day in view.look.unit_days})
-    found = view.keep(fates.split_by_day(view.stretches(), view.places))
+    every = view.keep(fates.split_by_day(view.stretches(), view.places))
+    found, leaked = every.where(f"fate != '{fates.STRAY}'"), every.where(f"fate = '{fates.STRAY}'")
+    strays = view.strays(leaked, anew=anew)
     counts, gone, stood_in = fates.counts_of(found), view.missing(found), view.superseded(found)
     if not anew:
         before = lake.frame(spark, schemas.MISSING).drop("reasons")
         gone = gone.unionByName(among(before, units, "left_anti"))
         commit.clear(schemas.MISSING)
+        before = lake.frame(spark, schemas.STRAY)
+        for_others = before.where(f"why != '{fates.NOT_FOR_IT}'")
+        before = among(before.where(f"why = '{fates.NOT_FOR_IT}'"), units, "left_anti")
+        strays = strays.unionByName(before).unionByName(for_others)
+        commit.clear(schemas.STRAY)
     if units is not None:
         before = among_rows(spark, lake, schemas.AUDIT, units)
         counts = fates.summed(
@@ -185,8 +209,9 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
     ):
         commit.append_frame(table, ledger_lines.by_day(rows))
     commit.append_frame(schemas.MISSING, _explained(spark, lake, kept(gone)))
+    commit.append_frame(schemas.STRAY, fates.first_lines(strays).coalesce(1))
     counts.unpersist()
-    found.unpersist()
+    every.unpersist()
     view.places.unpersist()
 
 
@@ -196,6 +221,21 @@ def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
     row |= {"expected": told.expected, **told.counts}
     with lake.commit() as commit:
         commit.append_rows(schemas.AUDITS, [row])
+
+
+def still_holds(lake: Lake, config: Config) -> bool:
+    """Whether the last audit, of all events, had all that the lake and the configuration have."""
+    version = lake.position("audit_version")
+    if lake.position("audit") != lake.position("intervals") or version < 0:
+        return False
+    said = (schemas.ACCEPTED, *_AS_THEY_STAND, schemas.DESTINATION_ROOMS, *_ITEMS)
+    read = [file.commit for table in said for file in lake.files(table)]
+    read += lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()
+    if lake.position("audit_from") > 0 or max(read, default=0) > version:
+        return False
+    owned = ownership(lake, config.instance_name)
+    rules = notes.rules(began(lake, owned), owned, config, lake.position("audit"))
+    return lake.position("audit_rules") == rules
 
 
 def summed_up(lake: Lake, shown: int = SHOWN, since: datetime.date | None = None) -> Audited:
@@ -214,6 +254,8 @@ def summed_up(lake: Lake, shown: int = SHOWN, since: datetime.date | None = None
         {fate: totals[fate] for fate in FATES},
         lake.rows(schemas.UNKNOWN_HOSTS),
         _first(lake, schemas.MISSING, shown, since),
+        lake.rows(schemas.STRAY),
+        _first(lake, schemas.STRAY, shown, since),
     )
 
 
@@ -334,6 +376,7 @@ def read_claims(spark: SparkSession, lake: Lake, owned: Ownership) -> DataFrame:
     return rows.select(*schemas.CLAIMS.columns).distinct()
 
 
+_ITEMS: Final = (schemas.REDELIVERIES, schemas.QUARANTINE)
 _AS_THEY_STAND: Final = (schemas.DESTINATIONS, schemas.CATCH_UPS, schemas.SERVER_STATES)
 
 
@@ -411,6 +454,11 @@ _SAID: Final = schemas.PDUS.only(
     *("outcome", "refused", "supersedes_from", "supersedes_to"),
 )
 """The columns that an audit of what is new reads: Arrow takes a third of the CPU for these."""
+
+
+_NAMED: Final = schemas.PDUS.only(
+    *("destination", "room_id", "event_id", "stream_ordering", "ms", "outcome", "line", "version")
+)
 
 
 def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
@@ -546,3 +594,30 @@ class View:
         """Rows of `missing`, without `reasons`."""
         events = intervals.ours(self._spark, self._lake, self.look.first - 1)
         return fates.missing(found, self.places, self._pdus, events)
+
+    def strays(self, leaked: DataFrame, *, anew: bool) -> DataFrame:
+        """Rows of `stray`, of what is looked at.
+
+        Servers that the configuration leaves out are not judged: when it named them, they got what
+        was theirs. What a line names wrongly was said when the line was new.
+
+        Args:
+            leaked: stretches of the fate `fates.STRAY`.
+        """
+        spark, lake, look = self._spark, self._lake, self.look
+        events = fates.events_of(intervals.sent_to(leaked, self._config), self.places)
+        newer = events.where(f"stream_ordering > {look.after}")
+        if look.units is not None:
+            older = events.where(f"stream_ordering <= {look.after}")
+            newer = newer.unionByName(among(older, look.units))
+        leaks = kept(newer)
+        pairs = few(leaks.selectExpr("server as destination", "event_id"))
+        found = fates.strays(leaks, among_rows(spark, lake, schemas.PDUS, pairs))
+        at, upto = ds.field("stream_ordering"), lake.position("intervals")
+        wanted = (at > look.after) & (at <= upto)
+        if not anew:
+            new = ds.field("version") > lake.position("audit_version")
+            wanted |= new & (at >= lake.position("audit_from")) & (at <= upto)
+        pdus = lake.some(spark, _NAMED, wanted)
+        wrong = fates.misnamed(pdus, lake.frame(spark, schemas.EVENTS), look.days)
+        return found.unionByName(wrong)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from fedsender.config import Config
+    from fedsender_pipeline.audit import Audited
     from fedsender_pipeline.lake import Lake
     from fedsender_pipeline.session import Steps
 
@@ -135,13 +136,14 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     with job("ingest", config, ingests=True) as (spark, lake, loaded, steps):
         told = run(spark, lake, loaded, steps)
         position = lake.position("events")
-    lines = [
-        f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
-        f" from {told.segments} segments, {told.rejects} lines rejected"
-    ]
-    if told.unknown_fields:
-        lines.append(f"{told.unknown_fields} lines have fields that this version does not know")
-    say_answer({"position": position, **asdict(told)}, as_json, *lines)
+        lines = [
+            f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
+            f" from {told.segments} segments, {told.rejects} lines rejected"
+        ]
+        if told.unknown_fields:
+            lines.append(f"{told.unknown_fields} lines have fields that this version does not know")
+        say_answer({"position": position, **asdict(told)}, as_json, *lines)
+        _tidy(lake, loaded, steps)
     return DONE
 
 
@@ -276,6 +278,7 @@ def audit(
                 failed = error
     answer = found.as_json()
     lines = [f"{found.expected} deliveries expected, of events up to {found.upto}"]
+    lines.append(f"{found.stray:>9} delivered that should not have been")
     lines += [f"{n:>9} {fate.replace('_', ' ')}" for fate, n in found.counts.items()]
     if found.unknown_hosts:
         lines.append(f"{found.unknown_hosts} events have servers that cannot be told")
@@ -283,6 +286,10 @@ def audit(
         lines.append(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
     if found.missing > len(found.shown):
         lines.append(f"and {found.missing - len(found.shown)} more: see the table `missing`")
+    for row in found.strays:
+        lines.append(f"stray: {row['server']} {row['event_id']}: {row['why']}; line {row['line']}")
+    if found.stray > len(found.strays):
+        lines.append(f"and {found.stray - len(found.strays)} more: see the table `stray`")
     if repaired is not None:
         answer |= asdict(repaired)
         lines.append(f"accepted by the daemon: {repaired.accepted}")
@@ -292,8 +299,8 @@ def audit(
         say(f"fedsender: pipeline audit: --repair: {failed}", error=True)
         return WRONG
     if repaired is not None:
-        return WRONG if repaired.refused else DONE
-    return WRONG if found.missing else DONE
+        return WRONG if repaired.refused or found.stray else DONE
+    return WRONG if found.is_red else DONE
 
 
 def _day(text: str | None) -> datetime.date | None:
@@ -363,7 +370,8 @@ def _check_target(option: str, path: Path | None) -> None:
 
 @app.command()
 def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) -> int:
-    """Do a scheduled run: ingest, audit, health, report. Exits with 1 if an event is missing."""
+    """Do a scheduled run: ingest, audit, health, report. Exits with 1 if an event is missing, or
+    went where it should not."""
     from fedsender_pipeline import audit as audit_module
     from fedsender_pipeline import health as health_module
     from fedsender_pipeline import ingest as ingest_module
@@ -371,19 +379,49 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender_pipeline.textfile import write_textfile
 
     _check_target("-o", output)
+    with opened("run", config, create=True) as (lake, loaded), lake.held():
+        page = (output or lake.directory / "report.html").absolute()
+        known = health_module.known(lake, loaded.pipeline.health)
+        is_known = known is not None and page.is_file() and audit_module.still_holds(lake, loaded)
+        if is_known and ingest_module.is_level(lake, loaded):
+            told, found = ingest_module.Ingested(), audit_module.summed_up(lake)
+            write_textfile(loaded, lake, found)
+            say_answer(
+                _run_as_json(told, found, known, page),
+                as_json,
+                f"nothing new; {_verdict(found)}",
+            )
+            return WRONG if found.is_red else DONE
     with job("run", config, ingests=True) as (spark, lake, loaded, steps):
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)
+        if not as_json:
+            say(f"{told.events} events, {told.attempts} attempts taken in; {_verdict(found)}")
         known = health_module.health(spark, lake, loaded, steps)
-        path = (output or lake.directory / "report.html").absolute()
-        report_module.report(spark, lake, loaded, steps, path)
-        if loaded.pipeline.textfile is not None:
-            write_textfile(loaded.pipeline.textfile, loaded, lake, found.counts)
-    answer = {"ingest": asdict(told), "audit": found.as_json(), "report": str(path)}
-    say_answer(
-        answer | {"health": asdict(known)},
-        as_json,
-        f"{told.events} events, {told.attempts} attempts taken in; {found.expected} deliveries"
-        f" expected, {found.missing} missing; {known.ill} of {known.servers} servers ill; {path}",
-    )
-    return WRONG if found.missing else DONE
+        report_module.report(spark, lake, loaded, steps, page)
+        write_textfile(loaded, lake, found)
+        say_answer(
+            _run_as_json(told, found, known, page),
+            as_json,
+            f"{known.ill} of {known.servers} servers ill; {page}",
+        )
+        _tidy(lake, loaded, steps)
+    return WRONG if found.is_red else DONE
+
+
+def _run_as_json(told: Any, found: Any, known: Any, page: Path) -> dict[str, Any]:
+    answer = {"ingest": asdict(told), "audit": found.as_json(), "report": str(page)}
+    return answer | {"health": asdict(known)}
+
+
+def _verdict(found: "Audited") -> str:
+    return f"{found.expected} deliveries expected, {found.missing} missing, {found.stray} stray"
+
+
+def _tidy(lake: "Lake", config: "Config", steps: "Steps") -> None:
+    """Vacuum, once the answer is said."""
+    from fedsender_pipeline.vacuum import vacuum as tidy
+
+    with steps.step("files of the lake") as step:
+        files = tidy(lake, config.pipeline.keep)
+        step.say(f"{files.merged:,} merged, {files.files:,} now")

@@ -26,6 +26,9 @@ from fedsender_pipeline.schemas import FATES
 
 EXPECTED: Final = "expected"
 
+STRAY: Final = "stray"
+"""In place of a fate: it was delivered, and should not have been."""
+_ANSWERED: Final = ("delivered_again", "delivered", "refused")
 FOR_EVER: Final = 2**62
 
 EVERYWHERE: Final = f"server = '{EVERY_SERVER}'"
@@ -195,6 +198,8 @@ def points(pairs: DataFrame, places: DataFrame) -> DataFrame:
 def stretches(ends: DataFrame) -> DataFrame:
     """Stretches of one fate: server, room_id, lo, hi, fate, of places that are expected.
 
+    Those that were answered and are not expected have the fate `STRAY`.
+
     Args:
         ends: of ranges of places, which may overlap, also those of one kind: server, room_id, kind
             (`expected`, or a fate), lo, n (1: from here on; -1: from here on no more; 0: here).
@@ -218,13 +223,16 @@ def stretches(ends: DataFrame) -> DataFrame:
     here = "over (partition by server, room_id order by lo"
     upto_here = f"{here} rows between unbounded preceding and current row)"
     first = " ".join(f"when {kind} > 0 then '{kind}'" for kind in FATES[:-1])
+    fate = f"case when coalesce({EXPECTED}, 0) = 0 then '{STRAY}' {first} else '{FATES[-1]}' end"
+    fate += " as fate"
+    answered = " or ".join(f"{kind} > 0" for kind in _ANSWERED)
     return (
         changes.selectExpr(
             *("server", "room_id", "lo", f"lead(lo) {here}) - 1 as hi"),
             *(f"sum({kind}) {upto_here} as {kind}" for kind in _KINDS),
         )
-        .where(f"{EXPECTED} > 0")
-        .selectExpr("server", "room_id", "lo", "hi", f"case {first} else '{FATES[-1]}' end as fate")
+        .where(f"{EXPECTED} > 0 or {answered}")
+        .selectExpr("server", "room_id", "lo", "hi", fate)
     )
 
 
@@ -274,6 +282,54 @@ def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
         .join(places.hint("merge"), on=["room_id", "place"], how="inner")
         .drop("place")
     )
+
+
+NOT_FOR_IT: Final = "the event is not for this server"
+
+
+def misnamed(pdus: DataFrame, events: DataFrame, days: Days) -> DataFrame:
+    """Rows of `stray`: deliveries whose event, or whose room, is not the homeserver's.
+
+    Where the homeserver has no event of ours at that stream ordering, nothing can be said: it may
+    have been purged, or be another server's, sent as a forward extremity.
+    """
+    named = ("stream_ordering", "event_id", "room_id")
+    sent = pdus.where("outcome = 'delivered'")
+    theirs = events.selectExpr("stream_ordering", "event_id as its_id", "room_id as its_room")
+    why = "if(its_id != event_id, concat('the homeserver has no such event, but ', its_id),"
+    why += " concat('the event is of the room ', its_room)) as why"
+    wrong = (
+        # Far fewer than the deliveries, before anything is spread.
+        sent.select(*named)
+        .distinct()
+        .join(theirs.hint("shuffle_hash"), on="stream_ordering", how="inner")
+        .where("its_id != event_id or its_room != room_id")
+        .selectExpr(*named, why)
+    )
+    return sent.join(wrong, on=[*named], how="inner").selectExpr(
+        "destination as server", *named, f"{days.of('stream_ordering')} as day", "ms", "line", "why"
+    )
+
+
+def strays(leaked: DataFrame, pdus: DataFrame) -> DataFrame:
+    """Rows of `stray`, of events that are not for their server.
+
+    Args:
+        leaked: server, room_id, stream_ordering, event_id, day.
+        pdus: at least those of `leaked`.
+    """
+    key = ("server", "stream_ordering", "event_id")
+    lines = pdus.where("outcome = 'delivered'").selectExpr(
+        "destination as server", *key[1:], "ms", "line"
+    )
+    return leaked.join(lines, on=[*key], how="inner").withColumn("why", F.lit(NOT_FOR_IT))
+
+
+def first_lines(strays: DataFrame) -> DataFrame:
+    """Rows of `stray`, each of its first line."""
+    key = [name for name in schemas.STRAY.columns if name not in ("ms", "line")]
+    first = F.min(F.struct("ms", "line")).alias("first")
+    return strays.groupBy(*key).agg(first).select(*key, "first.*")
 
 
 def owed_ranges(

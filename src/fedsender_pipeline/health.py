@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
@@ -360,9 +361,18 @@ def health(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Kno
         update(spark, lake)
         servers, newest_ms = _servers(spark, lake)
         _replace(config.pipeline.health, servers, {"version": VERSION, "newest_ms": newest_ms})
-        known = Known(len(servers), sum(row["ill_ms"] is not None for row in servers))
-        step.say(f"{known.servers:,} servers, {known.ill:,} ill")
-    return known
+        told = Known(len(servers), sum(row["ill_ms"] is not None for row in servers))
+        step.say(f"{told.servers:,} servers, {told.ill:,} ill")
+    return told
+
+
+def known(lake: Lake, path: Path) -> Known | None:
+    """What the file has; None: there is none, or the lake has newer attempts."""
+    versions = lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()
+    if max(versions, default=0) > lake.position("health", 0) or not path.is_file():
+        return None
+    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as file:
+        return Known(*file.execute("SELECT count(*), count(ill_since_ms) FROM servers").fetchone())
 
 
 def _servers(spark: SparkSession, lake: Lake) -> tuple[list[Row], int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import SparkSession
 
@@ -27,7 +28,6 @@ from fedsender_pipeline.database import (
 from fedsender_pipeline.intervals import NEWER_INTERVALS
 from fedsender_pipeline.lake import Commit, Lake
 from fedsender_pipeline.session import Steps
-from fedsender_pipeline.vacuum import vacuum
 
 ROWS_PER_COMMIT: Final = 250_000
 """Of one connection; so many are read sooner than Spark has started its Python for more."""
@@ -93,10 +93,42 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
         read_snapshots(lake, own, "sender", steps, told)
     ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
-    with steps.step("files of the lake") as step:
-        files = vacuum(lake, config.pipeline.keep)
-        step.say(f"{files.merged:,} merged, {files.files:,} now")
     return told
+
+
+def is_level(lake: Lake, config: Config) -> bool:
+    """Whether the databases and the ledger have nothing that the lake does not have; no Spark.
+
+    Raises:
+        PipelineError: a source cannot be read.
+    """
+    homeserver = config.homeserver
+    main_url = database_url(homeserver.database, homeserver.database_password_file)
+    own_url = database_url(config.sender_database, config.sender_database_password_file)
+    with open_source(main_url, "homeserver") as main, open_source(own_url, "sender") as own:
+        if sources.events_position(main, config.instance_name) != lake.position("events", 0):
+            return False
+        for source, database in ((main, "homeserver"), (own, "sender")):
+            for table, batches in sources.snapshots(source, database):
+                if not _as_it_was(lake, source, table, batches):
+                    return False
+    # Last: what a database counted as delivered is in the ledger before.
+    ledger = config.ledger.directory
+    return ledger.is_dir() and not ledger_lines.new_segments(lake, ledger)
+
+
+def _as_it_was(
+    lake: Lake, source: Source, table: schemas.LakeTable, batches: Iterator[pa.RecordBatch]
+) -> bool:
+    if table is schemas.DESTINATION_ROOMS:
+        if lake.position(ROOMS_READ) != _today():
+            return False
+        found = sources.newer_rooms(source, lake.position(table.name))
+        known = lake.read(table, ["stream_ordering"])[0]
+        return found is not None and found[1:] == (len(known), pc.sum(known).as_py() or 0)
+    columns = [name for name in table.columns if name != "version"]
+    now = {repr(row) for batch in batches for row in batch.select(columns).to_pylist()}
+    return now == set(map(repr, lake.read(table, columns).to_pylist()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,8 @@ class Figures:
     losses: list[dict[str, Any]] = field(default_factory=list)
     audits: list[dict[str, Any]] = field(default_factory=list)
     rejects: int = 0
+    stray: int = 0
+    strays: list[dict[str, Any]] = field(default_factory=list)
 
 
 def report(spark: SparkSession, lake: Lake, config: Config, steps: Steps, path: Path) -> Figures:
@@ -119,7 +121,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     servers = health.merged(days.where(OF_SERVERS), "server")
     counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
     assert counted is not None
-    audited = audit.summed_up(lake, 0) if lake.position("audit") >= 0 else None
+    audited = audit.summed_up(lake) if lake.position("audit") >= 0 else None
     return Figures(
         config.server_name,
         real_runtime().now_ms(),
@@ -138,6 +140,8 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         _losses(spark, lake),
         _audits(lake),
         lake.rows(schemas.REJECTS),
+        0 if audited is None else audited.stray,
+        [] if audited is None else audited.strays,
     )
 
 

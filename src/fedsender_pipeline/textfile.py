@@ -3,9 +3,7 @@
 A run that fails leaves the file as it is: so the time in it says when the last one succeeded.
 """
 
-from collections.abc import Mapping
 from datetime import UTC, date, datetime, time
-from pathlib import Path
 
 import pyarrow.dataset as ds
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -13,20 +11,24 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from fedsender.config import Config
 from fedsender.files import replaced
 from fedsender.runtime import real_runtime
+from fedsender_pipeline.audit import Audited
 from fedsender_pipeline.lake import Lake
 from fedsender_pipeline.schemas import AUDIT_BY_SERVER
 
 
-def write_textfile(path: Path, config: Config, lake: Lake, fates: Mapping[str, int]) -> None:
-    """Replace the file.
+def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
+    """Replace the file, if the configuration names one.
 
     Args:
         lake: after the audit.
-        fates: fate -> number of deliveries, of the audit.
+        audited: the findings of the audit.
 
     Raises:
         OSError: the file cannot be written.
     """
+    path = config.pipeline.textfile
+    if path is None:
+        return
     registry = CollectorRegistry()
     sender = {"server_name": config.server_name, "sender": config.instance_name}
 
@@ -37,9 +39,11 @@ def write_textfile(path: Path, config: Config, lake: Lake, fates: Mapping[str, i
     ended = gauge("last_success_timestamp_seconds", "The end of the last run that did not fail.")
     ended.labels(**sender).set(real_runtime().now_ms() / 1000)
     missing = gauge("missing", "Deliveries that no record accounts for.")
-    missing.labels(**sender).set(fates["missing"])
+    missing.labels(**sender).set(audited.missing)
+    stray = gauge("stray", "Answered deliveries that should not have been.")
+    stray.labels(**sender).set(audited.stray)
     deliveries = gauge("deliveries", "Deliveries that should be, by their fate.", "fate")
-    for fate, number in fates.items():
+    for fate, number in audited.counts.items():
         deliveries.labels(**sender, fate=fate).set(number)
     oldest = gauge(
         "pending_since_timestamp_seconds", "The day of the oldest event that is pending."

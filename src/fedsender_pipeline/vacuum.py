@@ -1,4 +1,4 @@
-"""`fedsender pipeline vacuum`: the files of the lake as they age. Each ingest ends with it.
+"""`fedsender pipeline vacuum`: the files of the lake as they age. `ingest` and `run` end with it.
 
 Every run adds a small file to each table. Those of one day are merged once the next day is over,
 and of the ledger those of a month once the first day of the next month is. Elsewhere files are

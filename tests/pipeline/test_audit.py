@@ -11,6 +11,7 @@ import pytest
 from tests.pipeline.lakes import (
     DAY_MS,
     EVENT_MS,
+    NOW_MS,
     START_MS,
     Rows,
     attempt,
@@ -69,7 +70,7 @@ ONE, PARKED, CATCHING, REFUSING = "one.example", "parked.example", "catching.exa
 def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Lake:
     """One audit of some rooms that have nothing to do with each other, each with its servers."""
     directory = tmp_path_factory.mktemp("fates")
-    parts = (every_fate(), catching_up(), stand_ins())
+    parts = (every_fate(), catching_up(), stand_ins(), leaks())
     rows: Rows = {}
     for tables, *_ in parts:
         for name, entries in tables.items():
@@ -82,6 +83,8 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     told = run(spark, lake, directory)
     assert told.expected == sum(told.counts.values())
     assert told.counts == dict.fromkeys(schemas.FATES, 0) | fates_of(lake)
+    assert told.is_red
+    assert told.stray == len(told.strays) == 4
     return lake
 
 
@@ -223,6 +226,49 @@ def test_a_stand_in_that_was_refused_stands_for_nothing(audited: Lake) -> None:
         (41, 49, "$50", "You are not in the room"),
         (51, 59, "$60", None),
     ]
+
+
+LEFT, NEVER = "left.example", "never.example"
+
+
+def leaks() -> tuple[Rows, Lines, Lines]:
+    """A server that leaves, and one that was never there. Of event 66 the homeserver has no row any
+    more, and 71 is above what the lake has read: nothing can be said of these."""
+    rows = shared_room(65, LEFT, first=61, room="!u")
+    rows["events"] += [event(at, "!u") for at in range(67, 72)]
+    rows["intervals"][0]["last"] = 65
+    invented = pdu(62, "!u") | {"event_id": "$invented"}
+    lines: Lines = [
+        attempt(LEFT, *(pdu(at, "!u") for at in (61, 62, 64, 65)), transaction_id="a"),
+        attempt(LEFT, pdu(63, "!elsewhere"), transaction_id="b"),
+        attempt(NEVER, pdu(64, "!u"), transaction_id="c"),
+        attempt(NEVER, pdu(65, "!u"), outcome="failing", status=500),
+        attempt(NEVER, pdu(66, "!u"), pdu(71, "!u"), transaction_id="d"),
+    ]
+    last: Lines = [
+        attempt(LEFT, invented, transaction_id="e"),
+        attempt(LEFT, pdu(68, "!u"), transaction_id="f"),
+        attempt(LEFT, pdu(68, "!u"), transaction_id="g", ms=NOW_MS),
+    ]
+    return rows, lines, last
+
+
+def test_what_went_where_it_should_not_is_named(audited: Lake) -> None:
+    line_of = {row["line"]: row for row in audited.read(schemas.ATTEMPTS).to_pylist()}
+    found = {
+        (row["server"], row["event_id"], row["room_id"], row["why"]):
+            line_of[row["line"]]["transaction_id"]
+        for row in audited.read(schemas.STRAY).to_pylist()
+    }  # fmt: skip
+    not_for_it = "the event is not for this server"
+    assert found == {
+        (LEFT, "$63", "!elsewhere", "the event is of the room !u"): "b",
+        (NEVER, "$64", "!u", not_for_it): "c",
+        (LEFT, "$invented", "!u", "the homeserver has no such event, but $62"): "e",
+        (LEFT, "$68", "!u", not_for_it): "f",
+    }
+    assert fates_of(audited, LEFT) == {"delivered": 5}
+    assert fates_of(audited, NEVER) == {}
 
 
 # --- what was not ours, and what was given up -----------------------------------------------------

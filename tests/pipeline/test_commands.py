@@ -26,8 +26,9 @@ from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
 from fedsender.store import tables
 from fedsender_pipeline import audit, ingest, ledger_lines, repair, session
+from fedsender_pipeline.accepted import accept
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.schemas import FATES, INTERVALS
+from fedsender_pipeline.schemas import EVENTS, FATES, INTERVALS, UNKNOWN_HOSTS
 from fedsender_pipeline.session import find_java, showing
 
 if TYPE_CHECKING:
@@ -286,6 +287,59 @@ def test_a_second_job_comes_back_later_and_does_not_end_the_first(
             pass
     said = "another job is writing here; try again when it has ended"
     assert said in capsys.readouterr().err
+
+
+def test_a_run_with_nothing_new_answers_without_spark(
+    spark: "SparkSession",
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A line of the ledger, a row of the databases, or an accepted delivery is something new."""
+    starts = []
+
+    def started(*_: object, **__: object) -> nullcontext["SparkSession"]:
+        starts.append(1)
+        return nullcontext(spark)
+
+    monkeypatch.setattr(session, "spark_session", started)
+    synapse_world(f"sqlite:///{tmp_path}/homeserver.db", 11, rooms=2, steps=10)
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
+    tables.sender.create_all(engine)
+    write(tmp_path / "ledger", "master.b.000001.jsonl", line())
+    command = ["pipeline", "run", "-c", str(config_file(tmp_path)), "--json"]
+    assert run_command(command) == 1
+    first = json.loads(capsys.readouterr().out)
+    assert first["audit"]["counts"]["missing"] > 0
+    assert run_command(command) == 1
+    second = json.loads(capsys.readouterr().out)
+    assert len(starts) == 1
+    assert (second["audit"], second["health"]) == (first["audit"], first["health"])
+    with engine.begin() as connection:
+        connection.execute(
+            sa.insert(tables.catch_ups).values(destination="a.example", floor=1, newest_only=False)
+        )
+    assert run_command(command) == 1
+    assert len(starts) == 2
+    lake = open_lake(tmp_path / "lake", US)
+    unknown = set(lake.read(UNKNOWN_HOSTS)["event_id"].to_pylist())
+    ours = [row for row in lake.read(EVENTS).to_pylist() if row["ours"] and row["bad"] is None]
+    event = next(row for row in ours if row["event_id"] not in unknown)
+    named = {name: event[name] for name in ("event_id", "room_id", "stream_ordering")}
+    leak = line(destination="never.example", pdus=[named | {"lane": "live"}], refused={})
+    write(tmp_path / "ledger", "master.b.000002.jsonl", leak)
+    assert run_command(command) == 1
+    assert len(starts) == 3
+    strays = json.loads(capsys.readouterr().out.splitlines()[-1])["audit"]["strays"]
+    assert {(each["server"], each["event_id"]) for each in strays} == {
+        ("a.example", "$1"),
+        ("a.example", "$5"),
+        ("never.example", event["event_id"]),
+    }
+    assert f"<td>{event['event_id']}</td>" in (tmp_path / "lake" / "report.html").read_text()
+    lake = open_lake(tmp_path / "lake", US)
+    accept(lake, [{"server": "a.example", "first": 1, "last": 3}])
+    assert not audit.still_holds(lake, config_of(tmp_path, "synapse"))
 
 
 def test_a_vacuum_needs_no_spark(

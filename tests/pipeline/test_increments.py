@@ -235,7 +235,7 @@ def findings(lake: Lake) -> dict[str, Any]:
             for name in fates.COUNTS:
                 sums[*(row[each] for each in key), name] += row[name]
         found[table.name] = {each: n for each, n in sums.items() if n}
-    for table in (schemas.MISSING, schemas.SUPERSEDED, schemas.DAYS):
+    for table in (schemas.MISSING, schemas.STRAY, schemas.SUPERSEDED, schemas.DAYS):
         found[table.name] = sorted(map(str, lake.read(table).to_pylist()))
     return found
 
@@ -247,7 +247,7 @@ def from_scratch(spark: "SparkSession", life: Life, lake: Lake) -> dict[str, Any
     other = open_lake(copy, US)
     for name in [name for name in other.manifest.positions if name.startswith("audit")]:
         del other.manifest.positions[name]
-    for table in (schemas.AUDIT, schemas.MISSING, schemas.CLAIMS, schemas.DAYS):
+    for table in (schemas.AUDIT, schemas.MISSING, schemas.STRAY, schemas.CLAIMS, schemas.DAYS):
         other.manifest.tables.pop(table.name, None)
     write_manifest(copy, other.manifest)
     other = open_lake(copy, US)
@@ -290,6 +290,7 @@ def test_audits_one_after_the_other_find_what_one_of_everything_finds(
                 found = findings(lake)
                 for table, rows in from_scratch(spark, life, lake).items():
                     assert found[table] == rows, (seed, number, table)
+    assert found["stray"], seed
     assert any(look is not None and look.unit_days for look in looks)
 
 

@@ -100,6 +100,8 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     yield "by day", fates.counts_of(by_day)
     yield "superseded", view.superseded(by_day)
     yield "missing", view.missing(by_day)
+    pdus = lake.frame(spark, schemas.PDUS)
+    yield "named wrongly", fates.misnamed(pdus, events, dates)
     yield "reasons", audit._explained(spark, lake, lake.frame(spark, schemas.MISSING))
     lines = ledger_lines.parsed(spark, (lake.directory.parent / "ledger").iterdir())
     yield "new lines", ledger_lines.pdus_of(ledger_lines._unseen(spark, lake, lines))
@@ -119,7 +121,7 @@ def test_no_table_is_held_against_all_of_another_and_nothing_runs_in_python(
         assert not FORBIDDEN.findall(text), f"{name}: {text}"
         assert bool(SPELT_OUT.search(text)) == (name == "missing"), f"{name}: {text}"
         seen += 1
-    assert seen == 13
+    assert seen == 14
 
 
 def test_the_ledger_is_spread_once_and_so_are_ranges(
