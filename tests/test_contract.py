@@ -53,7 +53,7 @@ def test_the_sender_tables_are_these() -> None:
         "generation",
         "sender_list",
         "discoveries",
-        "instance_lock",
+        "leases",
     }
 
 

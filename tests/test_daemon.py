@@ -651,7 +651,7 @@ class LockThief:
         )
         self._connection.execute("SELECT pg_advisory_lock(%s)", (self._key,))
         if as_holder is not None:
-            self._connection.execute("UPDATE instance_lock SET holder = %s", (as_holder,))
+            self._connection.execute("UPDATE leases SET holder = %s", (as_holder,))
 
     def give_back(self) -> None:
         self._connection.execute("SELECT pg_advisory_unlock(%s)", (self._key,))
@@ -710,13 +710,13 @@ async def test_a_database_that_fails_while_the_lock_is_taken_again_does_not_end_
         with closing(LockThief(postgres, url)) as thief:
             await trio.to_thread.run_sync(thief.steal)
             await until(lambda: service.logged("instance_lock_lost"))
-            thief.rename_table("instance_lock", "away")
+            thief.rename_table("leases", "away")
             thief.give_back()
             event_id = world.say()
-            # The lock is ours again, and its row cannot be written yet.
-            await until(lambda: len(service.logged("instance_lock_not_retaken")) > 1)
+            # The lock is free, and the row of our lease cannot be written yet.
+            await until(lambda: len(service.logged("instance_lock_not_taken")) > 1)
             assert event_id not in server.received
-            thief.rename_table("away", "instance_lock")
+            thief.rename_table("away", "leases")
         await arrived(event_id, server)
         assert (await service.ask("/ready")).status_code == 200
         assert await service.stop() == 0
@@ -754,7 +754,7 @@ async def test_a_database_that_was_set_back_is_noticed_when_the_lock_is_taken_ag
                     await homeserver.set_back.wait()
 
 
-async def test_a_daemon_whose_lock_another_one_has_taken_ends(
+async def test_a_daemon_whose_lease_another_one_has_taken_waits_for_it(
     home: Path, postgres: Databases
 ) -> None:
     url = postgres.create_database()
@@ -762,9 +762,10 @@ async def test_a_daemon_whose_lock_another_one_has_taken_ends(
         await service.manager.ready()
         with closing(LockThief(postgres, url)) as thief:
             await trio.to_thread.run_sync(lambda: thief.steal(as_holder="somebody else"))
-            assert await service.ended() == 1
-        said = service.log_file.read_text().splitlines()[-1]
-        assert said == "fedsender: another daemon runs as 'fedsender' on this database"
+            status = await service.manager.ready()
+            assert status.startswith("standing by: another process runs under our name")
+            assert len(service.logged("lease_lost")) == 1
+            assert await service.stop() == 0
 
 
 # --- what a reload may change ---------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
@@ -142,6 +143,9 @@ def _code_of(error: BaseException) -> int | None:
 def run(
     config: ConfigFile,
     shadow: Annotated[bool, typer.Option("--shadow", help="Follow, and send nothing.")] = False,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait while another one runs under our name.")
+    ] = False,
 ) -> int:
     """Run the daemon until SIGTERM or SIGINT."""
     import trio
@@ -152,7 +156,7 @@ def run(
         return trio.run(shadow_run.run, config)
     from fedsender import daemon
 
-    return trio.run(daemon.run, config)
+    return trio.run(partial(daemon.run, config, standby=standby))
 
 
 @app.command("systemd-unit")

@@ -13,7 +13,12 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +28,7 @@ import structlog
 import trio
 
 from fedsender import version
-from fedsender.admin import open_admin
+from fedsender.admin import open_admin, open_standby
 from fedsender.admin.context import AdminContext
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policies, load
@@ -47,7 +52,9 @@ from fedsender.store import (
     open_store,
     store_config,
 )
+from fedsender.store.connections import checked_url
 from fedsender.store.engine import Faults
+from fedsender.store.leases import RENEWAL_S, LeaseLost, Waits
 from fedsender.store.lock import SendersDiffer
 from fedsender.switching.shards import take_shard
 from fedsender.systemd import Notifier, real_notifier
@@ -64,7 +71,6 @@ GARBAGE_AFTER = (5_000, 4, 4)
 more than some 100,000 objects."""
 ALL_GARBAGE_EVERY_S = 3600.0
 FEED_PATIENCE_S = 30.0
-LOCK_RENEWAL_S = 5.0
 WRITE_DOWN_S = 15.0
 """Seconds after the drain to store unanswered transactions; a database may never answer."""
 
@@ -95,16 +101,19 @@ async def open_core(
     *,
     store_settings: StoreConfig | None = None,
     faults: Faults | None = None,
+    waits: Waits | None = None,
 ) -> AsyncIterator[Daemon]:
     """A daemon without its admin endpoint: it sends from entry on, and has drained at the exit.
 
     Args:
+        waits: stand by while another daemon runs under our instance name; it is told why we wait.
         store_settings: in place of the configuration's, for simulations.
         faults: called at every commit point, for simulations.
 
     Raises:
         ConfigError: a file that the configuration names cannot be used, such as the signing key.
         LockHeld: another daemon runs under our instance name.
+        LeaseLost: ours has ended; raised out of the body.
         SendersDiffer: another one runs with another list of senders.
         StoreError: a database is not one that we know.
         InstanceTaken: another process uses our name on Redis; raised out of the body.
@@ -124,7 +133,7 @@ async def open_core(
         open_store(
             store_settings or store_config(config), runtime, faults=faults, metrics=metrics
         ) as store,
-        _hold_instance(store, config, boot_id, admission) as already_owed,
+        _hold_instance(store, config, boot_id, admission, waits) as already_owed,
         open_ledger(
             config.ledger, config.instance_name, boot_id, runtime, metrics.ledger_failures
         ) as ledger,
@@ -142,7 +151,15 @@ async def open_core(
             announcer=announcer,
             already_owed=already_owed,
         ) as sender,
-        open_feed(config, runtime, store.homeserver, sender, keys=keys, metrics=metrics) as feed,
+        open_feed(
+            config,
+            runtime,
+            store.homeserver,
+            sender,
+            keys=keys,
+            metrics=metrics,
+            name_is_ours=store.sender.name_is_ours,
+        ) as feed,
     ):
         announcer.feed = feed
         if config.lists():
@@ -175,24 +192,28 @@ class _Announcer:
 
 @asynccontextmanager
 async def _hold_instance(
-    store: Store, config: Config, boot_id: str, admission: Admission
+    store: Store, config: Config, boot_id: str, admission: Admission, waits: Waits | None = None
 ) -> AsyncIterator[AlreadyOwed | None]:
-    """Hold the lock of this instance name; while it is lost, no attempt starts."""
+    """Hold the lock of this instance name; while it is lost, no attempt starts.
+
+    Raises LeaseLost out of the body.
+    """
     instance = config.instance_name
-    already_owed = await take_shard(store, config, boot_id)
+    already_owed = await take_shard(store, config, boot_id, waits)
+    admission.gate.over = lambda: store.sender.over
 
     async def keep() -> None:
         while True:
-            await trio.sleep(LOCK_RENEWAL_S)
+            await trio.sleep(RENEWAL_S)
             if await store.sender.renew_lock():
                 continue
             log.error("instance_lock_lost", instance=instance)
             admission.gate.shut()
             await again(
-                partial(store.sender.take_lock, instance, boot_id),
+                partial(store.sender.take_lock, boot_id),
                 # We give up only if we must not send at all; any other error may pass.
                 (StoreError, OSError),
-                LOCK_RENEWAL_S,
+                RENEWAL_S,
                 unless=(LockHeld, SchemaDiffers, SendersDiffer),
                 note=_note_lock_refused,
             )
@@ -204,6 +225,7 @@ async def _hold_instance(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep, name="instance lock")
+        nursery.start_soon(store.sender.until_lost, name="lease")
         yield already_owed
         nursery.cancel_scope.cancel()
 
@@ -285,8 +307,16 @@ async def collect_all_garbage() -> None:
         _search_all()
 
 
-async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
+async def run(
+    path: Path,
+    runtime: Runtime | None = None,
+    notifier: Notifier | None = None,
+    *,
+    standby: bool = False,
+) -> int:
     """Run the daemon of this configuration file until SIGTERM or SIGINT; return its exit code.
+
+    `standby`: wait while another daemon has our instance name.
 
     0: stopped, and all is stored. 1: stopped without having stored everything.
 
@@ -296,6 +326,8 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     problems = config.file_problems()
     if problems:
         raise ConfigError(*problems)
+    if standby:
+        _refuse_to_stand_by(config)
     _make_directory(config)
     runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
@@ -311,10 +343,22 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     collect_in_steps()
     signals = Signals(config.sending.drain + WRITE_DOWN_S)
     async with signals.heard(notifier):
-        await _run_until_told(_Run(path, runtime, notifier, signals), config)
+        await _run_until_told(_Run(path, runtime, notifier, signals), config, standby=standby)
     return signals.exit_code(
         notifier, "not everything was written down: a database does not answer"
     )
+
+
+def _refuse_to_stand_by(config: Config) -> None:
+    """Raise ConfigError unless another machine could go on with what this one leaves."""
+    settings = store_config(config)
+    for url, place in (
+        (settings.sender_url, ("sender_database",)),
+        (settings.homeserver_url, ("homeserver", "database")),
+    ):
+        if checked_url(url).get_backend_name() != "postgresql":
+            text = "must be a PostgreSQL that both share, for run --standby"
+            raise ConfigError(config.problem(place, text))
 
 
 def _make_directory(config: Config) -> None:
@@ -356,12 +400,34 @@ def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager
     )
 
 
-async def _run_until_told(run: _Run, config: Config) -> None:
-    """Run the daemon, from opening its files to its drain."""
+async def _run_until_told(run: _Run, config: Config, *, standby: bool) -> None:
+    """Run the daemon, and again whenever it has lost its lease."""
     run.notifier.status("starting")
-    async with open_core(config, run.runtime) as daemon:
+    while not run.signals.stop.is_set():
+        try:
+            await _run_once(run, config, standby=standby)
+        except* LeaseLost:
+            log.warning("lease_lost", instance=config.instance_name)
+            run.notifier.status("its lease has ended: it is taken again, once nobody else has it")
+            # Whoever waits has nothing to drain: told to stop, it ends at once.
+            standby, run.signals.started = True, False
+
+
+async def _run_once(run: _Run, config: Config, *, standby: bool) -> None:
+    """Run the daemon, from opening its files to its drain. Raises LeaseLost."""
+    async with AsyncExitStack() as stack:
+        waiting = None
+        if standby:
+            waiting = await stack.enter_async_context(_open_waiting(run, config))
+        daemon = await stack.enter_async_context(
+            open_core(config, run.runtime, waits=None if waiting is None else waiting.waits)
+        )
+        if waiting is not None:
+            await waiting.end()
         run.signals.started = True
-        trio.lowlevel.add_instrument(LoopWatch(daemon.metrics))
+        watch = LoopWatch(daemon.metrics)
+        trio.lowlevel.add_instrument(watch)
+        stack.callback(trio.lowlevel.remove_instrument, watch)
         async with (
             _open_admin(daemon, run.runtime) as admin,
             daemon.serve_feed() as of_feed,
@@ -376,6 +442,44 @@ async def _run_until_told(run: _Run, config: Config) -> None:
                 await run.signals.stop.wait()
                 nursery.cancel_scope.cancel()
             run.notifier.stopping("draining")
+
+
+class _Waiting:
+    """A daemon that stands by, as the service manager and the admin endpoint see it."""
+
+    def __init__(self, run: _Run, config: Config) -> None:
+        self._run, self._config = run, config
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+        self.why = "the database has not answered yet"
+
+    def waits(self, why: str) -> None:
+        """Note why it waits."""
+        self.why = why
+        log.info("standing_by", reason=why)
+        self._run.notifier.ready(f"standing by: {why}")
+
+    async def serve(self, task_status: trio.TaskStatus[None]) -> None:
+        """Answer as one that stands by, until `end`."""
+        with self._scope:
+            async with open_standby(self, self._config, self._run.runtime):
+                task_status.started()
+                await trio.sleep_forever()
+        self._ended.set()
+
+    async def end(self) -> None:
+        """Leave the endpoint's address to the daemon."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+
+@asynccontextmanager
+async def _open_waiting(run: _Run, config: Config) -> AsyncIterator[_Waiting]:
+    waiting = _Waiting(run, config)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(waiting.serve)
+        yield waiting
+        nursery.cancel_scope.cancel()
 
 
 async def _announce_ready(daemon: Daemon, notifier: Notifier, ready: trio.Event) -> None:

@@ -173,6 +173,8 @@ class Runtime:
     Attributes:
         now_ms: the wall clock, in milliseconds since the epoch. For records; waits use
         `trio.current_time()`.
+        elapsed_s: a clock in seconds that goes on while this process is frozen, and while its
+            machine is suspended. For leases.
         random: jitter and sampling. Never used for transaction ids.
         entropy: random bytes of the operating system, for transaction ids and boot ids.
         run_sync: the thread seam.
@@ -181,6 +183,7 @@ class Runtime:
     """
 
     now_ms: Callable[[], int]
+    elapsed_s: Callable[[], float]
     random: random.Random
     entropy: Callable[[int], bytes]
     run_sync: RunSync
@@ -518,6 +521,7 @@ def real_runtime() -> Runtime:
     turns = Turns(time.thread_time)
     return Runtime(
         now_ms=lambda: time.time_ns() // 1_000_000,
+        elapsed_s=lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
         random=random.Random(),
         entropy=os.urandom,
         run_sync=_run_in_thread,

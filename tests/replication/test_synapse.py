@@ -19,7 +19,7 @@ from tests.replication.support import (
 )
 
 from fedsender.replication.redis import RedisSettings
-from fedsender.replication.synapse import InstanceTaken, SynapseFeed
+from fedsender.replication.synapse import LAST_WORDS, InstanceTaken, NameIsOurs, SynapseFeed
 
 BACKOFF = '["get_destination_retry_timings",["remote.example:8448"],1795218999127]'
 
@@ -79,7 +79,11 @@ class World:
 
 @asynccontextmanager
 async def fed(
-    tables: Tables | None = None, *, shadow: bool = False, connect: bool = True
+    tables: Tables | None = None,
+    *,
+    shadow: bool = False,
+    connect: bool = True,
+    name_is_ours: NameIsOurs | None = None,
 ) -> AsyncIterator[World]:
     """A feed as `fed1` that has connected, with what it said so far forgotten."""
     tables = tables or Tables()
@@ -92,6 +96,7 @@ async def fed(
         instance="fed1",
         writers=tables.writers,
         shadow=shadow,
+        name_is_ours=name_is_ours,
     )
     async with trio.open_nursery() as nursery:
         world = World(feed, FakeRedis(nursery), network, sink)
@@ -409,6 +414,30 @@ async def test_somebody_else_under_our_name_stops_us(autojump_clock: Clock, line
     taken = caught.value.subgroup(InstanceTaken)
     assert taken is not None
     assert "our instance name" in str(_leaves(taken)[0])
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_the_last_words_of_who_had_our_name_stop_us_only_if_it_is_not_ours(
+    autojump_clock: Clock, ours: bool
+) -> None:
+    heard = 0
+
+    async def name_is_ours() -> bool:
+        await trio.lowlevel.checkpoint()
+        return ours
+
+    async def hear_much() -> None:
+        nonlocal heard
+        async with fed(name_is_ours=name_is_ours) as world:
+            for _ in range(LAST_WORDS + 2):
+                await world.hear("FEDERATION_ACK fed1 0")
+                heard += 1
+            await trio.sleep_forever()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await hear_much()
+    assert caught.value.subgroup(InstanceTaken) is not None
+    assert (heard >= LAST_WORDS) is ours
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -17,7 +17,7 @@ from trio.testing import MockClock
 
 from fedsender.config import Sending
 from fedsender.fairness import Turns
-from fedsender.federation.client import Exchange, FederationClient
+from fedsender.federation.client import Exchange, FederationClient, GaveWay
 from fedsender.sender.admission import (
     LONG_S,
     QUICK_S,
@@ -779,6 +779,20 @@ async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockCl
         admission.gate.reopen()
     assert early == ["first.example"]
     assert began == ["first.example", "second.example"]
+
+
+async def test_no_request_leaves_once_we_have_lost_the_right_to_send(
+    autojump_clock: MockClock,
+) -> None:
+    """We may have been frozen with a place, a connection and a signed request in hand."""
+    admission = admission_of(4)
+    permit = a_leave(admission, "one.example", 0.1)
+    await permit.place()
+    permit.asked()
+    admission.gate.over = lambda: True
+    assert not admission.gate.open
+    with pytest.raises(GaveWay):
+        permit.asked()
 
 
 def test_large_bodies_have_equal_shares_and_never_stop() -> None:

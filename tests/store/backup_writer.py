@@ -21,7 +21,7 @@ def config(homeserver_url: str, sender_url: str) -> StoreConfig:
 
 async def write(homeserver_url: str, sender_url: str) -> None:
     async with open_store(config(homeserver_url, sender_url), real_runtime()) as store:
-        await store.sender.take_lock("fed1", "boot")
+        await store.sender.take_lock("boot")
         number = 0
         while True:
             number += 1

@@ -134,11 +134,11 @@ async def test_a_schema_of_its_own_in_a_synapse_s_database_will_do(postgres: Dat
     async with open_database(url, real_runtime(), name="test") as database:
         await database.write(synapse_schema.create)
     async with open_store(config, real_runtime()) as store:
-        await store.sender.take_lock("fed1", "boot")
+        await store.sender.take_lock("boot")
         assert await store.sender.renew_lock()
         async with open_store(config, real_runtime()) as second:
             with pytest.raises(LockHeld):
-                await second.sender.take_lock("fed1", "another boot")
+                await second.sender.take_lock("another boot")
 
 
 async def test_a_database_that_is_no_synapse_is_refused(new_url: NewUrl, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ async def test_daemons_that_start_at_once_migrate_once(
             nursery.start_soon(upgrade_databases, settings, real_runtime())
     assert sorted(migrated) == LINES
     async with open_store(settings, real_runtime()) as store:
-        await store.sender.take_lock("fed1", "boot1")
+        await store.sender.take_lock("boot1")
 
 
 async def test_tables_on_which_a_daemon_runs_are_not_migrated(
@@ -229,7 +229,7 @@ async def test_tables_on_which_a_daemon_runs_are_not_migrated(
     monkeypatch.setattr(migrations, "WAIT_SECONDS", 0.1)
     settings = embedded(new_url(), tmp_path)
     async with open_store(settings, real_runtime()) as running:
-        await running.sender.take_lock("fed1", "boot1")
+        await running.sender.take_lock("boot1")
         await upgrade_databases(settings, real_runtime())
         with monkeypatch.context() as newer:
             newer.setattr(migrations, "head", lambda line: f"{line}_9999")
@@ -253,7 +253,7 @@ async def test_a_daemon_that_has_just_migrated_holds_up_no_other_one(
         return not first and is_newest(connection, line)
 
     async with open_store(settings, real_runtime()) as running:
-        await running.sender.take_lock("fed1", "boot1")
+        await running.sender.take_lock("boot1")
         monkeypatch.setattr(migrations, "is_newest", old_at_first)
         await upgrade_databases(settings, real_runtime())
     assert seen == set(LINES)
@@ -267,7 +267,7 @@ async def test_a_daemon_does_not_start_on_tables_that_were_migrated_meanwhile(
     async with open_store(settings, real_runtime()) as store:
         monkeypatch.setattr(migrations, "head", lambda line: f"{line}_0002")
         with pytest.raises(SchemaDiffers, match="not of version sender_0002"):
-            await store.sender.take_lock("fed1", "boot1")
+            await store.sender.take_lock("boot1")
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -81,5 +81,5 @@ async def test_a_pooler_by_transaction_is_refused_with_the_setting_that_mends_it
             pass
     with pooled(url, "session") as through:
         async with open_store(config(through), real_runtime()) as store:
-            await store.sender.take_lock("fed1", "b1")
+            await store.sender.take_lock("b1")
             assert await store.sender.renew_lock()

@@ -263,39 +263,44 @@ async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) 
     """Across processes: here two stores on one database stand for them."""
     settings = config(new_url(), tmp_path)
     async with open_store(settings, real_runtime()) as first:
-        await first.sender.take_lock("fed1", "boot1")
-        await first.sender.take_lock("fed1", "boot1")
+        await first.sender.take_lock("boot1")
+        await first.sender.take_lock("boot1")
         async with open_store(settings, real_runtime()) as second:
             with pytest.raises(LockHeld, match="fed1"):
-                await second.sender.take_lock("fed1", "boot2")
-        other = replace(settings, homeserver_url=f"sqlite:///{tmp_path}/other.db")
+                await second.sender.take_lock("boot2")
+        other = replace(
+            settings,
+            homeserver=HomeserverSettings("embedded", "fed2", ("fed2",)),
+            homeserver_url=f"sqlite:///{tmp_path}/other.db",
+        )
         async with open_store(other, real_runtime()) as second:
-            await second.sender.take_lock("fed2", "boot2")
+            await second.sender.take_lock("boot2")
             assert await first.sender.renew_lock()
     async with open_store(settings, real_runtime()) as third:
-        await third.sender.take_lock("fed1", "boot3")
-        assert (await third.sender.lock_holder("fed1") or ("",))[0] == "boot3"
+        await third.sender.take_lock("boot3")
+        assert await third.sender.has_been_here("fed1")
+        assert not await third.sender.has_been_here("fed3")
 
 
 async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Path) -> None:
     settings = config(new_url(), tmp_path)
     for boot in ("boot1", "boot2"):
         async with open_store(settings, real_runtime()) as opened:
-            await opened.sender.take_lock("fed1", boot)
+            await opened.sender.take_lock(boot)
 
 
 async def test_a_lock_is_lost_with_its_connection_and_taken_again(
     postgres: Databases, tmp_path: Path
 ) -> None:
     async with open_store(config(postgres.create_schema(), tmp_path), real_runtime()) as opened:
-        await opened.sender.take_lock("fed1", "boot1")
+        await opened.sender.take_lock("boot1")
         await trio.to_thread.run_sync(postgres.stop)
         assert not await opened.sender.renew_lock()
         with trio.move_on_after(0.5) as scope:
-            await opened.sender.take_lock("fed1", "boot1")
+            await opened.sender.take_lock("boot1")
         assert scope.cancelled_caught
         await trio.to_thread.run_sync(postgres.start)
         with trio.fail_after(20):
-            await opened.sender.take_lock("fed1", "boot1")
+            await opened.sender.take_lock("boot1")
 
         assert await opened.sender.renew_lock()

@@ -95,10 +95,18 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("instance_name"),
     )
     op.create_table(
-        "instance_lock",
+        "leases",
         sa.Column("instance_name", sa.Text(), nullable=False),
-        sa.Column("holder", sa.Text(), nullable=False, comment="boot id of the daemon that runs"),
-        sa.Column("seen_ms", sa.BigInteger(), nullable=False),
+        sa.Column(
+            "holder", sa.Text(), nullable=False, comment="boot id of the daemon that runs; '': none"
+        ),
+        sa.Column(
+            "renewal", sa.BigInteger(), nullable=False, comment="another number after each renewal"
+        ),
+        sa.Column(
+            "ends", sa.Boolean(), nullable=False, comment="its holder stops unless it is renewed"
+        ),
+        sa.Column("asked", sa.Boolean(), nullable=False, comment="another process wants it to end"),
         sa.PrimaryKeyConstraint("instance_name"),
     )
     op.create_table(
@@ -265,7 +273,7 @@ def downgrade() -> None:
     op.drop_table("receipt_positions")
     op.drop_table("receipt_debts")
     op.drop_table("quarantine")
-    op.drop_table("instance_lock")
+    op.drop_table("leases")
     op.drop_table("generation")
     op.drop_table("frozen_transactions")
     op.drop_table("discoveries")

@@ -6,7 +6,7 @@ for browsers.
 """
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
     from fedsender.admin.context import AdminContext
     from fedsender.admin.page import Page
+    from fedsender.admin.standby import StandsBy
+    from fedsender.config import Config
     from fedsender.http.server import Admin
+    from fedsender.runtime import Runtime
 
-__all__ = ["open_admin"]
+__all__ = ["open_admin", "open_standby"]
 
 
 @asynccontextmanager
@@ -69,3 +72,18 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
         nursery.start_soon(remember_for_ever, context)
         yield served
         nursery.cancel_scope.cancel()
+
+
+def open_standby(
+    context: "StandsBy", config: "Config", runtime: "Runtime"
+) -> AbstractAsyncContextManager["Admin"]:
+    """The endpoint of a daemon that stands by; raises as `open_admin` does."""
+    from fedsender.http.server import serve_app
+
+    def make_app() -> "FastAPI":
+        from fedsender.admin.standby import build_app
+
+        return build_app(context)
+
+    admin = config.admin
+    return serve_app(make_app, admin.listen, admin.token_file, runtime, "admin endpoint")

@@ -343,14 +343,14 @@ async def open_embedded(
             await main.write(claim)
         intake_lock = None
         if main.dialect == "postgresql":
-            intake_lock = AdvisoryLock(main.url, runtime)
+            intake_lock = AdvisoryLock(main.url, runtime, config.homeserver.instance)
         try:
             # A homeserver that feeds us has left out what others are not to know.
             yield Homeserver(
                 EmbeddedStore(main, runtime, config.homeserver, intake_lock),
                 EduStore(main, device_names=True),
                 main,
-                lock_of(main.url, runtime, of_one=True),
+                lock_of(main.url, runtime, of_one=True, instance=config.homeserver.instance),
             )
         finally:
             if intake_lock is not None:

@@ -32,7 +32,7 @@ from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.stream_updates import Peers
-from fedsender.replication.synapse import InstanceTaken, SynapseFeed
+from fedsender.replication.synapse import InstanceTaken, NameIsOurs, SynapseFeed
 from fedsender.runtime import Runtime
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.synapse import SynapseStore
@@ -61,6 +61,7 @@ class FeedParts:
     sink: Sink
     keys: KeyRing | None
     shadow: bool
+    name_is_ours: NameIsOurs | None = None
 
 
 MakeFeed = Callable[[FeedParts], Feed]
@@ -131,6 +132,7 @@ def redis_feed(parts: FeedParts) -> Feed:
         writers=config.homeserver.event_writers,
         peers=peers(config),
         shadow=parts.shadow,
+        name_is_ours=parts.name_is_ours,
     )
 
 
@@ -152,14 +154,17 @@ async def open_feed(
     keys: KeyRing | None = None,
     shadow: bool = False,
     metrics: Metrics | None = None,
+    name_is_ours: NameIsOurs | None = None,
 ) -> AsyncIterator[Feed]:
     """The configured feed, running for as long as the body does.
 
     With `shadow` it sends nothing but REPLICATE. A feed that signs events does so with all `keys`.
+    `name_is_ours`: see `SynapseFeed`.
+
     Raises ConfigError; and InstanceTaken, out of the body, as soon as another process speaks under
     our name.
     """
-    feed = _make_feed(FeedParts(config, runtime, store, sink, keys, shadow))
+    feed = _make_feed(FeedParts(config, runtime, store, sink, keys, shadow, name_is_ours))
     feed.metrics = metrics
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run_for_ever, sink.events, name="feed")

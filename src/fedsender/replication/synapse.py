@@ -9,7 +9,7 @@ next POSITION as a gap, which is read from the database too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -50,6 +50,11 @@ MAX_ECHOES = 10_000
 ROW_STREAMS = EDU_STREAMS | {"caches", "to_device"}
 
 BACKOFF_CACHE = "get_destination_retry_timings"
+
+
+LAST_WORDS = 100
+"""Lines under our name that may be those of a daemon that had it before us. More are not."""
+NameIsOurs = Callable[[], Awaitable[bool]]
 
 
 class InstanceTaken(Exception):
@@ -93,6 +98,8 @@ class SynapseFeed(Feed):
         writers: the configured writers of events.
         peers: the processes to ask for missed rows that are in no database.
         shadow: send nothing but `REPLICATE`.
+        name_is_ours: whether the lease of our name says that it is ours, although another process
+            speaks under it; None: there is no lease, and nobody else may.
     """
 
     def __init__(
@@ -106,8 +113,10 @@ class SynapseFeed(Feed):
         writers: Iterable[str],
         peers: Peers = Peers(),  # noqa: B008  # a frozen value
         shadow: bool = False,
+        name_is_ours: NameIsOurs | None = None,
     ) -> None:
         super().__init__(runtime)
+        self._name_is_ours, self._passed_over = name_is_ours, 0
         self._settings = settings
         self._store = store
         self._sink = sink
@@ -232,10 +241,18 @@ class SynapseFeed(Feed):
     async def _hear(self, heard: Command | Subscribed) -> None:
         if isinstance(heard, Subscribed):
             await self._begin()
-        elif self._is_echo(heard):
             return
-        else:
-            await self._obey(heard)
+        try:
+            if self._is_echo(heard):
+                return
+        except InstanceTaken as taken:
+            self._passed_over += 1
+            ours = self._name_is_ours if self._passed_over <= LAST_WORDS else None
+            if ours is None or not await ours():
+                raise
+            log.warning("foreign_line_passed_over", reason=str(taken))
+            return
+        await self._obey(heard)
 
     async def _begin(self) -> None:
         """Begin a new connection: no position is known until its writer has announced it."""

@@ -49,6 +49,7 @@ from fedsender.fairness import (
     for_us,
     nothing,
 )
+from fedsender.federation.client import GaveWay
 from fedsender.limits import IN_FLIGHT_BYTES
 
 QUICK_S: Final = 2.0
@@ -98,16 +99,22 @@ class Gate:
     """A gate that all attempts pass. While it is shut, none does.
 
     Attributes:
-        open: whether it can be passed now.
+        over: whether this daemon has lost the right to send, whether or not the gate is shut.
         frozen_until: before this (trio's clock) no new attempt begins, `lack` says why.
     """
 
     def __init__(self) -> None:
-        self.open = True
+        self.over: Callable[[], bool] = lambda: False
         self.frozen_until = -math.inf
+        self._shut = False
         self._lack = ""
         self._opened = trio.Event()
         self._opened.set()
+
+    @property
+    def open(self) -> bool:
+        """Whether it can be passed now."""
+        return not self._shut and not self.over()
 
     @property
     def lack(self) -> str | None:
@@ -125,17 +132,17 @@ class Gate:
 
     def shut(self) -> None:
         """Shut the gate."""
-        if self.open:
-            self.open, self._opened = False, trio.Event()
+        if not self._shut:
+            self._shut, self._opened = True, trio.Event()
 
     def reopen(self) -> None:
         """Open the gate again."""
-        self.open = True
+        self._shut = False
         self._opened.set()
 
     async def passed(self) -> None:
         """Return when the gate is open."""
-        while not self.open:
+        while self._shut:
             await self._opened.wait()
 
 
@@ -603,7 +610,10 @@ class Permit:
             await self._take_place()
 
     def asked(self) -> None:
-        """Note that a request leaves now."""
+        """Note that a request leaves now. Raises GaveWay if it must not: we may have been frozen
+        until a moment ago."""
+        if self._admission.gate.over():
+            raise GaveWay
         self._asked_at = trio.current_time()
 
     # --- What the destination does ----------------------------------------------------------------

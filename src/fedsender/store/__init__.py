@@ -27,7 +27,8 @@ from fedsender.store.engine import (
     open_database,
 )
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
-from fedsender.store.lock import InstanceLock, Lock, LockHeld, lock_of
+from fedsender.store.leases import Lease
+from fedsender.store.lock import AdvisoryLock, InstanceLock, Lock, LockHeld, lock_of
 from fedsender.store.migrations import (
     SchemaDiffers,
     bring_up_to_date,
@@ -146,17 +147,18 @@ async def open_store(
     ):
         await own.read(refuse_a_synapses)
         await bring_up_to_date(own, "sender", lock_of(own.url, runtime))
-        lock = InstanceLock(await _locks(own, homeserver, runtime))
+        instance, lease = config.homeserver.instance, None
+        ours = lock_of(own.url, runtime, instance=instance)
+        lock = InstanceLock(await _locks(ours, own, homeserver))
+        fenced = [each for each in (own, homeserver.main) if each.dialect == "postgresql"]
+        if isinstance(ours, AdvisoryLock):
+            lease = Lease(ours, runtime, instance)
+        sender = SenderStore(own, runtime, lock, instance, lease, fenced)
         try:
-            yield Store(
-                homeserver.store,
-                SenderStore(own, runtime, lock, config.homeserver.instance),
-                homeserver.edus,
-                ReceiptRecords(own),
-            )
+            yield Store(homeserver.store, sender, homeserver.edus, ReceiptRecords(own))
         finally:
             with trio.CancelScope(shield=True):
-                await lock.release()
+                await sender.give_lock_back()
 
 
 async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:
@@ -172,9 +174,9 @@ async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:
             await bring_up_to_date(database, line, lock_of(database.url, runtime))
 
 
-async def _locks(own: Database, homeserver: Homeserver, runtime: Runtime) -> list[Lock]:
+async def _locks(ours: Lock, own: Database, homeserver: Homeserver) -> list[Lock]:
     """A lock in each database that several senders could share, the homeserver's included."""
-    ours, main = lock_of(own.url, runtime), homeserver.main
+    main = homeserver.main
     postgresql = own.dialect == main.dialect == "postgresql"
     if postgresql and await own.read(_place) == await main.read(_place):
         return [ours]  # In another schema of the same database: the lock is seen by all.

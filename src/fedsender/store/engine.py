@@ -38,7 +38,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import structlog
 import trio
-from sqlalchemy import URL, Column, Connection, Engine
+from sqlalchemy import URL, Column, Connection, Engine, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from fedsender.runtime import Runtime
@@ -499,6 +500,19 @@ class Database:
                 " another session, so our locks would hold nothing: set pool_mode = session for"
                 " fedsender's user in PgBouncer, or connect to PostgreSQL itself"
             )
+
+    async def admit_writers(self, admit: Callable[[DBAPIConnection], None]) -> None:
+        """Have `admit` see each connection that writes from now on, before its first transaction.
+
+        It is called in a worker thread, and raises an error to refuse it.
+        """
+
+        def close_the_open_ones() -> None:
+            engine = self._writer.engine
+            event.listen(engine, "connect", lambda session, _record: admit(session))
+            engine.dispose()
+
+        await self._runtime.run_sync(close_the_open_ones, limiter=self._writer.limiter)
 
     async def check_whole(self) -> None:
         """Look for damage in an SQLite file, for `CHECK_S` at most; PostgreSQL looks itself.

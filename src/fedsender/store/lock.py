@@ -7,10 +7,14 @@ them.
 
 import fcntl
 import hashlib
+import math
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 import trio
@@ -27,6 +31,8 @@ from fedsender.store.connections import (
 )
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 class LockHeld(StoreError):
@@ -60,6 +66,14 @@ class Lock(ABC):
     async def take_tables(self) -> None:
         """Acquire the lock of the tables exclusively, for a migration; raises as `take` does."""
 
+    async def evict(self) -> None:
+        """End the sessions of whoever else runs under our name, so that nothing of theirs is
+        committed from here on; raises LockUnknown.
+
+        Only for the holder of the lease.
+        """
+        await trio.lowlevel.checkpoint()
+
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
         """Publish our list of senders while we hold the instance's lock.
 
@@ -85,13 +99,16 @@ class Lock(ABC):
         """Release every lock that we hold."""
 
 
-def lock_of(url: URL, runtime: Runtime, *, of_one: bool = False) -> Lock:
+def lock_of(
+    url: URL, runtime: Runtime, *, of_one: bool = False, instance: str | None = None
+) -> Lock:
     """Return the locks of this database.
 
     `of_one`: whether an SQLite database is for one daemon only, whatever its instance name.
+    `instance`: see `AdvisoryLock`.
     """
     if url.get_backend_name() == "postgresql":
-        return AdvisoryLock(url, runtime)
+        return AdvisoryLock(url, runtime, instance)
     return FileLock(Path(url.database or ""), of_one=of_one)
 
 
@@ -160,9 +177,13 @@ class AdvisoryLock(Lock):
 
     A connection of its own holds them, and they end with it. `take` then acquires all of them
     again.
+
+    Args:
+        instance: the name of the daemon whose session this is, for `evict`; None: of no daemon.
     """
 
-    def __init__(self, url: URL, runtime: Runtime) -> None:
+    def __init__(self, url: URL, runtime: Runtime, instance: str | None = None) -> None:
+        self._sessions = None if instance is None else session_key(instance)
         self._engine = create_engine(
             url,
             poolclass=NullPool,
@@ -180,6 +201,7 @@ class AdvisoryLock(Lock):
         self._runtime = runtime
         self._limiter = trio.CapacityLimiter(1)
         self._connection: Connection | None = None
+        self._taken = False
         self._list: dict[str, int] | None = None
         self._said: set[str] = set()
 
@@ -190,6 +212,39 @@ class AdvisoryLock(Lock):
     async def take_tables(self) -> None:
         await self._runtime.run_sync(self._take_tables, limiter=self._limiter)
 
+    async def evict(self) -> None:
+        await self._runtime.run_sync(self._evict, limiter=self._limiter)
+
+    async def run(self, ask: Callable[[Connection], T], within_s: float = math.inf) -> T:
+        """The result of `ask`, on the session that holds the locks, or will; each statement of it
+        is a transaction.
+
+        Raises LockUnknown, also after `within_s` seconds; then it may be done yet.
+        """
+
+        def look() -> T:
+            if self._connection is None:
+                self._open()
+            assert self._connection is not None
+            try:
+                return ask(self._connection)
+            except DBAPIError as error:
+                self._close()
+                raise LockUnknown(f"the lease cannot be read: {words(error)}") from None
+
+        with trio.move_on_after(within_s):
+            # Who gave it up hears no answer, and the session goes on with the next question.
+            return await self._runtime.run_sync(
+                look, limiter=self._limiter, abandon=within_s < math.inf
+            )
+        raise LockUnknown("the database does not answer")
+
+    @contextmanager
+    def once(self) -> Iterator[Connection]:
+        """A connection for one question, in a worker thread. Raises DBAPIError."""
+        with self._engine.connect() as connection:
+            yield connection
+
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
         # An advisory lock's two numbers are visible to all: here the homeserver and the list.
         said = {"of": _number(homeserver), "list": _number("\n".join(senders))}
@@ -199,11 +254,8 @@ class AdvisoryLock(Lock):
         await self._runtime.run_sync(lambda: self._say(words), limiter=self._limiter)
 
     async def is_said(self, words: str) -> bool:
-        key = _key(words)
-        halves = {"high": key >> 32 & 0xFFFFFFFF, "low": key & 0xFFFFFFFF}
-        return await self._runtime.run_sync(
-            lambda: self._ask(_IS_SAID, halves), limiter=self._limiter
-        )
+        key = _halves(_key(words))
+        return await self._runtime.run_sync(lambda: self._ask(_IS_SAID, key), limiter=self._limiter)
 
     async def held(self) -> bool:
         return await self._runtime.run_sync(self._held, limiter=self._limiter)
@@ -212,7 +264,8 @@ class AdvisoryLock(Lock):
         await self._runtime.run_sync(self._close, limiter=self._limiter)
 
     def _take(self, instance: str) -> None:
-        self._open()
+        if self._connection is None:
+            self._open()
         if not self._try("pg_try_advisory_lock_shared", "schema"):
             self._close()
             raise LockUnknown("the tables are being migrated")
@@ -224,6 +277,20 @@ class AdvisoryLock(Lock):
             self._agree(self._list)
         for said in sorted(self._said):
             self._say(said)
+        self._taken = True
+
+    def _evict(self) -> None:
+        """The sessions have ended when this returns: before that they may commit."""
+        if self._connection is None:
+            self._open()
+        if self._sessions is None:
+            return
+        key = _halves(self._sessions)
+        for _ in range(EVICTIONS):
+            if not self._ask(_EVICT, key):
+                return
+            time.sleep(EVICTION_S / EVICTIONS)
+        raise LockUnknown("a session of our name's former holder does not end")
 
     def _say(self, words: str) -> None:
         self._try("pg_try_advisory_lock_shared", words)
@@ -253,6 +320,8 @@ class AdvisoryLock(Lock):
             # So the server soon notices that our machine is gone, and frees the locks for others.
             for name, value in (("idle", 5), ("interval", 2), ("count", 3)):
                 self._connection.execute(text(f"SET tcp_keepalives_{name} = {value}"))
+            if self._sessions is not None:
+                self._connection.execute(text(MARK_SESSION), {"key": self._sessions})
         except DBAPIError as error:
             self._close()
             raise LockUnknown(f"the lock cannot be taken: {words(error)}") from None
@@ -270,7 +339,7 @@ class AdvisoryLock(Lock):
             raise LockUnknown(f"the lock cannot be taken: {words(error)}") from None
 
     def _held(self) -> bool:
-        if self._connection is None:
+        if self._connection is None or not self._taken:
             return False
         try:
             self._connection.scalar(text("SELECT 1"))
@@ -280,6 +349,7 @@ class AdvisoryLock(Lock):
         return True
 
     def _close(self) -> None:
+        self._taken = False
         if self._connection is not None:
             try:
                 self._connection.close()
@@ -294,6 +364,17 @@ SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1
  AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
  AND classid::bigint = :high AND objid::bigint = :low)
 """
+_EVICT = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_locks
+ WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid <> pg_backend_pid()
+ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+ AND classid::bigint = :high AND objid::bigint = :low
+"""
+MARK_SESSION = "SELECT pg_advisory_lock_shared(:key)"
+"""Marks a session as one of a daemon's, by `session_key`; it is free for all."""
+EVICTIONS = 100
+EVICTION_S = 5.0
+"""A session ends as soon as its process is told so, but for one that hangs in the system."""
 _SAY_LIST = "SELECT pg_try_advisory_lock_shared(:of, :list)"
 _TAKE_LIST_BACK = "SELECT pg_advisory_unlock_shared(:of, :list)"
 _OTHER_LISTS = """
@@ -306,6 +387,15 @@ SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2
 def _key(name: str) -> int:
     digest = hashlib.sha256(f"fedsender {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def session_key(instance: str) -> int:
+    """The advisory lock that each session which writes under this name shares."""
+    return _key(f"session {instance}")
+
+
+def _halves(key: int) -> dict[str, int]:
+    return {"high": key >> 32 & 0xFFFFFFFF, "low": key & 0xFFFFFFFF}
 
 
 def _number(name: str) -> int:
@@ -329,6 +419,11 @@ class InstanceLock:
             with trio.CancelScope(shield=True):
                 await self.release()
             raise
+
+    async def evict(self) -> None:
+        """End all other sessions of our name, in each database; see `Lock.evict`."""
+        for lock in self._locks:
+            await lock.evict()
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
         """Publish our list of senders in each database; see `Lock.agree`."""

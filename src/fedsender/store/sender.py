@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
+import trio
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -35,6 +36,7 @@ from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database, reading, reading_together, writing
+from fedsender.store.leases import Lease, Waits, holder_of, note_holder
 from fedsender.store.lock import InstanceLock, LockHeld, LockUnknown
 from fedsender.store.migrations import refuse_old_tables
 from fedsender.store.records import (
@@ -148,14 +150,27 @@ class SenderStore:
     """Questions to the sender's tables, and changes of them. Changes share commits."""
 
     def __init__(
-        self, database: Database, runtime: Runtime, lock: InstanceLock, instance: str
+        self,
+        database: Database,
+        runtime: Runtime,
+        lock: InstanceLock,
+        instance: str,
+        lease: Lease | None = None,
+        fenced: Sequence[Database] = (),
     ) -> None:
-        """`instance`: the owner of the records that we write."""
+        """
+        Args:
+            instance: the owner of the records that we write.
+            lease: of this name; None: the locks alone decide who runs.
+            fenced: databases in which we write only while the lease is ours.
+        """
         self._database = database
         self._now_ms = runtime.now_ms
         self._instance = instance
         self._lock = lock
-        self._held_as = (instance, "")
+        self._boot_id = ""
+        self._lease = lease
+        self._fenced, self._unfenced = tuple(fenced), True
 
     @property
     def trouble(self) -> str | None:
@@ -720,9 +735,10 @@ class SenderStore:
             for pair in sorted(servers, key=lambda each: (each[0] or "", each[1] or ""))
         ]
 
-    async def has_been_here(self, instance: str) -> bool:
+    @reading
+    def has_been_here(self, connection: Connection, instance: str) -> bool:
         """Whether this sender has ever run on this database."""
-        return await self.lock_holder(instance) is not None
+        return holder_of(connection, instance) is not None
 
     @reading
     def last_list(self, connection: Connection) -> list[str]:
@@ -809,35 +825,61 @@ class SenderStore:
         row = connection.execute(query).one_or_none()
         return None if row is None else StoredGeneration(*row)
 
-    async def take_lock(self, instance: str, boot_id: str) -> None:
-        """Become the one daemon of this instance name; raises LockHeld if there is another one.
+    async def take_lock(self, boot_id: str, waits: Waits | None = None) -> None:
+        """Become the one daemon of our instance name; raises LockHeld if there is another one.
 
         Waits while the lock's state is unknown: the database is away, or has not yet noticed the
         end of our own earlier connection, or the tables are being migrated. Raises SchemaDiffers if
-        they were migrated since the store was opened.
+        they were migrated since the store was opened, and LeaseLost if we were that daemon and are
+        not any more.
+
+        Args:
+            waits: told why we wait while another daemon has the name; None: we do not.
         """
-        self._held_as = (instance, boot_id)
-        await again(partial(self._try_lock, instance, boot_id), LockUnknown, _LOCK_PAUSE)
+        self._boot_id = boot_id
+        await again(partial(self._try_lock, boot_id, waits), LockUnknown, _LOCK_PAUSE)
         # From here on nobody can migrate them; before, somebody may have.
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
-        row = {"instance_name": instance, "holder": boot_id, "seen_ms": self._now_ms()}
-        await self._database.write(
-            lambda connection: replace_rows(
-                connection, tables.instance_lock, ("instance_name",), [row]
+        if self._lease is None:
+            await self._database.write(
+                partial(note_holder, instance=self._instance, holder=boot_id)
             )
-        )
 
-    async def _try_lock(self, instance: str, boot_id: str) -> None:
+    async def _try_lock(self, boot_id: str, waits: Waits | None) -> None:
+        instance = self._instance
         try:
-            await self._lock.take(instance)
+            if self._lease is None:
+                await self._lock.take(instance)
+                return
+            await self._lease.take(boot_id, waits, partial(self._lock.take, instance))
+            if self._unfenced:
+                await self._lock.evict()
+                for database in self._fenced:
+                    await database.admit_writers(self._lease.admit)
+                self._unfenced = False
+            try:
+                await self._lock.take(instance)
+            except LockHeld as held:
+                await self._lock.evict()
+                raise LockUnknown("an earlier session of our name holds the lock") from held
         except LockUnknown as error:
             log.warning("instance_lock_not_taken", instance=instance, reason=str(error))
             raise
-        except LockHeld as held:
-            holder = await self.lock_holder(instance)
-            if holder is None or holder[0] != boot_id:
-                raise
-            raise LockUnknown("our own earlier connection holds it") from held
+
+    async def until_lost(self) -> None:
+        """Raise LeaseLost when our lease has ended; without a lease, wait for ever."""
+        if self._lease is not None:
+            await self._lease.until_lost()
+        await trio.sleep_forever()
+
+    @property
+    def over(self) -> bool:
+        """Whether we must not send any more: our lease has ended."""
+        return self._lease is not None and self._lease.over
+
+    async def name_is_ours(self) -> bool:
+        """Whether whoever else speaks under our name is a daemon that had it before us."""
+        return self._lease is not None and await self._lease.ours()
 
     async def agree_on_senders(self, homeserver: str, senders: Sequence[str]) -> None:
         """Say our list of senders while we hold the lock.
@@ -869,22 +911,25 @@ class SenderStore:
                 return await ask()
             except LockUnknown as error:
                 log.warning("other_senders_unreadable", reason=str(error))
-                await self.take_lock(*self._held_as)
+                await self.take_lock(self._boot_id)
                 raise
 
         return await again(ask_with_lock, LockUnknown, _LOCK_PAUSE)
 
     async def renew_lock(self) -> bool:
-        """Whether we still hold the lock. False: its connection is gone; take the lock again."""
+        """Whether we still hold the lock. False: its connection is gone; take the lock again.
+
+        Raises LeaseLost.
+        """
+        if self._lease is not None and not await self._lease.renew():
+            return False
         return await self._lock.held()
 
-    @reading
-    def lock_holder(self, connection: Connection, instance: str) -> tuple[str, int] | None:
-        """The boot id that last took the lock, and when (ms)."""
-        table = tables.instance_lock
-        query = select(table.c.holder, table.c.seen_ms).where(table.c.instance_name == instance)
-        row = connection.execute(query).one_or_none()
-        return None if row is None else (row.holder, row.seen_ms)
+    async def give_lock_back(self) -> None:
+        """Let others have the name at once."""
+        if self._lease is not None:
+            await self._lease.release()
+        await self._lock.release()
 
     # --- all of a destination ---------------------------------------------------------------------
 

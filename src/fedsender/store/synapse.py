@@ -454,5 +454,9 @@ async def open_synapse(
         store = SynapseStore(main, runtime, config.homeserver, state)
         await store.check_schema()
         edus = SynapseEdus(main, device_names=config.homeserver.device_names)
-        lock = AdvisoryLock(main.url, runtime) if main.dialect == "postgresql" else None
+        lock = (
+            AdvisoryLock(main.url, runtime, config.homeserver.instance)
+            if main.dialect == "postgresql"
+            else None
+        )
         yield Homeserver(store, edus, main, lock)

@@ -447,12 +447,14 @@ discoveries = Table(
     Column("value", Text, nullable=False, comment="JSON: see federation.discovery_cache"),
     Index("discoveries_expiry", "instance_name", "expires_ms"),
 )
-instance_lock = Table(
-    "instance_lock",
+leases = Table(
+    "leases",
     sender,
     Column("instance_name", Text, primary_key=True),
-    Column("holder", Text, nullable=False, comment="boot id of the daemon that runs"),
-    Column("seen_ms", BigInteger, nullable=False),
+    Column("holder", Text, nullable=False, comment="boot id of the daemon that runs; '': none"),
+    Column("renewal", BigInteger, nullable=False, comment="another number after each renewal"),
+    Column("ends", Boolean, nullable=False, comment="its holder stops unless it is renewed"),
+    Column("asked", Boolean, nullable=False, comment="another process wants it to end"),
 )
 
 PER_DESTINATION = (

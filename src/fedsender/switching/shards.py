@@ -23,6 +23,7 @@ from fedsender.sender.fan_out import AlreadyOwed
 from fedsender.sender.routing import is_ours
 from fedsender.store import SenderStore, Store
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.leases import Waits
 from fedsender.store.lock import SendersDiffer
 from fedsender.store.positions import NEVER_ACKED
 from fedsender.store.records import Generation
@@ -49,7 +50,9 @@ _WORDS: Final = {
 (waits, catch-ups under way): it may repeat items, and loses none."""
 
 
-async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed | None:
+async def take_shard(
+    both: Store, config: Config, boot_id: str, waits: Waits | None = None
+) -> AlreadyOwed | None:
     """Become the only sender under our instance name, and take over the records of our servers.
 
     With a changed list our position may go back to that of a sender that was behind us. The
@@ -59,6 +62,8 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
     the other senders of the list with a database of their own say that they have no records of our
     servers.
 
+    `waits`: we stand by while another process runs under our name, and it is told why we wait.
+
     Raises LockHeld if another process runs under our name. Raises SendersDiffer if a sender runs
     with another list, as it may still send to servers that are ours by this one, or if a sender
     does not say that it has no records of them. Raises ConfigError if, with a changed list, records
@@ -67,7 +72,7 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
     """
     me, store = config.instance_name, both.sender
     senders = config.homeserver.federation_sender_instances or (me,)
-    await store.take_lock(me, boot_id)
+    await store.take_lock(boot_id, waits)
     await store.agree_on_senders(config.server_name, senders)
     foreign = await store.foreign_records(config.sender_of)
     before = await store.last_list()

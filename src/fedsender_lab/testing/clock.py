@@ -103,6 +103,7 @@ def virtual_runtime(
     """
     return Runtime(
         now_ms=now_ms,
+        elapsed_s=trio.current_time,
         random=rng,
         entropy=rng.randbytes,
         run_sync=run_sync,

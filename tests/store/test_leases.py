@@ -1,0 +1,270 @@
+"""Who acts under a name, on a PostgreSQL and a clock of our own."""
+
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pytest
+import trio
+from sqlalchemy import Connection, text
+from tests.servers import Databases
+from tests.store.test_sender import ONE, config, frozen
+from trio.testing import MockClock
+
+from fedsender.runtime import RunSync, Runtime, real_runtime
+from fedsender.store import LockHeld, SenderStore, open_store
+from fedsender.store import leases as module
+from fedsender.store.leases import LEASE_S, RENEWAL_S, Lease, LeaseLost
+from fedsender.store.lock import LockUnknown
+from fedsender_lab.testing.clock import virtual_runtime
+
+
+@dataclass
+class Process:
+    """A process of the name, as much of it as the database sees."""
+
+    sender: SenderStore
+    said: list[str]
+
+    @property
+    def lease(self) -> Lease:
+        assert self.sender._lease is not None
+        return self.sender._lease
+
+    async def stand_by(self) -> None:
+        await self.sender.take_lock("Q", self.said.append)
+
+    async def keep(self) -> None:
+        """Renew, as the daemon does."""
+        while True:
+            await trio.sleep(RENEWAL_S)
+            assert await self.sender.renew_lock()
+
+
+@pytest.fixture
+async def two(postgres: Databases, tmp_path: Path) -> AsyncIterator[tuple[Process, Process]]:
+    """P and Q of one name. What they ask of the database takes no time."""
+    url, runtime = postgres.create_database(), virtual_runtime(random.Random(1))
+    async with AsyncExitStack() as stack:
+        found = []
+        for name in "PQ":
+            settings = replace(config(url, tmp_path), homeserver_url=f"sqlite:///{tmp_path}/{name}")
+            store = await stack.enter_async_context(open_store(settings, runtime))
+            found.append(Process(store.sender, []))
+        yield found[0], found[1]
+
+
+async def test_a_lease_that_is_renewed_is_not_taken_and_one_that_is_not_is(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P", p.said.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(q.stand_by)
+        with trio.move_on_after(60):
+            await p.keep()
+        assert q.lease.over
+        assert not p.lease.over
+    # P's last renewal was at 58 s, and it is over before Q has the lease.
+    assert p.lease.over
+    assert not q.lease.over
+    assert LEASE_S < trio.current_time() - 58 <= LEASE_S + 1
+    assert q.said == ["another process runs under our name"]
+    # Its session is gone, and a new one finds another's name in the row.
+    assert not await p.sender.renew_lock()
+    with pytest.raises(LeaseLost):
+        await p.sender.renew_lock()
+
+
+async def test_who_ends_of_itself_looks_at_the_clock_from_before_it_asked(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    """The database renews at once, and its answer takes 1.9 s."""
+    p, _ = two
+    await p.sender.take_lock("P", p.said.append)
+    inline = p.lease._lock._runtime.run_sync
+
+    async def late(function: Callable[[], object], /, **options: object) -> object:
+        value = await inline(function, **options)  # type: ignore[arg-type]
+        await trio.sleep(1.9)
+        return value
+
+    p.lease._lock._runtime = replace(p.lease._lock._runtime, run_sync=cast(RunSync, late))
+    await trio.sleep(2)
+    asked_s = trio.current_time()
+    assert await p.lease.renew()
+    with pytest.raises(LeaseLost):
+        await p.sender.until_lost()
+    assert trio.current_time() - asked_s == pytest.approx(LEASE_S, abs=0.01)
+
+
+async def test_a_lease_without_a_stand_by_does_not_end_until_one_asks(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P")
+    await trio.sleep(60)
+    assert not p.lease.over
+    assert await p.sender.renew_lock()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(q.stand_by)
+        await trio.sleep(60)
+        # P has not confirmed that it ends.
+        assert q.lease.over
+        assert not p.lease.over
+        why = "another process runs under our name"
+        assert q.said == [f"{why}, and has not said yet that it ends if it fails"]
+        with trio.move_on_after(10):
+            await p.keep()
+        with pytest.raises(LeaseLost):
+            await p.sender.until_lost()
+        assert q.lease.over
+        await trio.sleep(2)
+        assert not q.lease.over
+
+
+async def test_a_start_after_a_kill_does_not_wait_where_nobody_stood_by(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P")
+    with pytest.raises(LockHeld, match="another daemon runs as 'fed1'"):
+        await q.sender.take_lock("Q")
+    # As when the process ends: its sessions are gone, and it has told nobody.
+    await q.sender._lock.evict()
+    began = trio.current_time()
+    await q.sender.take_lock("Q")
+    assert trio.current_time() == began
+    assert not await p.sender.renew_lock()
+    with pytest.raises(LeaseLost):
+        await p.sender.renew_lock()
+
+
+async def test_a_start_waits_for_a_lease_that_ends_and_is_refused_if_it_does_not(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P", p.said.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(p.keep)
+        with pytest.raises(LockHeld, match="another daemon runs as 'fed1'"):
+            await q.sender.take_lock("Q")
+        nursery.cancel_scope.cancel()
+    await q.sender.take_lock("Q")
+    assert p.lease.over
+
+
+async def test_one_that_was_given_back_is_taken_at_once(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P", p.said.append)
+    await p.sender.give_lock_back()
+    began = trio.current_time()
+    await q.stand_by()
+    assert trio.current_time() == began
+
+
+async def test_who_has_watched_for_long_does_not_take_what_was_renewed_just_now(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P", p.said.append)
+    seen = await q.lease._lock.run(q.lease._look)
+    assert await p.sender.renew_lock()
+    with pytest.raises(LockUnknown, match="somebody else"):
+        await q.lease._swap(seen, "Q", ends=True)
+    assert await p.sender.renew_lock()
+
+
+async def test_after_a_failover_every_lease_is_void_and_watched_anew(
+    autojump_clock: MockClock, two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q sees the row from before P's last renewal once more, on the replica."""
+    p, q = two
+    await p.sender.take_lock("P", p.said.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(q.stand_by)
+        await trio.sleep(5)
+        monkeypatch.setattr(module, "_PLACE", text("SELECT 'the replica'"))
+        with pytest.raises(LeaseLost):
+            await p.sender.renew_lock()
+        await trio.sleep(5)
+        assert q.lease.over
+    assert not q.lease.over
+    assert trio.current_time() == pytest.approx(5 + LEASE_S, abs=1)
+
+
+async def test_a_failover_changes_the_place(postgres: Databases, tmp_path: Path) -> None:
+    async with open_store(config(postgres.create_database(), tmp_path), real_runtime()) as opened:
+        await opened.sender.take_lock("P")
+        await trio.to_thread.run_sync(postgres.server.copy)
+        await trio.to_thread.run_sync(postgres.server.fail_over)
+
+        async def renewed() -> None:
+            while not await opened.sender.renew_lock():  # noqa: ASYNC110
+                await trio.sleep(0.05)
+
+        with pytest.raises(LeaseLost):
+            await renewed()
+
+
+# --- the fence ------------------------------------------------------------------------------------
+
+
+async def test_a_former_holder_writes_nothing(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P", p.said.append)
+    await p.sender.save_frozen(frozen())
+    await q.stand_by()
+    for _ in range(2):
+        with pytest.raises(LeaseLost):
+            await p.sender.drop_frozen(ONE)
+    await q.sender.drop_frozen(ONE)
+    assert await p.sender.load_frozen(ONE) is None
+
+
+async def test_a_write_that_hangs_is_not_committed_once_another_has_the_lease(
+    postgres: Databases, tmp_path: Path
+) -> None:
+    """Else it would come after its successor has read what it changes."""
+    url, hangs, go_on = postgres.create_database(), threading.Event(), threading.Event()
+    clock = [0.0]
+    runtime: Runtime = replace(real_runtime(), elapsed_s=lambda: clock[0])
+
+    def hang(connection: Connection) -> None:
+        connection.execute(text("DELETE FROM frozen_transactions"))
+        hangs.set()
+        go_on.wait(60)
+
+    @asynccontextmanager
+    async def process(name: str) -> AsyncIterator[SenderStore]:
+        settings = replace(config(url, tmp_path), homeserver_url=f"sqlite:///{tmp_path}/{name}")
+        async with open_store(settings, runtime) as store:
+            yield store.sender
+
+    async with process("P") as p, process("Q") as q:
+        await p.take_lock("P", lambda _: None)
+        await p.save_frozen(frozen())
+
+        async def write() -> None:
+            with pytest.raises(LeaseLost):
+                await p._database.write(hang)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await trio.to_thread.run_sync(hangs.wait)
+            async with trio.open_nursery() as watching:
+                watching.start_soon(partial(q.take_lock, "Q", lambda _: clock.append(0)))
+                while len(clock) == 1:  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+                clock[0] += LEASE_S + 1
+            go_on.set()
+        assert await q.load_frozen(ONE) == frozen()
