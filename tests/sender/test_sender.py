@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 from tests.sender.harness import HS, Request, StepsOf, World, answer, ok
 from trio.testing import MockClock
 
@@ -364,6 +365,37 @@ async def test_a_body_on_record_is_not_written_again_with_each_refusal(
         assert record is not None
         assert record.body == server.requests[0].body
         assert record.attempts == len(server.requests)
+
+
+async def test_the_log_speaks_of_a_server_from_its_third_failure_in_a_row_on(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """One that fails every second time would else write two lines every few seconds."""
+    server = world.server(A)
+    server.reply = lambda _: answer(503) if len(server.requests) % 2 else answer(200, {})
+    async with world.run() as sender:
+        await world.join(R1, A)
+        with capture_logs() as now_and_then:
+            for number in range(10):
+                await world.say(R1, f"{number}")
+                await trio.sleep(3)
+                sender.registry.wake([A], by_admin=True)
+                await trio.sleep(3)
+        server.reply = lambda _: answer(503)
+        with capture_logs() as in_a_row:
+            await world.say(R1, "in a row")
+            for _ in range(5):
+                await trio.sleep(3)
+                sender.registry.wake([A], by_admin=True)
+            server.reply = ok
+            await trio.sleep(3)
+            sender.registry.wake([A], by_admin=True)
+            await trio.sleep(3)
+
+    assert [line["event"] for line in now_and_then].count("attempt_failed") == 10
+    assert {line["log_level"] for line in now_and_then} == {"debug"}
+    loud = [(line["event"], line["log_level"]) for line in in_a_row if line["log_level"] != "debug"]
+    assert loud == [("attempt_failed", "warning"), ("server_recovered", "info")]
 
 
 async def test_an_attempt_that_found_no_connection_waits_for_a_pass_of_the_loop_that_is_not_full(

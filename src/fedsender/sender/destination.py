@@ -85,6 +85,9 @@ DOUBT_EVERY_S = 300.0
 PATIENCE_S = 5.0
 """A wake ends an attempt at a failing server if the attempt has lasted longer than this."""
 HOUR_MS = 3_600_000
+TELL_FROM, TELL_AGAIN = 3, 10
+"""The failures in a row that the log tells. Not the first: a server that fails every second time
+would have us write two lines every few seconds."""
 QUARANTINE_LIMIT = 1_000
 """The most items of one server in quarantine; the next suspect is only held."""
 
@@ -762,7 +765,7 @@ class Destination:
         )
         self._remember_witness(transaction, blank=blank)
         self._timer.answered()
-        if was_failing and before.failures and not self.state.searches:
+        if before.failures >= TELL_FROM and not self.state.searches:
             self._reporter.well_again()
         # Free the memory and the place now: our databases may be slow, and others need both.
         transaction.drop_content()
@@ -1048,9 +1051,13 @@ class Reporter:
 
     def failed(self, state: ServerState, verdict: Verdict, retry_in_s: float) -> None:
         """Log a failed attempt: only a few at level info or above, and none during a search."""
-        loud = not state.searches and state.failures in (1, 10)
+        told = 0 if state.searches else state.failures
         log.log(
-            logging.WARNING if state.failures == 3 else logging.INFO if loud else logging.DEBUG,
+            logging.WARNING
+            if told == TELL_FROM
+            else logging.INFO
+            if told == TELL_AGAIN
+            else logging.DEBUG,
             "attempt_failed",
             destination=self._destination,
             outcome=verdict.outcome.value,
