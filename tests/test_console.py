@@ -85,7 +85,9 @@ def test_what_an_audit_names(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"server": "a.example", "event_id": HOSTILE, "day": "2026-01-31", "reasons": ["none"]}
-    found = Audited(upto=1, expected=1, counts={"missing": 1}, unknown_hosts=0, shown=[row])
+    counts = {"missing": 1, "before_ledger": 0}
+    stray = row | {"why": HOSTILE, "line": "0"}
+    found = Audited(1, 1, counts, unknown_hosts=0, shown=[row], stray=1, strays=[stray])
 
     @contextmanager
     def job(*_: object, **__: object) -> Iterator[tuple[object, ...]]:

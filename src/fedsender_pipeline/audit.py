@@ -59,6 +59,9 @@ class Audited:
         shown: the first of the missing events, as dictionaries.
         stray: the number of answered deliveries that should not have been.
         strays: the first of them.
+        began: the last event before the ledger's start; None: it has not started.
+        unproven: why it is not known where the ledger begins, so that `before_ledger` may hide what
+            is lost; None: it is known, or an operator accepts it.
     """
 
     upto: int
@@ -68,11 +71,28 @@ class Audited:
     shown: list[dict[str, Any]]
     stray: int = 0
     strays: list[dict[str, Any]] = field(default_factory=list)
+    began: int | None = None
+    unproven: str | None = None
+
+    @property
+    def judged(self) -> int:
+        """The number of pairs of which the ledger can say something."""
+        return self.expected - self.counts["before_ledger"]
 
     @property
     def is_red(self) -> bool:
-        """Whether something is missing, or went where it should not."""
-        return bool(self.missing or self.stray)
+        """Whether something is missing, or went where it should not, or evidence is missing."""
+        return bool(self.missing or self.stray or self.unproven)
+
+    def __str__(self) -> str:
+        lost = f"{self.missing} missing" if self.missing else "nothing is lost"
+        lost += f" of {self.judged} deliveries"
+        if self.stray:
+            lost += f"; {self.stray} went where they should not"
+        if self.expected > self.judged:
+            begins = f": the ledger begins after event {self.began}" if self.began else ""
+            lost += f"; {self.expected - self.judged} cannot be judged{begins}"
+        return lost + (f"; {self.unproven}" if self.unproven else "")
 
     @property
     def missing(self) -> int:
@@ -133,9 +153,9 @@ def audit(
         commit.set_position("audit_rules", notes.rules(began(lake, owned), owned, config, upto))
         step.say("")
     with steps.spark("summing up", spark) as step:
-        told = summed_up(lake, since=since)
+        told = summed_up(lake, config, since=since)
         _note(lake, told, since)
-        step.say(f"{told.expected:,} expected, {told.missing:,} missing, {told.stray:,} stray")
+        step.say(str(told))
     return told
 
 
@@ -238,7 +258,9 @@ def still_holds(lake: Lake, config: Config) -> bool:
     return lake.position("audit_rules") == rules
 
 
-def summed_up(lake: Lake, shown: int = SHOWN, since: datetime.date | None = None) -> Audited:
+def summed_up(
+    lake: Lake, config: Config, shown: int = SHOWN, since: datetime.date | None = None
+) -> Audited:
     """The figures of the last audit in the lake, with the first `shown` missing events.
 
     Args:
@@ -248,6 +270,7 @@ def summed_up(lake: Lake, shown: int = SHOWN, since: datetime.date | None = None
     totals = Counter[str]()
     for rows in lake.dataset(schemas.AUDIT_BY_SERVER, files).to_batches(columns=[*fates.COUNTS]):
         totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
+    start = began(lake, ownership(lake, config.instance_name))
     return Audited(
         lake.position("audit"),
         totals[fates.EXPECTED],
@@ -256,7 +279,33 @@ def summed_up(lake: Lake, shown: int = SHOWN, since: datetime.date | None = None
         _first(lake, schemas.MISSING, shown, since),
         lake.rows(schemas.STRAY),
         _first(lake, schemas.STRAY, shown, since),
+        start,
+        _unproven(lake, config.instance_name, start) if totals[fates.EXPECTED] else None,
     )
+
+
+def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
+    """Why it is not known that the ledger begins where it seems to (`Audited.unproven`).
+
+    The numbers of a sender's segments go on from 1: so a first start, or a take-over from Synapse,
+    is in segment 1, and what was removed later leaves its number out. What a later gap hides is
+    missing, each event by name.
+    """
+    names = (name.rsplit(".", 3) for name in lake.read(schemas.SEGMENTS)["name"].to_pylist())
+    numbers = [
+        int(name[2])
+        for name in names
+        if len(name) == 4 and name[0] == instance and name[2].isdecimal()
+    ]
+    if not numbers:
+        return f"no segment of the ledger of {instance} was ever read"
+    everywhere = (row for row in lake.read(schemas.ACCEPTED).to_pylist() if row["event_id"] is None)
+    if min(numbers) == 1 or any(
+        row["server"] == EVERY_SERVER and row["first"] <= 1 and row["last"] >= (start or 0)
+        for row in everywhere
+    ):
+        return None
+    return f"segments 1 to {min(numbers) - 1} of the ledger of {instance} were never read"
 
 
 def _first(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from fedsender.config import Config
-    from fedsender_pipeline.audit import Audited
     from fedsender_pipeline.lake import Lake
     from fedsender_pipeline.session import Steps
 
@@ -277,7 +276,10 @@ def audit(
                 # What was found out is told all the same.
                 failed = error
     answer = found.as_json()
-    lines = [f"{found.expected} deliveries expected, of events up to {found.upto}"]
+    lines = [
+        str(found),
+        f"{found.expected} deliveries expected, of events up to {found.upto}",
+    ]
     lines.append(f"{found.stray:>9} delivered that should not have been")
     lines += [f"{n:>9} {fate.replace('_', ' ')}" for fate, n in found.counts.items()]
     if found.unknown_hosts:
@@ -384,19 +386,19 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         known = health_module.known(lake, loaded.pipeline.health)
         is_known = known is not None and page.is_file() and audit_module.still_holds(lake, loaded)
         if is_known and ingest_module.is_level(lake, loaded):
-            told, found = ingest_module.Ingested(), audit_module.summed_up(lake)
+            told, found = ingest_module.Ingested(), audit_module.summed_up(lake, loaded)
             write_textfile(loaded, lake, found)
             say_answer(
                 _run_as_json(told, found, known, page),
                 as_json,
-                f"nothing new; {_verdict(found)}",
+                f"nothing new; {found}",
             )
             return WRONG if found.is_red else DONE
     with job("run", config, ingests=True) as (spark, lake, loaded, steps):
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)
         if not as_json:
-            say(f"{told.events} events, {told.attempts} attempts taken in; {_verdict(found)}")
+            say(f"{told.events} events, {told.attempts} attempts taken in; {found}")
         known = health_module.health(spark, lake, loaded, steps)
         report_module.report(spark, lake, loaded, steps, page)
         write_textfile(loaded, lake, found)
@@ -412,10 +414,6 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
 def _run_as_json(told: Any, found: Any, known: Any, page: Path) -> dict[str, Any]:
     answer = {"ingest": asdict(told), "audit": found.as_json(), "report": str(page)}
     return answer | {"health": asdict(known)}
-
-
-def _verdict(found: "Audited") -> str:
-    return f"{found.expected} deliveries expected, {found.missing} missing, {found.stray} stray"
 
 
 def _tidy(lake: "Lake", config: "Config", steps: "Steps") -> None:

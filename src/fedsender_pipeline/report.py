@@ -88,6 +88,7 @@ class Figures:
     rejects: int = 0
     stray: int = 0
     strays: list[dict[str, Any]] = field(default_factory=list)
+    unproven: str | None = None
 
 
 def report(spark: SparkSession, lake: Lake, config: Config, steps: Steps, path: Path) -> Figures:
@@ -121,7 +122,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     servers = health.merged(days.where(OF_SERVERS), "server")
     counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
     assert counted is not None
-    audited = audit.summed_up(lake) if lake.position("audit") >= 0 else None
+    audited = audit.summed_up(lake, config) if lake.position("audit") >= 0 else None
     return Figures(
         config.server_name,
         real_runtime().now_ms(),
@@ -142,6 +143,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         lake.rows(schemas.REJECTS),
         0 if audited is None else audited.stray,
         [] if audited is None else audited.strays,
+        None if audited is None else audited.unproven,
     )
 
 

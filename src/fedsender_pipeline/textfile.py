@@ -42,6 +42,8 @@ def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
     missing.labels(**sender).set(audited.missing)
     stray = gauge("stray", "Answered deliveries that should not have been.")
     stray.labels(**sender).set(audited.stray)
+    unproven = gauge("unproven", "1: it is not known where the ledger begins.")
+    unproven.labels(**sender).set(audited.unproven is not None)
     deliveries = gauge("deliveries", "Deliveries that should be, by their fate.", "fate")
     for fate, number in audited.counts.items():
         deliveries.labels(**sender, fate=fate).set(number)

@@ -27,7 +27,7 @@ from tests.pipeline.worlds import US
 
 from fedsender_pipeline import PipelineError, Usage, schemas
 from fedsender_pipeline.accepted import accept, read_accepted
-from fedsender_pipeline.audit import Audited, audit
+from fedsender_pipeline.audit import Audited, audit, summed_up
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.repair import missing_pairs
 from fedsender_pipeline.session import showing
@@ -269,6 +269,44 @@ def test_what_went_where_it_should_not_is_named(audited: Lake) -> None:
     }
     assert fates_of(audited, LEFT) == {"delivered": 5}
     assert fates_of(audited, NEVER) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "unproven"),
+    [
+        ([], "no segment of the ledger of fedsender was ever read"),
+        (["other.b.000001.jsonl"], "no segment of the ledger of fedsender was ever read"),
+        (
+            ["fedsender.b.000004.jsonl", "fedsender.b.000003.jsonl"],
+            "segments 1 to 2 of the ledger of fedsender were never read",
+        ),
+        (["fedsender.c.000003.jsonl", "fedsender.b.000001.jsonl"], None),
+    ],
+)
+def test_nothing_is_green_without_evidence(
+    tmp_path: Path, names: list[str], unproven: str | None
+) -> None:
+    """A ledger that is gone, that of another sender, one without its first segments: all that was
+    delivered seems to be older than the ledger. It is, where segment 1 was read, or an operator
+    says so."""
+    config = config_of(tmp_path)
+    counts = dict.fromkeys(schemas.FATES, 0) | {"before_ledger": 495, "delivered": 765}
+    row = counts | {"server": A, "day": datetime.date(2026, 1, 1), "expected": 1260}
+    read = [{"name": name, "bytes": 1} for name in names]
+    lake = lake_of(tmp_path, {"audit_by_server": [row], "segments": read}, 9)
+    with lake.commit() as commit:
+        commit.set_position("first_live", 5)
+    told = summed_up(lake, config)
+    assert (told.judged, told.unproven, told.is_red) == (765, unproven, unproven is not None)
+    said = (
+        "nothing is lost of 765 deliveries; 495 cannot be judged: the ledger begins after event 4"
+    )
+    assert str(told) == said + (f"; {unproven}" if unproven else "")
+    if names:
+        accept(lake, [{"server": "*", "first": 1, "last": 3}])
+        assert summed_up(lake, config).unproven == unproven
+        accept(lake, [{"server": "*", "first": 1, "last": 4}])
+        assert names[0].startswith("other") or not summed_up(lake, config).is_red
 
 
 # --- what was not ours, and what was given up -----------------------------------------------------

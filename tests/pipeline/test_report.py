@@ -172,6 +172,16 @@ def test_the_first_sentence_is_green_or_red() -> None:
     assert f"<li>{A}: 50.0 % of attempts fail, usually 0.0 %</li>" in text
     lost = page(replace(quiet, fates=FATES | {"missing": 1}))
     assert answer(lost).startswith("answer bad: 1 delivery is missing.")
+    both = answer(page(replace(quiet, fates=FATES | {"missing": 1}, stray=2)))
+    assert both.startswith(
+        "answer bad: 1 delivery is missing. 2 deliveries went where they should not."
+    )
+    before = replace(quiet, fates=FATES | {"before_ledger": 2}, expected=7)
+    said = "Nothing is lost of 5 deliveries; 2 cannot be judged: they are older than the ledger."
+    assert answer(page(before)).startswith(f"answer: {said} Ill")
+    no_evidence = replace(before, unproven="no segment")
+    told = f"answer bad: {said} Evidence is missing: no segment. Ill"
+    assert answer(page(no_evidence)).startswith(told)
 
 
 def test_four_figures_have_those_of_a_day_before() -> None:

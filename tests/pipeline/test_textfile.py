@@ -46,6 +46,7 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
         "last_success_timestamp_seconds",
         "missing",
         "stray",
+        "unproven",
         "deliveries",
         "pending_since_timestamp_seconds",
     }
