@@ -8,6 +8,7 @@ once, and a late line goes to its own day.
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -129,11 +130,13 @@ def _unseen(spark: SparkSession, lake: Lake, lines: DataFrame) -> DataFrame:
     """The valid lines that are not in the lake.
 
     A line has one time, so it is looked for in its own day. Only a line from the future may have
-    counted as one of an earlier day.
+    counted as one of an earlier day: of the day before, where that was past midnight; of any, where
+    it is from the future still.
     """
     rows = lines.groupBy("day").agg(F.bool_or("is_early").alias("is_early")).collect()
-    own_days = in_days({str(row["day"]) for row in rows})
-    parts = None if any(row["is_early"] for row in rows) else own_days
+    days = {row["day"] - timedelta(days) for row in rows for days in (0, 1)}
+    near = in_days(set(map(str, days)))
+    parts = None if any(row["is_early"] for row in rows) else near
     return _new(lines, lake.frame(spark, schemas.ATTEMPTS, parts))
 
 

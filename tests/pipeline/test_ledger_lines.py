@@ -123,6 +123,21 @@ def test_a_line_of_the_future_is_of_now(
         assert {file.part for file in lake.files(table)} == {"2026-01-06"}
 
 
+def test_a_line_counts_once_whatever_a_clock_did_over_midnight(
+    spark: "SparkSession", lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read ten minutes before midnight, it had a time of after it; read again after midnight, as
+    its segment has grown, it is of the future no more."""
+    minute = 60_000
+    lines = [line(ms=NOW_MS + at * minute) for at in (20, 25)]
+    for now, known in ((-10, lines[:1]), (30, lines)):
+        latest_ms = NOW_MS + now * minute + SKEW_MS
+        monkeypatch.setattr(ledger_lines, "latest_ms", lambda latest_ms=latest_ms: latest_ms)
+        write(tmp_path / "ledger", "f.b.000001.open", *known)
+        read(spark, lake, tmp_path / "ledger")
+        assert lake.rows(schemas.ATTEMPTS) == len(known)
+
+
 def test_a_segment_that_is_read_while_it_is_open_counts_once(
     spark: "SparkSession", lake: Lake, tmp_path: Path
 ) -> None:
