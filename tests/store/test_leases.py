@@ -81,20 +81,26 @@ async def test_a_lease_that_is_renewed_is_not_taken_and_one_that_is_not_is(
         await p.sender.renew_lock()
 
 
+def answer_after(process: Process, seconds: float) -> None:
+    """Have the database do at once what the process asks, and answer late."""
+    lock = process.lease._lock
+    inline = lock._runtime.run_sync
+
+    async def late(function: Callable[[], object], /, **options: object) -> object:
+        value = await inline(function, **options)  # type: ignore[arg-type]
+        await trio.sleep(seconds)
+        return value
+
+    lock._runtime = replace(lock._runtime, run_sync=cast(RunSync, late))
+
+
 async def test_who_ends_of_itself_looks_at_the_clock_from_before_it_asked(
     autojump_clock: MockClock, two: tuple[Process, Process]
 ) -> None:
     """The database renews at once, and its answer takes 1.9 s."""
     p, _ = two
     await p.sender.take_lock("P", p.said.append)
-    inline = p.lease._lock._runtime.run_sync
-
-    async def late(function: Callable[[], object], /, **options: object) -> object:
-        value = await inline(function, **options)  # type: ignore[arg-type]
-        await trio.sleep(1.9)
-        return value
-
-    p.lease._lock._runtime = replace(p.lease._lock._runtime, run_sync=cast(RunSync, late))
+    answer_after(p, 1.9)
     await trio.sleep(2)
     asked_s = trio.current_time()
     assert await p.lease.renew()
@@ -126,6 +132,25 @@ async def test_a_lease_without_a_stand_by_does_not_end_until_one_asks(
         assert q.lease.over
         await trio.sleep(2)
         assert not q.lease.over
+
+
+async def test_a_lease_ends_from_the_first_renewal_that_may_have_said_so(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    """The row says that it ends, and its holder never hears that it was written."""
+    p, q = two
+    await p.sender.take_lock("P")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(q.stand_by)
+        await trio.sleep(1)
+        assert await p.sender.renew_lock()
+        answer_after(p, 60)
+        asked_s = trio.current_time()
+        assert not await p.lease.renew()
+        with pytest.raises(LeaseLost):
+            await p.sender.until_lost()
+        assert trio.current_time() - asked_s == pytest.approx(LEASE_S, abs=0.01)
+        assert q.lease.over
 
 
 async def test_a_start_after_a_kill_does_not_wait_where_nobody_stood_by(
