@@ -16,6 +16,7 @@ error and not a smaller result. A column that was added after a file was written
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -52,6 +53,7 @@ class LakeFile:
 
     Attributes:
         path: below the lake's directory.
+        sha256: of its content, in hexadecimal digits.
         part: the value of the table's `part` column in all its rows, as text, or the month of its
             days, such as "2026-01"; "" without such a column.
     """
@@ -59,6 +61,7 @@ class LakeFile:
     path: str
     rows: int
     bytes: int
+    sha256: str
     part: str = ""
 
     @property
@@ -138,7 +141,14 @@ MOST_PASSED: Final = 100_000_000
 MOST_WANTED: Final = 200_000
 _LOCK: Final = struct.Struct("hhqqi0q")
 """The C library's `struct flock`."""
+_INTACT: Final[set[tuple[Path, str]]] = set()
+"""The files whose content this process has compared: each is read through once more for it."""
 Faults = Callable[[str], None]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def in_days(days: Collection[str]) -> Callable[[str], bool]:
@@ -191,6 +201,22 @@ class Lake:
         self._check(found)
         return found
 
+    def _paths(self, files: Iterable[LakeFile]) -> list[Path]:
+        """The paths of files that are now read.
+
+        Raises:
+            PipelineError: one of them is not as it was written: the lake is damaged.
+        """
+        paths = []
+        for file in files:
+            path = self.directory / file.path
+            if (path, file.sha256) not in _INTACT:
+                if _sha256(path) != file.sha256:
+                    raise self._damaged(path, "has another content than when it was written")
+                _INTACT.add((path, file.sha256))
+            paths.append(path)
+        return paths
+
     def _check(self, files: Iterable[LakeFile]) -> None:
         for file in files:
             path = self.directory / file.path
@@ -226,7 +252,7 @@ class Lake:
         files = self.files(table, parts)
         if not files:
             return empty_frame(spark, table)
-        paths = [f"file://{self.directory / file.path}" for file in files]
+        paths = [f"file://{path}" for path in self._paths(files)]
         return spark.read.schema(table.ddl).parquet(*paths)
 
     def some(
@@ -267,7 +293,7 @@ class Lake:
 
     def dataset(self, table: LakeTable, files: Sequence[LakeFile]) -> ds.Dataset:
         """These files of a table for pyarrow, with exactly the columns of its schema."""
-        paths = [str(self.directory / file.path) for file in files]
+        paths = [str(path) for path in self._paths(files)]
         return ds.dataset(paths, schema=table.arrow_schema(), format="parquet")
 
     @contextmanager
@@ -507,7 +533,9 @@ class Commit:
         path = directory / name
         os.replace(staged, path)
         self._changed |= {directory, directory.parent}
-        file = LakeFile(str(path.relative_to(self._directory)), rows, path.stat().st_size, part)
+        file = LakeFile(
+            str(path.relative_to(self._directory)), rows, path.stat().st_size, _sha256(path), part
+        )
         self._manifest.tables.setdefault(table.name, []).append(file)
         self._faults(f"{table.name}: written")
         return rows

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -330,6 +331,27 @@ def test_missing_columns_are_null_and_versions_are_the_commits(tmp_path: Path) -
     ]
     assert lake.read(SEGMENTS).to_pylist()[0]["version"] == 2
     assert lake.read(TOLD_SERVERS).num_rows == 0
+
+
+def test_a_flipped_bit_is_damage(tmp_path: Path) -> None:
+    """Each of 300, wherever it is: in values, where Parquet does not notice it, too."""
+    lake = open_lake(tmp_path, US, create=True)
+    with lake.commit() as commit:
+        commit.append_rows(SEGMENTS, [{"name": f"{at}", "bytes": at} for at in range(500)])
+    (file,) = lake.files(SEGMENTS)
+    path, random = tmp_path / file.path, Random(1)
+    whole = path.read_bytes()
+    for _ in range(300):
+        at, bit = random.randrange(len(whole)), 1 << random.randrange(8)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+        module._INTACT.clear()
+        with pytest.raises(PipelineError, match=f"{file.path}: has another content than when"):
+            lake.read(SEGMENTS)
+    # Nor does a damaged file become part of one that seems whole.
+    with pytest.raises(PipelineError, match="another content"), lake.commit() as commit:
+        commit.rewrite(SEGMENTS, lake.manifest.tables["segments"], "")
+    path.write_bytes(whole)
+    assert lake.read(SEGMENTS).num_rows == 500
 
 
 def test_every_line_of_the_page_of_tables_is_a_column() -> None:
