@@ -99,7 +99,7 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
     lines += [attempt(B, pdu(at, "!r")) for at in range(1, 21)]
     lines += [attempt(B, pdu(21, "!r"), outcome="failing", status=500, attempt=n) for n in (1, 2)]
     lines += [attempt(C, pdu(60, "!r"), outcome="busy", status=503, attempt=1)]
-    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
+    write(tmp_path / "ledger", "fedsender.b.000001.jsonl", *lines)
     ingest_ledger(spark, lake, tmp_path)
     figures, text = make(spark, lake, tmp_path)
     assert answer(text) == (
