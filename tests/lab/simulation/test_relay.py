@@ -30,7 +30,7 @@ def test_two_senders_behind_a_relay_keep_i1_to_i10() -> None:
 
     Meanwhile the view of consumers is spoiled.
     """
-    report = simulate_senders(3, 12, 0.03)
+    report = simulate_senders(5, 12, 0.03)
 
     assert not report.violations, report.text()
     assert report.counts["relay: crashes"], report.text()
