@@ -258,8 +258,9 @@ async def list_page(
         if listing.since and (registry.state_of(name).failing_since_ms or 0) < listing.since:
             continue
         total += 1
-        counted = as_people_count(name)
-        if counted > first:
+        # The live page asks for other orders every few seconds, of all servers.
+        counted = as_people_count(name) if listing.sort == "name" else ()
+        if listing.sort != "name" or counted > first:
             keys.append((*key(name), counted, name))
     chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
     shown = [name for *_, name in chosen_keys[: listing.limit]]
