@@ -441,6 +441,39 @@ def test_secrets_may_come_from_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config(text).admin.token_file == Path("/run/credentials/x/admin.token")
 
 
+def test_the_name_and_each_secret_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the file of several senders in containers is the same for all, and is no template."""
+    text = (
+        "instance_name: env:POD\nsender_database_password_file: env:PASSWORD\n"
+        "admin: {token_file: env:TOKEN}\n"
+    )
+    monkeypatch.setenv("PASSWORD", "x")
+    monkeypatch.setenv("TOKEN", "0123456789abcdef\n")
+    monkeypatch.delenv("POD", raising=False)
+    assert "instance_name: the environment has no variable POD" in problem(text)
+    monkeypatch.setenv("POD", "synapse-fed-sender-1")
+    monkeypatch.delenv("PASSWORD")
+    assert "the environment has no variable PASSWORD" in problem(text)
+    monkeypatch.setenv("PASSWORD", "x")
+    its = config(text)
+    assert its.instance_name == "synapse-fed-sender-1"
+    assert its.admin.token_file is not None
+    assert read_secret(its.admin.token_file) == "0123456789abcdef"
+    assert its.file_problems("admin", "sender_database_password_file") == []
+    for value, expected in (("", "is empty"), ("a\nb", "more than one line")):
+        monkeypatch.setenv("TOKEN", value)
+        with pytest.raises(ConfigError, match=f"env:TOKEN: .*{expected}") as told:
+            read_secret(its.admin.token_file)
+        assert "a\n" not in str(told.value)
+    monkeypatch.setenv("POD", "a b")
+    assert "has characters that are not allowed here" in problem(text)
+    # OpenSSL reads a private key from a file alone.
+    relay = config("relay: {certificate_file: c, private_key_file: env:TOKEN}\n").relay
+    assert relay.private_key_file == Path("/etc/fedsender/env:TOKEN")
+
+
 def test_a_database_password_goes_into_the_url_whatever_it_is(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("p@ss:w/rd%é\n")

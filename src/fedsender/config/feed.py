@@ -10,6 +10,7 @@ from fedsender.config.sections import GIB
 from fedsender.config.values import (
     Address,
     Bytes,
+    CredentialPath,
     FilePath,
     HttpAddress,
     InstanceName,
@@ -107,7 +108,7 @@ class RedisFeed(Section):
     certificate_file: FilePath | None = Field(
         default=None, description="Our certificate, where it asks for one."
     )
-    private_key_file: SecretPath | None = Field(
+    private_key_file: CredentialPath | None = Field(
         default=None, description="The key of our certificate."
     )
 
@@ -175,7 +176,7 @@ class PushFeed(Section):
     certificate_file: FilePath | None = Field(
         default=None, description="Our certificate: the ip:port then speaks TLS."
     )
-    private_key_file: SecretPath | None = Field(default=None, description="Its key.")
+    private_key_file: CredentialPath | None = Field(default=None, description="Its key.")
     token_file: SecretPath | None = Field(
         default=None, description="File with the access token that the homeserver gives."
     )

@@ -13,6 +13,7 @@ from fedsender.config.policy import Contradictions, Section
 from fedsender.config.values import (
     Address,
     Bytes,
+    CredentialPath,
     Database,
     FilePath,
     InstanceName,
@@ -443,7 +444,7 @@ class Relay(Section):
     certificate_file: FilePath | None = Field(
         default=None, description="Our certificate: every ip:port then speaks TLS."
     )
-    private_key_file: SecretPath | None = Field(default=None, description="Its key.")
+    private_key_file: CredentialPath | None = Field(default=None, description="Its key.")
     intake: ListenAddress = Field(
         default=UnixAddress(Path("/run/fedsender-relay/intake.sock")),
         description='For the homeserver: "ip:port" or "unix:/path"; without TLS on loopback only.',

@@ -315,7 +315,31 @@ def _resolve(value: object, info: ValidationInfo) -> Path:
 _CREDENTIALS: Final = "$CREDENTIALS_DIRECTORY/"
 
 
+_VARIABLE: Final = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)\Z", re.ASCII)
+
+
+def _from_environment(value: object) -> object:
+    """The text of the variable that `env:NAME` names; another value as it is."""
+    named = isinstance(value, str) and _VARIABLE.match(value)
+    return _variable(named[1]) if named else value
+
+
+def _variable(name: str) -> str:
+    try:
+        return os.environ[name]
+    except KeyError:
+        raise ValueError(f"the environment has no variable {name}") from None
+
+
 def _resolve_secret(value: object, info: ValidationInfo) -> Path:
+    """Also takes `env:NAME`, the variable whose text is the file's content."""
+    if isinstance(value, str) and (named := _VARIABLE.match(value)):
+        _variable(named[1])
+        return Path(value)
+    return _resolve_credential(value, info)
+
+
+def _resolve_credential(value: object, info: ValidationInfo) -> Path:
     """Also takes `$CREDENTIALS_DIRECTORY/name`, where systemd's LoadCredential= puts it."""
     if not isinstance(value, str) or not value.startswith(_CREDENTIALS):
         return _resolve(value, info)
@@ -373,18 +397,30 @@ def read_secret(path: Path) -> str:
 def read_text(path: Path) -> str:
     """The text of a file of secrets without its last line break; raises ConfigError."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_SECRET_BYTES + 1)
-        text = raw.decode().rstrip("\r\n")
-    except OSError as error:
-        raise cannot_be_read(path, error) from None
+        text = read_bytes(path).decode().rstrip("\r\n")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8") from None
-    if len(raw) > _MAX_SECRET_BYTES:
-        raise ConfigError(f"{path}: larger than {_MAX_SECRET_BYTES} bytes")
     if not text.strip():
         raise ConfigError(f"{path}: is empty")
     return text
+
+
+def read_bytes(path: Path) -> bytes:
+    """What is in a file of secrets, or in the variable that a `SecretPath` names.
+
+    Raises ConfigError.
+    """
+    if named := _VARIABLE.match(str(path)):
+        raw = os.fsencode(os.environ.get(named[1], ""))
+    else:
+        try:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_SECRET_BYTES + 1)
+        except OSError as error:
+            raise cannot_be_read(path, error) from None
+    if len(raw) > _MAX_SECRET_BYTES:
+        raise ConfigError(f"{path}: larger than {_MAX_SECRET_BYTES} bytes")
+    return raw
 
 
 def _server_name(value: str) -> str:
@@ -424,7 +460,10 @@ Nameserver = Annotated[TcpAddress, PlainValidator(parse_nameserver), PlainSerial
 Network = Annotated[IpNetwork, PlainValidator(parse_network), PlainSerializer(str)]
 FilePath = Annotated[Path, PlainValidator(_resolve)]
 SecretPath = Annotated[Path, PlainValidator(_resolve_secret)]
+CredentialPath = Annotated[Path, PlainValidator(_resolve_credential)]
 Database = Annotated[str, Field(min_length=1), AfterValidator(_database)]
 ServerName = Annotated[str, AfterValidator(_server_name)]
 ServerPattern = Annotated[str, AfterValidator(_pattern)]
-InstanceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
+InstanceName = Annotated[
+    str, BeforeValidator(_from_environment), Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")
+]

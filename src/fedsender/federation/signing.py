@@ -21,13 +21,13 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedsender.config.document import ConfigError, OutOfReach, cannot_be_read
+from fedsender.config.document import ConfigError, OutOfReach
+from fedsender.config.values import read_bytes
 from fedsender.matrix import canonical_json
 
 if TYPE_CHECKING:
     from fedsender.config import Config
 
-MAX_KEY_FILE_BYTES: Final = 65_536
 _PREFIX: Final = "ed25519:"
 _PEM: Final = b"-----BEGIN "
 _VERSION: Final = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
@@ -114,14 +114,11 @@ def load_signing_keys(path: Path, key_id: str | None = None) -> tuple[SigningKey
         OutOfReach: it cannot be read now.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_KEY_FILE_BYTES + 1)
-    except OSError as error:
-        lack = cannot_be_read(path, error)
-        raise lack if isinstance(lack, OutOfReach) else BadSigningKey(str(lack)) from None
-    if len(text) > MAX_KEY_FILE_BYTES:
-        raise BadSigningKey(f"{path}: larger than {MAX_KEY_FILE_BYTES} bytes, not a key file")
-    return parse_signing_keys(text, str(path), key_id)
+        return parse_signing_keys(read_bytes(path), str(path), key_id)
+    except OutOfReach:
+        raise
+    except ConfigError as error:
+        raise BadSigningKey(str(error)) from None
 
 
 def parse_signing_keys(
