@@ -380,6 +380,24 @@ def _what_is_ours(loaded: "Config") -> "tuple[Sequence[Ours], Owner]":
     return backup.ours(store_config(loaded).ours), owner
 
 
+senders = typer.Typer(help="The senders of one database.", no_args_is_help=True)
+app.add_typer(senders, name="senders")
+
+
+@senders.command("free")
+def free_name(name: str, config: ConfigFile) -> int:
+    """Say that the machine that ran NAME is dead, so that another one may go on as NAME."""
+    import trio
+
+    from fedsender.config import load
+    from fedsender.runtime import real_runtime
+    from fedsender.store import free_lease, store_config
+
+    trio.run(free_lease, store_config(load(config)), real_runtime(), name)
+    say(f"{name} is free")
+    return DONE
+
+
 @app.command("hand-back")
 def hand_back(
     config: ConfigFile,

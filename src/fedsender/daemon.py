@@ -194,7 +194,10 @@ class _Announcer:
 async def _hold_instance(
     store: Store, config: Config, boot_id: str, admission: Admission, waits: Waits | None = None
 ) -> AsyncIterator[AlreadyOwed | None]:
-    """Hold the lock of this instance name; while it is lost, no attempt starts.
+    """Hold the lock of this instance name.
+
+    While it is lost, no attempt starts, if there is no lease: with one, attempts go on until it
+    ends.
 
     Raises LeaseLost out of the body.
     """
@@ -208,7 +211,8 @@ async def _hold_instance(
             if await store.sender.renew_lock():
                 continue
             log.error("instance_lock_lost", instance=instance)
-            admission.gate.shut()
+            if not store.sender.leased:
+                admission.gate.shut()
             await again(
                 partial(store.sender.take_lock, boot_id),
                 # We give up only if we must not send at all; any other error may pass.

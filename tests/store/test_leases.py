@@ -1,23 +1,23 @@
 """Who acts under a name, on a PostgreSQL and a clock of our own."""
 
-import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import cast
 
 import pytest
 import trio
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, create_engine, text
 from tests.servers import Databases
 from tests.store.test_sender import ONE, config, frozen
 from trio.testing import MockClock
 
 from fedsender.runtime import RunSync, Runtime, real_runtime
-from fedsender.store import LockHeld, SenderStore, open_store
+from fedsender.store import LockHeld, SenderStore, WrongDatabase, free_lease, open_store
 from fedsender.store import leases as module
 from fedsender.store.leases import LEASE_S, RENEWAL_S, Lease, LeaseLost
 from fedsender.store.lock import LockUnknown
@@ -36,6 +36,19 @@ class Process:
         assert self.sender._lease is not None
         return self.sender._lease
 
+    @property
+    def machine(self) -> Path:
+        assert self.lease._here._path is not None
+        return self.lease._here._path
+
+    def on(self, machine: Path) -> None:
+        """Run on another machine."""
+        self.lease._here._path = machine
+
+    def die(self) -> None:
+        """What the machine sees of a kill: its locks of files go."""
+        self.lease._here.close()
+
     async def stand_by(self) -> None:
         await self.sender.take_lock("Q", self.said.append)
 
@@ -49,11 +62,15 @@ class Process:
 @pytest.fixture
 async def two(postgres: Databases, tmp_path: Path) -> AsyncIterator[tuple[Process, Process]]:
     """P and Q of one name. What they ask of the database takes no time."""
-    url, runtime = postgres.create_database(), virtual_runtime(random.Random(1))
+    url, runtime = postgres.create_database(), virtual_runtime(Random(1))
     async with AsyncExitStack() as stack:
         found = []
         for name in "PQ":
-            settings = replace(config(url, tmp_path), homeserver_url=f"sqlite:///{tmp_path}/{name}")
+            settings = replace(
+                config(url, tmp_path),
+                homeserver_url=f"sqlite:///{tmp_path}/{name}",
+                here=tmp_path / f"{name}.lease",
+            )
             store = await stack.enter_async_context(open_store(settings, runtime))
             found.append(Process(store.sender, []))
         yield found[0], found[1]
@@ -124,7 +141,7 @@ async def test_a_lease_without_a_stand_by_does_not_end_until_one_asks(
         assert q.lease.over
         assert not p.lease.over
         why = "another process runs under our name"
-        assert q.said == [f"{why}, and has not said yet that it ends if it fails"]
+        assert q.said[0] == f"{why}, and has not said yet that it ends if it fails"
         with trio.move_on_after(10):
             await p.keep()
         with pytest.raises(LeaseLost):
@@ -153,14 +170,15 @@ async def test_a_lease_ends_from_the_first_renewal_that_may_have_said_so(
         assert q.lease.over
 
 
-async def test_a_start_after_a_kill_does_not_wait_where_nobody_stood_by(
+async def test_a_start_after_a_kill_does_not_wait_on_the_same_machine(
     autojump_clock: MockClock, two: tuple[Process, Process]
 ) -> None:
     p, q = two
+    p.on(q.machine)
     await p.sender.take_lock("P")
     with pytest.raises(LockHeld, match="another daemon runs as 'fed1'"):
         await q.sender.take_lock("Q")
-    # As when the process ends: its sessions are gone, and it has told nobody.
+    p.die()
     await q.sender._lock.evict()
     began = trio.current_time()
     await q.sender.take_lock("Q")
@@ -168,6 +186,64 @@ async def test_a_start_after_a_kill_does_not_wait_where_nobody_stood_by(
     assert not await p.sender.renew_lock()
     with pytest.raises(LeaseLost):
         await p.sender.renew_lock()
+
+
+async def test_a_start_that_was_killed_before_it_had_the_lease_changes_nothing(
+    autojump_clock: MockClock, two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has noted itself, and the row has still the one before."""
+    p, q = two
+    q.on(p.machine)
+    await q.sender.take_lock("before")
+    q.die()
+    await q.sender._lock.evict()
+    with monkeypatch.context() as patch:
+        patch.setattr(Lease, "_swap", _never)
+        with pytest.raises(NotImplementedError):
+            await p.sender.take_lock("P")
+    p.die()
+    await p.sender._lock.evict()
+    again = trio.current_time()
+    await p.sender.take_lock("again")
+    assert trio.current_time() == again
+
+
+async def _never(*_: object, **__: object) -> None:
+    raise NotImplementedError
+
+
+async def test_elsewhere_nobody_takes_a_lease_that_does_not_end_before_it_is_freed(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    """Its sessions are gone, and nobody can tell from afar whether it has ended or is cut off."""
+    p, q = two
+    await p.sender.take_lock("P")
+    await q.sender._lock.evict()
+    with pytest.raises(LockHeld, match="if its machine is dead, run `fedsender senders free fed1`"):
+        await q.sender.take_lock("Q")
+    # It reaches the database again: it has the lease still.
+    assert not p.lease.over
+    assert not await p.sender.renew_lock()
+    await p.sender.take_lock("P")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(q.stand_by)
+        await trio.sleep(600)
+        assert q.lease.over
+        assert q.said[-1].endswith("if its machine is dead, run `fedsender senders free fed1`")
+        await q.lease.free()
+    assert not q.lease.over
+
+
+async def test_a_lease_that_is_renewed_is_not_freed(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    p, q = two
+    await p.sender.take_lock("P")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(p.keep)
+        with pytest.raises(LockHeld, match="another daemon runs as 'fed1'"):
+            await q.lease.free()
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_start_waits_for_a_lease_that_ends_and_is_refused_if_it_does_not(
@@ -225,6 +301,19 @@ async def test_after_a_failover_every_lease_is_void_and_watched_anew(
     assert trio.current_time() == pytest.approx(5 + LEASE_S, abs=1)
 
 
+async def test_after_a_failover_nobody_takes_what_was_free_before_it(
+    autojump_clock: MockClock, two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may have taken it since, in what the failover has lost."""
+    p, q = two
+    await p.sender.take_lock("P", p.said.append)
+    await p.sender.give_lock_back()
+    monkeypatch.setattr(module, "_PLACE", text("SELECT 'the replica'"))
+    began = trio.current_time()
+    await q.sender.take_lock("Q")
+    assert trio.current_time() - began == pytest.approx(LEASE_S, abs=1)
+
+
 async def test_a_failover_changes_the_place(postgres: Databases, tmp_path: Path) -> None:
     async with open_store(config(postgres.create_database(), tmp_path), real_runtime()) as opened:
         await opened.sender.take_lock("P")
@@ -237,6 +326,35 @@ async def test_a_failover_changes_the_place(postgres: Databases, tmp_path: Path)
 
         with pytest.raises(LeaseLost):
             await renewed()
+
+
+async def test_a_row_that_a_failover_has_brought_back_is_known_to_its_machine(
+    autojump_clock: MockClock, two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, _ = two
+    for boot_id in ("one", "two", "three"):
+        await p.sender.take_lock(boot_id)
+        await p.sender.give_lock_back()
+    engine = create_engine(p.sender._database.url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE leases SET holder = 'one'"))
+    engine.dispose()
+    monkeypatch.setattr(module, "_PLACE", text("SELECT 'the replica'"))
+    await p.sender.take_lock("four")
+
+
+async def test_the_operator_frees_the_lease_of_a_machine_that_is_dead(
+    postgres: Databases, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    settings, runtime = config(postgres.create_database(), tmp_path), virtual_runtime(Random(1))
+    async with open_store(settings, runtime) as store:
+        await store.sender.take_lock("P")
+        await free_lease(settings, runtime, "fed1")
+        with pytest.raises(LeaseLost):
+            await store.sender.renew_lock()
+    sqlite = replace(settings, sender_url=f"sqlite:///{tmp_path}/sender.db")
+    with pytest.raises(WrongDatabase, match="no other machine"):
+        await free_lease(sqlite, runtime, "fed1")
 
 
 # --- the fence ------------------------------------------------------------------------------------

@@ -107,6 +107,12 @@ def upgrade() -> None:
             "ends", sa.Boolean(), nullable=False, comment="its holder stops unless it is renewed"
         ),
         sa.Column("asked", sa.Boolean(), nullable=False, comment="another process wants it to end"),
+        sa.Column(
+            "place",
+            sa.Text(),
+            nullable=False,
+            comment="system and timeline in which it was taken",
+        ),
         sa.PrimaryKeyConstraint("instance_name"),
     )
     op.create_table(

@@ -33,6 +33,7 @@ from fedsender.store.migrations import (
     SchemaDiffers,
     bring_up_to_date,
     refuse_a_synapses,
+    refuse_old_tables,
 )
 from fedsender.store.opening import Homeserver, OpenHomeserver, StoreConfig
 from fedsender.store.sender import ReceiptRecords, SenderStore
@@ -51,6 +52,7 @@ __all__ = [
     "StoreConfig",
     "StoreError",
     "WrongDatabase",
+    "free_lease",
     "open_store",
     "store_config",
     "upgrade_databases",
@@ -85,6 +87,7 @@ def store_config(config: Config) -> StoreConfig:
         if state is None
         else database_url(state, homeserver.state_database_password_file or password),
         server_name=config.server_name,
+        here=config.ledger.directory / f"{config.instance_name}.lease",
     )
 
 
@@ -152,7 +155,7 @@ async def open_store(
         lock = InstanceLock(await _locks(ours, own, homeserver))
         fenced = [each for each in (own, homeserver.main) if each.dialect == "postgresql"]
         if isinstance(ours, AdvisoryLock):
-            lease = Lease(ours, runtime, instance)
+            lease = Lease(ours, runtime, instance, config.here)
         sender = SenderStore(own, runtime, lock, instance, lease, fenced)
         try:
             yield Store(homeserver.store, sender, homeserver.edus, ReceiptRecords(own))
@@ -172,6 +175,24 @@ async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:
             if line == "sender":
                 await database.read(refuse_a_synapses)
             await bring_up_to_date(database, line, lock_of(database.url, runtime))
+
+
+async def free_lease(config: StoreConfig, runtime: Runtime, instance: str) -> None:
+    """Let any machine take the lease of this name, whose holder is dead, as the operator says.
+
+    Raises LockHeld if its holder renews it, WrongDatabase if leases are not kept in
+    `sender_database`, SchemaDiffers and LockUnknown.
+    """
+    async with open_database(config.sender_url, runtime, name="sender") as own:
+        lock = lock_of(own.url, runtime)
+        if not isinstance(lock, AdvisoryLock):
+            raise WrongDatabase("sender_database is an SQLite: no other machine can go on with it")
+        await own.read(lambda connection: refuse_old_tables(connection, "sender"))
+        try:
+            await Lease(lock, runtime, instance).free()
+        finally:
+            with trio.CancelScope(shield=True):
+                await lock.release()
 
 
 async def _locks(ours: Lock, own: Database, homeserver: Homeserver) -> list[Lock]:

@@ -48,6 +48,7 @@ from fedsender.store.connections import (
     restoring,
     words,
 )
+from fedsender.store.leases import NOBODY
 from fedsender.store.lock import LockHeld, lock_of
 from fedsender.store.migrations import METADATA, Line
 from fedsender.store.records import restored_mark
@@ -490,6 +491,8 @@ def _refill(
         if each.line == "sender":
             mark = {"mark": restored_mark(made_ms)}
             connection.execute(update(tables.generation).values(mark))
+            # Nobody runs on them: see `_nobody_else`.
+            connection.execute(update(tables.leases).values(holder=NOBODY))
         if not usable:
             migrations.note_version(connection, each.line, migrations.RESTORING)
         connection.commit()

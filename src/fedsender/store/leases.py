@@ -2,9 +2,13 @@
 
 A row for each name says who holds it. It has no expiry: the holder renews it, and ends by its own
 clock `LEASE_S` after it asked for its last renewal. Whoever wants the name watches the row, and
-takes it by compare-and-swap when it has not changed for so long. No two clocks are compared. A
-lease ends in this way only if its holder runs as one of several, or another process has asked for
-it; else the session's lock tells whether the holder runs (`store.lock`).
+takes it by compare-and-swap when it has not changed for so long. No two clocks are compared.
+
+A lease ends in this way only if its holder runs as one of several, or a process that stands by has
+asked for that. Otherwise its holder sends on while the database is away, and nobody can tell from
+afar whether it is dead or cut off. So nobody takes its lease but who knows: a process on the same
+machine, which finds the holder's name in a file that only a running process keeps locked (`_Here`),
+or the operator (`Lease.free`).
 
 Nothing that a former holder has under way is committed after its successor has read anything:
 each session that writes is marked with its name, and may write once it has read, after that, that
@@ -12,15 +16,19 @@ its process holds the lease (`Lease.admit`). Whoever takes the lease ends all ma
 others (`Lock.evict`). So a write costs nothing for it.
 """
 
+import fcntl
 import math
-from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple
+import os
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
 
 import structlog
 import trio
 from sqlalchemy import Connection, Row, Select, insert, select, text, update
 from sqlalchemy.engine.interfaces import DBAPIConnection
 
+from fedsender.files import owned_like
 from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.lock import MARK_SESSION, AdvisoryLock, LockHeld, LockUnknown, session_key
@@ -28,6 +36,8 @@ from fedsender.store.statements import replace_rows
 from fedsender.waiting import BeginAnew
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 LEASE_S: Final = 6.0
 RENEWAL_S: Final = 2.0
@@ -37,6 +47,8 @@ DRIFT_S: Final = 0.1
 """Who watches waits for so much longer: in 6 s two clocks drift apart by far less."""
 LOOK_EVERY_S: Final = 0.5
 NOBODY: Final = ""
+MOST_NOTED: Final = 1024
+"""Bytes of the file with who ran here: a failover may bring back the row of one of the last 60."""
 
 leases = tables.leases
 Waits = Callable[[str], None]
@@ -62,6 +74,8 @@ class _Seen(NamedTuple):
     renewal: int
     ends: bool
     there: bool
+    stands: bool
+    """Whether it was written in this place: before a failover somebody may have had it since."""
 
 
 class Lease:
@@ -72,9 +86,15 @@ class Lease:
             it does not end.
     """
 
-    def __init__(self, lock: AdvisoryLock, runtime: Runtime, instance: str) -> None:
-        """`lock`: its session asks all questions, so that what it holds and the lease are lost
-        together."""
+    def __init__(
+        self, lock: AdvisoryLock, runtime: Runtime, instance: str, here: Path | None = None
+    ) -> None:
+        """
+        Args:
+            lock: its session asks all questions, so that what it holds and the lease are lost
+                together.
+            here: a file of this machine, see `_Here`; None: we know of nobody that ran here.
+        """
         self.ends_at = -math.inf
         self._lock = lock
         self._runtime = runtime
@@ -82,6 +102,8 @@ class Lease:
         self._holder = NOBODY
         self._place = ""
         self._wanted = False
+        self._here = _Here(here)
+        self._limiter = trio.CapacityLimiter(1)
 
     @property
     def over(self) -> bool:
@@ -96,18 +118,21 @@ class Lease:
         Args:
             holder: boot id.
             waits: we stand by: wait while somebody else holds it. It is told why. None: we do not.
-            alone: awaited before we take a lease that does not end: raises LockHeld if its holder
-                is there.
+            alone: awaited before we wait for one that does not end: raises LockHeld if a session
+                of its holder is there.
 
         Raises:
-            LockHeld: another process holds it, and we do not stand by.
+            LockHeld: another process holds it, and we do not stand by; or it may hold it, and
+                nobody here can tell.
             LeaseLost: it was ours.
             LockUnknown: the database is away.
+            OSError: of the file.
         """
         if self._holder == holder:
             if not await self.renew():
                 raise LockUnknown("the lease cannot be renewed")
             return
+        dead = await self._ended_here(waits)
         said: str | None = None
         seen: _Seen | None = None
         since_s = 0.0
@@ -118,28 +143,71 @@ class Lease:
                 watched, seen, since_s = seen, found, now_s
                 if waits is None and watched is not None and found.holder == watched.holder:
                     raise self._held_error()
-            if found.holder in (NOBODY, holder):  # Ours: the answer was lost.
-                break
-            if not found.ends and waits is None:
-                await alone()
-                break
-            if not found.ends:
+                if waits is None and not found.ends and found.holder not in (holder, *dead):
+                    await alone()
+            watched_long = now_s - since_s >= LEASE_S + DRIFT_S
+            if found.holder in (NOBODY, holder, *dead):  # Ours: the answer was lost.
+                if found.stands or watched_long:
+                    break
+            elif watched_long:
+                if found.ends:
+                    break
+                if waits is None:
+                    raise LockHeld(_MAY_RUN.format(self._instance))
+            if waits is not None and not found.ends:
                 await self._lock.run(self._ask)
-            elif now_s - since_s >= LEASE_S + DRIFT_S:
-                break
             why = "another process runs under our name"
             if not found.ends:
                 why += ", and has not said yet that it ends if it fails"
+                if watched_long:
+                    why += f": {_IF_DEAD.format(self._instance)}"
             if waits is not None and said != why:
                 waits(why)
                 said = why
             await trio.sleep(LOOK_EVERY_S)
+        await self._run(lambda: self._here.note(holder))
         await self._swap(found, holder, ends=waits is not None)
+
+    async def _ended_here(self, waits: Waits | None) -> Collection[str]:
+        """The holders that ran on this machine, and do not any more.
+
+        Raises LockHeld if one does and we do not stand by; else waits until it has ended.
+        """
+        said = False
+        while (dead := await self._run(self._here.lock)) is None:
+            if waits is None:
+                raise self._held_error()
+            if not said:
+                waits("another process runs under our name, on this machine")
+                said = True
+            await trio.sleep(LOOK_EVERY_S)
+        return dead
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await self._runtime.run_sync(work, limiter=self._limiter)
+
+    async def free(self) -> None:
+        """Give the lease of a holder that is dead, as the operator says, to whoever wants it.
+
+        Raises LockHeld if it has renewed it meanwhile, and LockUnknown.
+        """
+        seen = await self._lock.run(self._look)
+        if seen.holder == NOBODY:
+            return
+        await trio.sleep(LEASE_S)
+        if await self._lock.run(self._look) != seen:
+            raise self._held_error()
+        await self._write(seen, NOBODY, ends=seen.ends)
 
     async def _swap(self, seen: _Seen, holder: str, *, ends: bool) -> None:
         """Take the lease if its row is as we have seen it. Raises LockUnknown."""
         asked_s = self._runtime.elapsed_s()
-        row = {"holder": holder, "renewal": 0, "ends": ends, "asked": False}
+        await self._write(seen, holder, ends=ends)
+        self._holder, self._place, self._wanted = holder, seen.place, ends
+        self.ends_at = asked_s + LEASE_S if ends else math.inf
+
+    async def _write(self, seen: _Seen, holder: str, *, ends: bool) -> None:
+        row = {"holder": holder, "renewal": 0, "ends": ends, "asked": False, "place": seen.place}
 
         def swap(connection: Connection) -> bool:
             if connection.scalar(_PLACE) != seen.place:
@@ -157,8 +225,6 @@ class Lease:
 
         if not await self._lock.run(swap):
             raise LockUnknown("somebody else has just taken the lease")
-        self._holder, self._place, self._wanted = holder, seen.place, ends
-        self.ends_at = asked_s + LEASE_S if ends else math.inf
 
     async def renew(self) -> bool:
         """Renew the lease; False: the database has not answered.
@@ -210,14 +276,16 @@ class Lease:
     async def release(self) -> None:
         """Give the lease back, if the database answers: who stands by need not wait."""
         holder, self._holder, self.ends_at = self._holder, NOBODY, -math.inf
-        if holder == NOBODY:
-            return
+        if holder != NOBODY:
+            await self._give_back(holder)
+        await self._run(self._here.close)
 
+    async def _give_back(self, holder: str) -> None:
         def give_back(connection: Connection) -> None:
             query = update(leases).where(
                 leases.c.instance_name == self._instance, leases.c.holder == holder
             )
-            connection.execute(query.values(holder=NOBODY))
+            connection.execute(query.values(holder=NOBODY, ends=False))
 
         try:
             await self._lock.run(give_back, CALL_S)
@@ -244,11 +312,12 @@ class Lease:
         place = connection.scalar(_PLACE)
         row = connection.execute(self._row()).one_or_none()
         if row is None:
-            return _Seen(place, NOBODY, 0, ends=False, there=False)
-        return _Seen(place, row.holder, row.renewal, row.ends, there=True)
+            return _Seen(place, NOBODY, 0, ends=False, there=False, stands=True)
+        stands = row.place == place
+        return _Seen(place, row.holder, row.renewal, row.ends, there=True, stands=stands)
 
-    def _row(self) -> Select[tuple[str, int, bool]]:
-        query = select(leases.c.holder, leases.c.renewal, leases.c.ends)
+    def _row(self) -> Select[tuple[str, int, bool, str]]:
+        query = select(leases.c.holder, leases.c.renewal, leases.c.ends, leases.c.place)
         return query.where(leases.c.instance_name == self._instance)
 
     def _ask(self, connection: Connection) -> None:
@@ -262,9 +331,65 @@ class Lease:
         return LeaseLost(f"the lease of {self._instance!r} has ended: another process may have it")
 
 
+_IF_DEAD: Final = "if its machine is dead, run `fedsender senders free {}`"
+_MAY_RUN: Final = (
+    "the last daemon that ran as {0!r} did so elsewhere, and may send although it does not reach"
+    f" the database: end it; or {_IF_DEAD.replace('{}', '{0}')}"
+)
+
+
+class _Here:
+    """A file of this machine with the boot ids that ran here, locked by the one that does.
+
+    A process that has locked it knows that all others in it have ended. A file system may lose it:
+    then they count as running elsewhere.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def lock(self) -> Collection[str] | None:
+        """The holders that ran here; None: one of them runs. Raises OSError."""
+        if self._path is None:
+            return ()
+        if self._file is None:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            owned_like(self._path, self._path.parent)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                return None
+            self._file = file
+        return os.pread(self._file, MOST_NOTED, 0).decode("ascii", "replace").split()
+
+    def note(self, holder: str) -> None:
+        """Note it, durably, before it asks for the lease.
+
+        In place and of one length: it takes no more room on a disk that is full. The oldest go.
+        """
+        if self._file is not None:
+            there = os.pread(self._file, MOST_NOTED, 0).split()
+            noted = b" ".join([*there, holder.encode()])[-MOST_NOTED:]
+            try:
+                os.pwrite(self._file, noted.ljust(MOST_NOTED), 0)
+                os.fsync(self._file)
+            except OSError as error:
+                # It runs; only its successor will not know that it has ended.
+                log.warning("lease_not_noted", file=str(self._path), reason=str(error))
+
+    def close(self) -> None:
+        """Let others lock it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
 def note_holder(connection: Connection, instance: str, holder: str) -> None:
     """Note who runs under this name, where a file's lock alone decides it."""
-    row = {"instance_name": instance, "holder": holder, "renewal": 0, "ends": False, "asked": False}
+    row = {"instance_name": instance, "holder": holder, "renewal": 0, "ends": False}
+    row |= {"asked": False, "place": ""}
     replace_rows(connection, leases, ("instance_name",), [row])
 
 

@@ -6,6 +6,7 @@ Each kind of homeserver (`homeserver.kind`) opens its own.
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from fedsender.runtime import Runtime
@@ -25,6 +26,7 @@ class StoreConfig:
         homeserver_url: `sqlite:///path` or `postgresql://...`: the embedded store or Synapse's.
         sender_url: the same for the sender's tables.
         state_url: a Synapse's `state` database, if it is split.
+        here: a file of this machine, for `store.leases`; None: there is none.
         server_name: the homeserver that an embedded store must belong to; None: any homeserver.
         synchronous: SQLite's setting for databases of ours. FULL survives a power cut, NORMAL a
             killed process, OFF neither (simulations).
@@ -36,6 +38,7 @@ class StoreConfig:
     state_url: str | None = None
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
     server_name: str | None = None
+    here: Path | None = None
 
     @property
     def ours(self) -> list[tuple[str, Line]]:

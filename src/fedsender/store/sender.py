@@ -916,6 +916,11 @@ class SenderStore:
 
         return await again(ask_with_lock, LockUnknown, _LOCK_PAUSE)
 
+    @property
+    def leased(self) -> bool:
+        """Whether a lease says how long we may send; without one, only the lock does."""
+        return self._lease is not None
+
     async def renew_lock(self) -> bool:
         """Whether we still hold the lock. False: its connection is gone; take the lock again.
 

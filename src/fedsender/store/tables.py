@@ -455,6 +455,7 @@ leases = Table(
     Column("renewal", BigInteger, nullable=False, comment="another number after each renewal"),
     Column("ends", Boolean, nullable=False, comment="its holder stops unless it is renewed"),
     Column("asked", Boolean, nullable=False, comment="another process wants it to end"),
+    Column("place", Text, nullable=False, comment="system and timeline in which it was taken"),
 )
 
 PER_DESTINATION = (
