@@ -441,6 +441,17 @@ def test_secrets_may_come_from_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config(text).admin.token_file == Path("/run/credentials/x/admin.token")
 
 
+def test_our_own_addresses_are_one_of_each_family() -> None:
+    both = config('federation: {source_addresses: ["192.0.2.7", "2001:db8::7"]}')
+    assert [str(ip) for ip in both.federation.source_addresses] == ["192.0.2.7", "2001:db8::7"]
+    for text, expected in (
+        ('["192.0.2.7", "192.0.2.8"]', "must be of two families"),
+        ("[hs.example]", "does not appear to be an IPv4 or IPv6 address"),
+        ("[10]", "must be an IP, in quotes"),
+    ):
+        assert expected in problem(f"federation: {{source_addresses: {text}}}")
+
+
 def test_the_name_and_each_secret_may_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

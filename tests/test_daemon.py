@@ -108,7 +108,7 @@ async def test_ready_is_said_when_the_feed_has_connected_and_not_before(home: Pa
 class NoNetwork(RealNetwork):
     """Where no homeserver and no server can be reached."""
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
         raise ConnectionRefusedError
 

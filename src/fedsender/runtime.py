@@ -101,8 +101,9 @@ class Records:
 class Network(Protocol):
     """Sockets, TLS and DNS. Addresses to connect to are numeric: `resolve` comes first."""
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
-        """Connect to `address` (an IP literal); raises OSError, and OutOfResources."""
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
+        """Connect to `address`, from our own address `source` if one is named (IP literals of one
+        family); raises OSError, and OutOfResources, also if this machine has no such address."""
         ...
 
     async def open_unix(self, path: Path) -> trio.abc.Stream:
@@ -336,9 +337,11 @@ class RealNetwork:
         self._dns: tuple[int, dns.asyncresolver.Resolver] | None = None
         self._hosts: tuple[int, dict[tuple[str, RecordType], tuple[str, ...]]] | None = None
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         try:
-            return await trio.open_tcp_stream(address, port)
+            if source is None:
+                return await trio.open_tcp_stream(address, port)
+            return await _open_from(source, address, port)
         except OSError as error:
             if lack := our_lack(error):
                 raise lack from error
@@ -426,6 +429,24 @@ class RealNetwork:
                 poll.register(outer.socket, select.POLLIN)
         news = [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
         return [stream for stream, outer in news if await outer.deserted()]
+
+
+async def _open_from(source: str, address: str, port: int) -> trio.abc.Stream:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if hasattr(socket, "IP_BIND_ADDRESS_NO_PORT"):
+            # A port is taken when the other end is known: one may serve for many servers.
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_BIND_ADDRESS_NO_PORT, 1)
+        try:
+            await sock.bind((source, 0))
+        except OSError as error:
+            raise OutOfResources(error.errno, f"{error.strerror}: {source}") from error
+        await sock.connect((address, port))
+    except BaseException:
+        sock.close()
+        raise
+    return trio.SocketStream(sock)
 
 
 def our_lack(error: object) -> OutOfResources | None:

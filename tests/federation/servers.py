@@ -189,11 +189,11 @@ class TableNetwork(RealNetwork):
     def __post_init__(self) -> None:
         super().__init__()
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         self.dialled.append((address, port))
         if (address, port) in self.ports:
             return await super().open_tcp("127.0.0.1", self.ports[address, port])
-        return await super().open_tcp(address, port)
+        return await super().open_tcp(address, port, source)
 
     async def resolve(
         self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()

@@ -61,7 +61,7 @@ class MemoryNetwork(RealNetwork):
         """Reset each connection of now when it is used, as a NAT does that was restarted."""
         self._era += 1
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         await trio.sleep(self.dialling_s)
         ours, theirs = memory_connection()
         self.connections.append(theirs)

@@ -28,7 +28,7 @@ from fedsender.federation.dialing import (
 )
 from fedsender.federation.transport import Connection
 from fedsender.limits import MAX_CONNECTING
-from fedsender.runtime import RealNetwork
+from fedsender.runtime import OutOfResources, RealNetwork
 from fedsender.tls import MeteredTls, set_groups
 
 DEFAULT = IPRanges(Federation().ip_deny, Federation().ip_allow)
@@ -84,6 +84,28 @@ def test_ipv4_address_in_ipv6_clothes_is_judged_as_itself(ip: ipaddress.IPv4Addr
     assert DEFAULT.permit(f"::ffff:{ip}") == DEFAULT.permit(str(ip))
 
 
+# --- which of our own addresses -------------------------------------------------------------------
+
+
+async def test_servers_see_the_address_that_we_are_to_connect_from() -> None:
+    seen = []
+
+    async def look(stream: trio.abc.Stream) -> None:
+        assert isinstance(stream, trio.SocketStream)
+        seen.append(stream.socket.getpeername()[0])
+
+    dialer = Dialer(RealNetwork(), sources=["::1", "127.0.0.7"])
+    async with serving(None, look) as server:
+        addresses = [("127.0.0.1", server.port)]
+        with pytest.raises(Unreachable, match="TLS"):
+            await dialer.open(addresses, "d.example", TlsPolicy(), ANY)
+        # One that this machine does not have is no server's fault.
+        dialer.sources = ["192.0.2.1"]
+        with pytest.raises(OutOfResources, match=r"requested address: 192\.0\.2\.1"):
+            await dialer.open(addresses, "d.example", TlsPolicy(), ANY)
+    assert seen == ["127.0.0.7"]
+
+
 # --- which address --------------------------------------------------------------------------------
 
 
@@ -97,7 +119,7 @@ class Roads(RealNetwork):
         self.open: list[trio.abc.Stream] = []
         self.opening = 0
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         self.tried.append((trio.current_time(), address))
         road = self.roads[address]
         if isinstance(road, OSError):
@@ -303,7 +325,7 @@ class Sudden(Roads):
         super().__init__({})
         self.arrived = trio.Event()
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         await self.arrived.wait()
         stream = Closing(self)
         self.open.append(stream)

@@ -176,7 +176,7 @@ class Silent(TableNetwork):
         super().__init__()
         self.open = self.most = 0
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         self.dialled.append((address, port))
         if address == "10.0.0.1" or port != 443:
             raise ConnectionRefusedError

@@ -413,7 +413,7 @@ class Answers(RealNetwork):
         super().__init__()
         self.answers = answers
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         ours, theirs = trio.testing.memory_stream_pair()
         await theirs.send_all(self.answers.pop(0))
         return ours
@@ -460,7 +460,9 @@ async def test_a_proxy_that_never_takes_the_connection_is_no_failure_of_a_server
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     class Hanging(RealNetwork):
-        async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        async def open_tcp(
+            self, address: str, port: int, source: str | None = None
+        ) -> trio.abc.Stream:
             await trio.sleep_forever()
             raise AssertionError
 

@@ -95,7 +95,7 @@ class HandNetwork:
         self.otherwise: Callable[[trio.abc.Stream], None] | OSError = OSError("refused")
         self.tried_at: list[float] = []
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
         self.tried_at.append(trio.current_time())
         answer = self.answers.popleft() if self.answers else self.otherwise

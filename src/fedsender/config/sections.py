@@ -22,6 +22,7 @@ from fedsender.config.values import (
     Nameserver,
     Network,
     NoProxy,
+    OurIp,
     ProxyAddress,
     Seconds,
     SecretPath,
@@ -209,6 +210,12 @@ class Federation(Section):
         description='DNS servers to ask for other servers, "ip" or "ip:port";'
         " [] takes those of /etc/resolv.conf.",
     )
+    source_addresses: tuple[OurIp, ...] = Field(
+        default=(),
+        max_length=2,
+        description="Our own IPs from which servers are connected to, one for IPv4 and one for"
+        " IPv6; [] leaves the choice to the system. A proxy is connected to from any.",
+    )
     proxy: Proxy = Field(
         default_factory=Proxy, description="The HTTP proxy through which other servers are reached."
     )
@@ -235,6 +242,8 @@ class Federation(Section):
             yield ("ca_file",), "has no use with verify_certificates: false"
         if self.more_ca_files and self.ca_file is None:
             yield ("more_ca_files",), "has no use without ca_file"
+        if len({ip.version for ip in self.source_addresses}) < len(self.source_addresses):
+            yield ("source_addresses",), "must be of two families, one IPv4 and one IPv6"
 
 
 class Sending(Section):

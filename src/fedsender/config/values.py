@@ -202,6 +202,13 @@ def parse_nameserver(value: object) -> TcpAddress:
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
+def parse_ip(value: object) -> IpAddress:
+    """From an IP, as text; raises ValueError."""
+    if isinstance(value, str):
+        return ipaddress.ip_address(value)
+    raise ValueError("must be an IP, in quotes")
+
+
 def parse_network(value: object) -> IpNetwork:
     """From `10.0.0.0/8` or one IP; raises ValueError."""
     if isinstance(value, ipaddress.IPv4Network | ipaddress.IPv6Network):
@@ -457,6 +464,7 @@ ListenAddress = Annotated[
 ]
 FixedAddress = Annotated[TcpAddress, PlainValidator(parse_ip_address), PlainSerializer(str)]
 Nameserver = Annotated[TcpAddress, PlainValidator(parse_nameserver), PlainSerializer(str)]
+OurIp = Annotated[IpAddress, PlainValidator(parse_ip), PlainSerializer(str)]
 Network = Annotated[IpNetwork, PlainValidator(parse_network), PlainSerializer(str)]
 FilePath = Annotated[Path, PlainValidator(_resolve)]
 SecretPath = Annotated[Path, PlainValidator(_resolve_secret)]

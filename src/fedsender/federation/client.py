@@ -350,7 +350,8 @@ class FederationClient:
         self.memory = AnswerMemory()
         self.user_agent = _user_agent(config.user_agent_suffix)
         proxy = _proxy_of(config, runtime)
-        self.dialer = Dialer(runtime.network, proxy=proxy)
+        sources = [str(ip) for ip in config.source_addresses]
+        self.dialer = Dialer(runtime.network, proxy=proxy, sources=sources)
         self.discovery = Discovery(
             runtime.network,
             runtime.random,

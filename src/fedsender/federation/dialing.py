@@ -108,12 +108,14 @@ class Dialer:
         connect_s: seconds for a TCP connection, over all addresses, the proxy's part included.
         handshake_s: seconds for the TLS handshake.
         proxy: the way of all connections that it does not spare; None: all are direct.
+        sources: our own IPs to connect from, one of each family at most.
     """
 
     network: Network
     connect_s: float = CONNECT_S
     handshake_s: float = HANDSHAKE_S
     proxy: Proxy | None = None
+    sources: Sequence[str] = ()
     _contexts: dict[TlsPolicy, ssl.SSLContext] = field(default_factory=dict)
     _worked: LRUCache[str, str] = field(default_factory=lambda: LRUCache(maxsize=_REMEMBERED))
     _prefer_ipv4: bool = False
@@ -215,7 +217,8 @@ class Dialer:
         """A connection to an address, through the proxy if there is one for it. Raises OSError."""
         proxy = self._proxy_for(address, tls_name)
         if proxy is None:
-            return await self.network.open_tcp(*address)
+            of_family = (ip for ip in self.sources if (":" in ip) == (":" in address[0]))
+            return await self.network.open_tcp(*address, next(of_family, None))
         # Half of the time is left to the proxy, so that its own silence is told from a server's.
         return await proxy.open(*address, within_s=min(within_s, self.connect_s) / 2)
 

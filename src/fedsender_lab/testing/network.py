@@ -257,7 +257,7 @@ class MemoryNetwork:
         self._alive = True
         self._streams: list[MemoryStream] = []
 
-    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+    async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         return self._take(await self._internet.connect(address, port))
 
     async def open_unix(self, path: Path) -> trio.abc.Stream:
