@@ -23,7 +23,6 @@ from sqlalchemy import (
     delete,
     exists,
     func,
-    literal,
     or_,
     select,
     true,
@@ -179,18 +178,34 @@ def lagging_page(
     A page has a fixed number of rows, whether or not they are owed: no statement grows with the
     table. A destination may stand in several pages, with some of its rooms in each.
     """
+    destination, room_id = start
+    given = {"destination": destination, "room_id": room_id, "most": LAGGING_ROWS}
+    found = connection.execute(_lagging(), given).all()
+    lagging = [
+        Lagging(name, lsso, rooms, owes_keys=False, oldest=oldest)
+        for name, lsso, rooms, _, _, oldest in found
+        if rooms
+    ]
+    full = sum(row[3] for row in found) == LAGGING_ROWS
+    return lagging, (found[-1][0], found[-1][4]) if full else None
+
+
+@cache
+def _lagging() -> Select[Any]:
+    row = destination_rooms.c
     page = (
         select(destination_rooms)
         .where(
-            tuple_(destination_rooms.c.destination, destination_rooms.c.room_id) > tuple_(*start)
+            tuple_(row.destination, row.room_id)
+            > tuple_(bindparam("destination", type_=Text()), bindparam("room_id", type_=Text()))
         )
-        .order_by(destination_rooms.c.destination, destination_rooms.c.room_id)
-        .limit(LAGGING_ROWS)
+        .order_by(row.destination, row.room_id)
+        .limit(bindparam("most"))
         .subquery()
     )
     mark = destinations.c.last_successful_stream_ordering
     owed = case((or_(mark.is_(None), page.c.stream_ordering > mark), 1), else_=0)
-    query = (
+    return (
         select(
             page.c.destination,
             mark,
@@ -203,14 +218,6 @@ def lagging_page(
         .group_by(page.c.destination, mark)
         .order_by(page.c.destination)
     )
-    found = connection.execute(query).all()
-    lagging = [
-        Lagging(name, lsso, rooms, owes_keys=False, oldest=oldest)
-        for name, lsso, rooms, _, _, oldest in found
-        if rooms
-    ]
-    full = sum(row[3] for row in found) == LAGGING_ROWS
-    return lagging, (found[-1][0], found[-1][4]) if full else None
 
 
 @cache
@@ -244,22 +251,26 @@ def oldest_owed_of(dialect: str, origin: str) -> tuple[FromClause, Select[Any]]:
 def owing_keys_page(
     connection: Connection, table: Table, start: str
 ) -> tuple[list[str], str | None]:
-    """A page of an outbox's destinations above `start`; and the next page's start.
+    """A page of an outbox's destinations above `start`; and the next page's start."""
+    given = {"start": start, "most": OWING_KEYS_PAGE}
+    found = list(connection.execute(_owing_keys(table), given).scalars())
+    return found, found[-1] if len(found) == OWING_KEYS_PAGE else None
 
-    The index leads from name to name: the destination's rows in the outbox are not read.
-    """
+
+@cache
+def _owing_keys(table: Table) -> Select[str]:
+    """The index leads from name to name: the destination's rows in the outbox are not read."""
 
     def next_above(name: ColumnElement[str]) -> Select[tuple[str]]:
         above = select(table.c.destination).where(table.c.destination > name)
         return above.order_by(table.c.destination).limit(1)
 
-    first = next_above(literal(start)).subquery()
+    first = next_above(bindparam("start", type_=Text())).subquery()
     names = select(first.c.destination).cte("names", recursive=True)
     following = next_above(names.c.destination).scalar_subquery()
     names = names.union_all(select(following).where(names.c.destination.is_not(None)))
     query = select(names.c.destination).where(names.c.destination.is_not(None))
-    found = list(connection.execute(query.limit(OWING_KEYS_PAGE)).scalars())
-    return found, found[-1] if len(found) == OWING_KEYS_PAGE else None
+    return query.limit(bindparam("most"))
 
 
 def delete_keys(connection: Connection, destination: str) -> None:
