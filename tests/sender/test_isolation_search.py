@@ -113,6 +113,18 @@ def test_many_in_a_row_are_found_by_one_good_item_behind_them(row: int, behind: 
     assert len(lane.got) == behind
 
 
+@pytest.mark.parametrize(("answers", "then"), [([], Turn.EMPTY), (["good"], Turn.LOT)])
+def test_whoever_refuses_three_others_and_answers_none_is_asked_about_nothing(
+    answers: list[str], then: Turn
+) -> None:
+    """Not all others have to be refused before the server counts as at fault."""
+    search = refused(AT_REST, "suspect")
+    for item in answers:
+        search = answered(search, [item])
+    turns = [(search := refused(search, other)).turn for other in ("1", "2", "3")]
+    assert turns == [Turn.LOT, Turn.LOT, then]
+
+
 def test_of_the_witnesses_the_last_ten_are_remembered() -> None:
     """I7: an EDU that is sent again has another mark, and one search may follow the other."""
     search = AT_REST
