@@ -86,6 +86,7 @@ def test_token_an_append_that_comes_again_is_stored_again(monkeypatch: pytest.Mo
     assert goes_red("token")
 
 
+@pytest.mark.long
 def test_unnoticed_a_failover_that_is_seen_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def pass_over(*_: Any) -> None: ...
 
@@ -249,6 +250,7 @@ def test_i10_content_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert goes_red("I10")
 
 
+@pytest.mark.long
 def test_clock_waits_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     def left_s(since_ms: int | None, until_ms: int | None, now_ms: int) -> float:
         """Never longer than it was set to; but that for as long as the clock is behind."""
