@@ -12,7 +12,7 @@ from fedsender.store import HomeserverSettings, StoreConfig
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
     if request.param == "postgresql":
         postgres = request.getfixturevalue("postgres")
-        homeserver, sender = postgres.create_schema(), postgres.create_schema()
+        homeserver, sender = map(postgres.create_schema, ("homeserver", "sender"))
     else:
         homeserver = lay(tmp_path / "homeserver.db", "homeserver")
         sender = lay(tmp_path / "sender.db", "sender")

@@ -35,7 +35,7 @@ def config(homeserver_url: str, directory: Path) -> StoreConfig:
 
 @pytest.fixture
 async def store(new_url: NewUrl, tmp_path: Path) -> AsyncIterator[Store]:
-    async with open_store(config(new_url(), tmp_path), real_runtime()) as opened:
+    async with open_store(config(new_url("homeserver"), tmp_path), real_runtime()) as opened:
         yield opened
 
 
