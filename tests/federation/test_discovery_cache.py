@@ -14,6 +14,7 @@ import trio
 import trio.testing
 from tests.federation.servers import TableNetwork
 from tests.servers import Databases, NewUrl
+from tests.store.ready_made import lay
 
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import (
@@ -373,8 +374,8 @@ def wall() -> Wall:
 async def saved(new_url: NewUrl, tmp_path: Path, wall: Wall) -> AsyncIterator[SenderStore]:
     settings = StoreConfig(
         HomeserverSettings("embedded", "fedsender", ("fedsender",)),
-        f"sqlite:///{tmp_path}/homeserver.db",
-        new_url(),
+        lay(tmp_path / "homeserver.db", "homeserver"),
+        new_url("sender"),
         synchronous="OFF",
     )
     async with open_store(settings, wall.runtime) as store:
@@ -592,7 +593,7 @@ async def test_a_database_that_is_away_keeps_no_daemon_from_its_start_and_gets_i
 async def test_senders_that_share_a_database_have_their_own(
     postgres: Databases, tmp_path: Path
 ) -> None:
-    url = postgres.create_schema()
+    url = postgres.create_schema("sender")
     held = Discovered("A", "b.example", 2**50, "{}")
 
     @asynccontextmanager

@@ -218,7 +218,11 @@ def some_rows(rng: random.Random, number: int) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("new_url", "seed"),
+    [("sqlite", 0), ("sqlite", 1), ("sqlite", 2), ("postgresql", 3)],
+    indirect=["new_url"],
+)
 async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
     seed: int, new_url: NewUrl
 ) -> None:
@@ -226,7 +230,9 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
     model = Model()
     floor = 0
     clock = Clock()
-    async with open_relay_store(new_url(), clock.runtime, SERVER, synchronous="OFF") as store:
+    async with open_relay_store(
+        new_url("homeserver"), clock.runtime, SERVER, synchronous="OFF"
+    ) as store:
         assert await store.begin_intake("e" * 16)
         number, since_ms = 0, 0
         for _ in range(40):
@@ -288,7 +294,7 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
 
 async def test_what_nothing_names_goes_from_below_the_first_record(new_url: NewUrl) -> None:
     """Of a hundred messages in a room, one is left; and none, once a newer one is there."""
-    url = new_url()
+    url = new_url("homeserver")
     room_id, server = ROOMS[0], SERVERS[0]
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
@@ -314,7 +320,7 @@ async def _tokens(url: str) -> list[int]:
 
 async def test_ended_stays_and_redactions_are_remembered_for_thirty_days(new_url: NewUrl) -> None:
     clock = Clock()
-    async with open_relay_store(new_url(), clock.runtime, SERVER) as store:
+    async with open_relay_store(new_url("homeserver"), clock.runtime, SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records(
             [
@@ -342,7 +348,7 @@ async def test_ended_stays_and_redactions_are_remembered_for_thirty_days(new_url
 
 async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: NewUrl) -> None:
     """Nor does it matter for how many servers they are."""
-    async with open_relay_store(new_url(), real_runtime(), SERVER) as store:
+    async with open_relay_store(new_url("homeserver"), real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         user = f"@u:{SERVER}"
         listed = ["device_list", SERVERS[0], user, "D", None]
@@ -362,7 +368,7 @@ async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: New
 
 async def test_a_device_list_for_which_there_is_no_room_is_asked_for(new_url: NewUrl) -> None:
     """Before any message to a device goes, which nobody can have again from anywhere."""
-    async with open_relay_store(new_url(), real_runtime(), SERVER) as store:
+    async with open_relay_store(new_url("homeserver"), real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         user, content = f"@u\u00e9:{SERVER}", {"keys": [["x" * 1_000]]}
         message = ["edu", ["to_device", SERVERS[0], "m", {"a": "x" * 1_000}]]
@@ -397,7 +403,9 @@ async def test_a_record_for_many_servers_is_not_read_once_for_each_of_them(
     said = [["edu", ["device_list", server, user, "D", content]] for server in servers]
     last = pdu(ROOMS[0], "$p", servers[:1])
     last[1][2]["content"] = {"body": "x" * 60_000}
-    async with open_relay_store(new_url(), real_runtime(), SERVER, synchronous="OFF") as store:
+    async with open_relay_store(
+        new_url("homeserver"), real_runtime(), SERVER, synchronous="OFF"
+    ) as store:
         await store.begin_intake("e" * 16)
         await store.append_records(
             [
@@ -420,7 +428,7 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
     monkeypatch.setattr(module, "ROWS_AT_ONCE", 5)
     monkeypatch.setattr(appends, "_FORGOTTEN_AT_ONCE", 5)
     clock = Clock()
-    url = new_url()
+    url = new_url("homeserver")
     places = [(f"!{number}:{SERVER}", SERVERS[0]) for number in range(23)]
     async with open_relay_store(url, clock.runtime, SERVER) as store:
         await store.begin_intake("e" * 16)
@@ -465,7 +473,7 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
 async def test_each_record_is_stored_once_by_its_id(new_url: NewUrl) -> None:
     clock = Clock()
     first, other = record("a", pdu(ROOMS[0], "$a")), record("a", pdu(ROOMS[0], "$b"))
-    async with open_relay_store(new_url(), clock.runtime, SERVER) as store:
+    async with open_relay_store(new_url("homeserver"), clock.runtime, SERVER) as store:
         await store.begin_intake("e" * 16)
         assert await store.append_records([first, first]) == [1, 1]
         assert await store.append_records([first]) == [1]
@@ -479,7 +487,7 @@ async def test_each_record_is_stored_once_by_its_id(new_url: NewUrl) -> None:
 
 
 async def test_a_list_of_servers_as_of_an_older_token_is_refused(new_url: NewUrl) -> None:
-    async with open_relay_store(new_url(), real_runtime(), SERVER) as store:
+    async with open_relay_store(new_url("homeserver"), real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records([record("a", ["hosts", [ROOMS[0], SERVERS[:2], []]])])
         await store.append_records([record("b", ["hosts", [ROOMS[0], [], SERVERS[:1]]])])
@@ -497,7 +505,7 @@ async def test_a_list_of_servers_as_of_an_older_token_is_refused(new_url: NewUrl
 
 
 async def test_a_record_that_is_spoiled_or_missing_is_named(new_url: NewUrl) -> None:
-    url = new_url()
+    url = new_url("homeserver")
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records([record(f"{n}", pdu(ROOMS[0], f"${n}")) for n in range(6)])
@@ -519,7 +527,7 @@ async def test_a_record_that_is_spoiled_or_missing_is_named(new_url: NewUrl) -> 
 async def test_no_snapshot_is_made_of_a_record_that_is_spoiled_or_missing(
     new_url: NewUrl, lines: bytes | None
 ) -> None:
-    url = new_url()
+    url = new_url("homeserver")
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records(
@@ -537,7 +545,7 @@ async def test_no_snapshot_is_made_of_a_record_that_is_spoiled_or_missing(
 
 async def test_the_log_is_read_and_measured_by_bytes_and_by_time(new_url: NewUrl) -> None:
     clock = Clock()
-    async with open_relay_store(new_url(), clock.runtime, SERVER) as store:
+    async with open_relay_store(new_url("homeserver"), clock.runtime, SERVER) as store:
         assert await store.bounds() == (1, 0, 0, 0)
         await store.begin_intake("e" * 16)
         for number in range(10):
@@ -566,7 +574,7 @@ async def test_the_log_is_read_and_measured_by_bytes_and_by_time(new_url: NewUrl
 
 
 async def test_an_epoch_begins_with_each_writer_and_ends_the_one_before(new_url: NewUrl) -> None:
-    url = new_url()
+    url = new_url("homeserver")
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("a" * 16)
         await store.append_records([record("a", pdu(ROOMS[0], "$a"))])
@@ -577,7 +585,7 @@ async def test_an_epoch_begins_with_each_writer_and_ends_the_one_before(new_url:
 
 
 async def test_consumers_are_stored(new_url: NewUrl) -> None:
-    url = new_url()
+    url = new_url("homeserver")
     one = Consumer("one", 1, 2, 3, Handed("s", 4), True, "gone", {"GAP": 2}, 5, "1 of 2")
     two = Consumer("two", 6, 7)
     async with open_relay_store(url, real_runtime(), SERVER) as store:
@@ -593,7 +601,7 @@ async def test_consumers_are_stored(new_url: NewUrl) -> None:
 
 async def test_only_one_relay_writes(new_url: NewUrl) -> None:
     """On SQLite no second one opens it. On PostgreSQL it waits, and takes over at once."""
-    url = new_url()
+    url = new_url("homeserver")
     runtime = real_runtime()
     async with open_relay_store(url, runtime, SERVER) as store:
         await store.begin_intake("a" * 16)
@@ -624,7 +632,7 @@ async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
     new_url: NewUrl,
 ) -> None:
     """It was paused, say, and knows neither who follows now nor what they hold."""
-    url = new_url()
+    url = new_url("homeserver")
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("a" * 16)
         await store.append_records(
@@ -654,7 +662,7 @@ async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
 
 
 async def test_a_database_belongs_to_one_relay(new_url: NewUrl) -> None:
-    url = new_url()
+    url = new_url("homeserver")
     async with open_relay_store(url, real_runtime(), SERVER):
         pass
     with pytest.raises(WrongDatabase, match=r"relay of hs.example: the relay of other.example"):

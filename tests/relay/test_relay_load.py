@@ -20,6 +20,7 @@ from tests.relay.relay_world import World as RelayWorld
 from tests.relay.relay_world import new_directory
 from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, row_of, until
 from tests.sender.harness import HS, World
+from tests.store.ready_made import lay
 
 from fedsender.embedded.facts import RoomServers
 from fedsender.embedded.push import PushFeed
@@ -348,9 +349,9 @@ async def test_both_databases_take_a_snapshot_over_and_the_next_one(
 ) -> None:
     """Who was in the room before an event is the same from the log and from snapshots; what is
     stored is not stored again; a server that came, went, or went and came is known by its stays."""
-    url = f"sqlite:///{tmp_path}/homeserver.db"
+    url = lay(tmp_path / "homeserver.db", "homeserver")
     if dialect == "postgresql":
-        url = request.getfixturevalue("postgres").create_schema()
+        url = request.getfixturevalue("postgres").create_schema("homeserver")
     relay = Relay()
     relay.say(hosts(ROOM, ["a.x", "b.x", "c.x"]))
     relay.say(pdu(ROOM, 1))

@@ -49,12 +49,9 @@ class SynapseWorld(World):
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Store]:
-        path = self.directory / "synapse.db"
-        new, url = not path.exists(), f"sqlite:///{path}"
+        url = lay(self.directory / "synapse.db", synapse_schema.create)
         options = DatabaseOptions(synchronous="OFF")
         async with open_database(url, self.runtime, name="test", options=options) as self.database:
-            if new:
-                await self.database.write(synapse_schema.create)
             settings = self.store_settings()
             async with open_store(settings, self.runtime, faults=self.faults) as self.store:
                 yield self.store

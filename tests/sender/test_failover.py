@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from tests.sender.harness import HS, RemoteServer, answer, ok
 from tests.sender.test_locked_rooms import ALICE, NEAR, OLD, OTHER, PURGED, PostgresWorld, until
 from tests.servers import Databases, Postgres, open_postgres
+from tests.store import synapse_schema
 
 from fedsender.store import StoreError, tables
 from fedsender.store.positions import SetBack
@@ -99,7 +100,7 @@ async def test_what_a_failover_loses_is_owed_anew_and_its_ids_are_not_mistaken(
     tmp_path: Path, server: Postgres, lost: int
 ) -> None:
     """I1, I2, I4: of everything that is owed nothing is lost, whatever the ids meant before."""
-    world = FailingOver(tmp_path, Databases(server).create_database())
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near, down = world.servers[NEAR], world.servers[DOWN]
     with trio.fail_after(120), capture_logs() as logs:
@@ -156,7 +157,7 @@ async def test_what_a_failover_loses_is_owed_anew_and_its_ids_are_not_mistaken(
 
 async def test_a_lost_message_takes_no_other_with_it(tmp_path: Path, server: Postgres) -> None:
     """I4: only to-device rows are lost, and the events position is as we left it."""
-    world = FailingOver(tmp_path, Databases(server).create_database())
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     with trio.fail_after(60):
@@ -177,7 +178,7 @@ async def test_a_lost_message_takes_no_other_with_it(tmp_path: Path, server: Pos
 
 async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Postgres) -> None:
     """At our own target nothing was set back; beyond it, another sender has our name."""
-    world = FailingOver(tmp_path, Databases(server).create_database())
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     async with world.open() as opened:
         store = opened.homeserver
@@ -218,7 +219,7 @@ async def test_a_lost_answer_and_then_an_error_stop_nothing(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """The database may have the commit of a call that has failed in the end."""
-    world = FailingOver(tmp_path, postgres.create_schema())
+    world = FailingOver(tmp_path, postgres.create_schema(synapse_schema.create))
     await world.found()
     faults: dict[str, list[Exception]] = {
         "homeserver: after commit": [
@@ -250,7 +251,7 @@ async def test_an_event_that_a_failover_takes_before_its_commit_hides_no_other(
     tmp_path: Path, server: Postgres
 ) -> None:
     """I1: the position is as we left it, and ids that we have heard of are given again."""
-    world = FailingOver(tmp_path, Databases(server).create_database())
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     with server.connect(world.url.rpartition("/")[2]) as connection:

@@ -22,7 +22,6 @@ from fedsender.runtime import real_runtime
 from fedsender.sender.context import Phase
 from fedsender.sender.isolation import Kind
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, tables
-from fedsender.store.engine import DatabaseOptions, open_database
 
 ALICE = f"@alice:{HS}"
 PURGED, OTHER = "!purged:hs", "!other:hs"
@@ -57,10 +56,7 @@ class PostgresWorld(World):
             yield self.store
 
     async def found(self) -> None:
-        """Make the database, with two rooms and their members."""
-        options = DatabaseOptions(synchronous="OFF")
-        async with open_database(self.url, self.runtime, name="test", options=options) as database:
-            await database.write(synapse_schema.create)
+        """Two rooms and their members."""
         for room_id in (PURGED, OTHER):
             self.put(tables.rooms, room_id=room_id, room_version="10")
         for (room_id, group), servers in MEMBERS.items():
@@ -128,7 +124,7 @@ class PostgresWorld(World):
 @pytest.fixture
 async def purging(tmp_path: Path, postgres: Databases) -> PostgresWorld:
     """OLD was owed an event of the room before, NEW never was; NEAR is not in it."""
-    world = PostgresWorld(tmp_path, postgres.create_schema())
+    world = PostgresWorld(tmp_path, postgres.create_schema(synapse_schema.create))
     await world.found()
     return world
 

@@ -38,15 +38,14 @@ def open_synapse(new_url: NewUrl) -> OpenSynapse:
         split: bool = False,
     ) -> AsyncIterator[Synapse]:
         runtime = real_runtime()
-        url = new_url()
+        make = synapse_schema.create_without_state if split else synapse_schema.create
+        url = new_url(make)
+        state_url = new_url(synapse_schema.create_state) if split else url
         options = DatabaseOptions(synchronous="OFF")
         async with (
             open_database(url, runtime, name="main", options=options) as main,
-            open_database(new_url() if split else url, runtime, name="state") as state,
+            open_database(state_url, runtime, name="state") as state,
         ):
-            await main.write(lambda connection: synapse_schema.create(connection, split=split))
-            if split:
-                await state.write(synapse_schema.create_state)
             store = SynapseStore(
                 main,
                 runtime,

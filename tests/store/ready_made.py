@@ -1,6 +1,7 @@
-"""SQLite files with our tables and no rows: making the tables takes longer than most tests."""
+"""Databases with tables and no rows of a test: making the tables takes longer than most tests."""
 
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -10,9 +11,20 @@ import sqlalchemy as sa
 
 from fedsender.store.migrations import Line, upgrade
 
+Tables = Line | Callable[[sa.Connection], object]
+"""Those of one of our lines, or those that a function makes."""
+
+
+def make(connection: sa.Connection, tables: Tables) -> None:
+    """Make these tables."""
+    if callable(tables):
+        tables(connection)
+    else:
+        upgrade(connection, tables)
+
 
 @cache
-def _file(line: Line) -> bytes:
+def _file(tables: Tables) -> bytes:
     with TemporaryDirectory() as directory:
         path = Path(directory) / "made.sqlite3"
         with closing(sqlite3.connect(path)) as connection, connection:
@@ -20,14 +32,14 @@ def _file(line: Line) -> bytes:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.close()
         engine = sa.create_engine(f"sqlite:///{path}")
-        with engine.begin() as migrated:
-            upgrade(migrated, line)
+        with engine.begin() as made:
+            make(made, tables)
         engine.dispose()
         return path.read_bytes()
 
 
-def lay(path: Path, line: Line) -> str:
-    """The URL of the SQLite file at `path`, which is made unless it is there."""
+def lay(path: Path, tables: Tables) -> str:
+    """The URL of the SQLite file at `path`, which is made with these tables unless it is there."""
     if not path.exists():
-        path.write_bytes(_file(line))
+        path.write_bytes(_file(tables))
     return f"sqlite:///{path}"

@@ -40,7 +40,7 @@ STATE = ("state_groups_state", "state_group_edges")
 
 
 def create(connection: Connection, *, split: bool = False) -> None:
-    """Make the main database; with `split` without the state tables."""
+    """Make the main database."""
     homeserver = [
         table
         for table in tables.homeserver.sorted_tables
@@ -55,6 +55,11 @@ def create(connection: Connection, *, split: bool = False) -> None:
     statements = [*VERSIONS, *(CACHES if connection.dialect.name == "postgresql" else ())]
     for statement in statements:
         connection.execute(text(statement))
+
+
+def create_without_state(connection: Connection) -> None:
+    """Make the main database of a homeserver whose state has one of its own."""
+    create(connection, split=True)
 
 
 def create_state(connection: Connection) -> None:

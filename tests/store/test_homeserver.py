@@ -169,7 +169,7 @@ async def test_a_room_that_is_being_purged_is_waited_for_by_nobody(postgres: Dat
     A row that is there needs no lock on the room. What cannot be written is named, and then nothing
     is written; a room that is gone is another matter.
     """
-    url, options = postgres.create_schema(), DatabaseOptions(ours=False)
+    url, options = postgres.create_schema(synapse_schema.create), DatabaseOptions(ours=False)
     settings = HomeserverSettings("synapse", "fed1", ("fed1",))
     async with open_database(url, real_runtime(), name="main", options=options) as database:
         store = SynapseStore(database, real_runtime(), settings)
@@ -178,7 +178,6 @@ async def test_a_room_that_is_being_purged_is_waited_for_by_nobody(postgres: Dat
         async def owed() -> list[tuple[object, ...]]:
             return await rows(synapse, ROOMS, "destination", "room_id", "stream_ordering")
 
-        await database.write(synapse_schema.create)
         await database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
         await store.events_position()
         await store.commit_fan_out(10, {(ONE, "!a:x"): 5})

@@ -8,6 +8,7 @@ import pytest
 import trio
 from sqlalchemy import Column, Connection
 from tests.servers import Databases, NewUrl
+from tests.store.ready_made import lay
 
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState, states_of
@@ -23,7 +24,7 @@ ONE, TWO = "one.example", "two.example"
 def config(sender_url: str, directory: Path) -> StoreConfig:
     return StoreConfig(
         homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
-        homeserver_url=f"sqlite:///{directory}/homeserver.db",
+        homeserver_url=lay(directory / "homeserver.db", "homeserver"),
         sender_url=sender_url,
         synchronous="OFF",
     )
@@ -31,7 +32,7 @@ def config(sender_url: str, directory: Path) -> StoreConfig:
 
 @pytest.fixture
 async def store(new_url: NewUrl, tmp_path: Path) -> AsyncIterator[SenderStore]:
-    async with open_store(config(new_url(), tmp_path), real_runtime()) as opened:
+    async with open_store(config(new_url("sender"), tmp_path), real_runtime()) as opened:
         yield opened.sender
 
 
@@ -249,7 +250,7 @@ async def test_a_forgotten_destination_leaves_nothing(store: SenderStore) -> Non
 
 
 async def test_everything_is_there_after_a_restart(new_url: NewUrl, tmp_path: Path) -> None:
-    settings = config(new_url(), tmp_path)
+    settings = config(new_url("sender"), tmp_path)
     async with open_store(settings, real_runtime()) as opened:
         await opened.sender.save_frozen(frozen())
     async with open_store(settings, real_runtime()) as opened:
@@ -261,7 +262,7 @@ async def test_everything_is_there_after_a_restart(new_url: NewUrl, tmp_path: Pa
 
 async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) -> None:
     """Across processes: here two stores on one database stand for them."""
-    settings = config(new_url(), tmp_path)
+    settings = config(new_url("sender"), tmp_path)
     async with open_store(settings, real_runtime()) as first:
         await first.sender.take_lock("boot1")
         await first.sender.take_lock("boot1")
@@ -283,7 +284,7 @@ async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) 
 
 
 async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Path) -> None:
-    settings = config(new_url(), tmp_path)
+    settings = config(new_url("sender"), tmp_path)
     for boot in ("boot1", "boot2"):
         async with open_store(settings, real_runtime()) as opened:
             await opened.sender.take_lock(boot)
@@ -292,7 +293,9 @@ async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Pa
 async def test_a_lock_is_lost_with_its_connection_and_taken_again(
     postgres: Databases, tmp_path: Path
 ) -> None:
-    async with open_store(config(postgres.create_schema(), tmp_path), real_runtime()) as opened:
+    async with open_store(
+        config(postgres.create_schema("sender"), tmp_path), real_runtime()
+    ) as opened:
         await opened.sender.take_lock("boot1")
         await trio.to_thread.run_sync(postgres.stop)
         assert not await opened.sender.renew_lock()

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 from tests.servers import Databases
+from tests.store.ready_made import lay
 from tests.store.test_sender import ONE, TWO, config, frozen
 
 from fedsender.runtime import real_runtime
@@ -32,14 +33,14 @@ def settings(url: str, directory: Path, instance: str) -> StoreConfig:
     return replace(
         made,
         homeserver=HomeserverSettings("embedded", instance, (instance,)),
-        homeserver_url=f"sqlite:///{directory}/{instance}.db",
+        homeserver_url=lay(directory / f"{instance}.db", "homeserver"),
     )
 
 
 @pytest.fixture
 async def two(postgres: Databases, tmp_path: Path) -> AsyncIterator[tuple[Store, Store]]:
     """The stores of senders fed1 and fed2, which share one database."""
-    url = postgres.create_schema()
+    url = postgres.create_schema("sender")
     async with AsyncExitStack() as stack:
         first, second = [
             await stack.enter_async_context(
@@ -241,7 +242,7 @@ async def test_a_new_sender_goes_on_with_receipts_where_the_old_one_was(
 ) -> None:
     """Receipts survive: one that has never counted them begins at the newest one, but owes those
     that its servers' last sender had not come to."""
-    url = postgres.create_schema()
+    url = postgres.create_schema("sender")
     async with AsyncExitStack() as stack:
         first, second = [
             await stack.enter_async_context(

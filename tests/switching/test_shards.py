@@ -159,7 +159,6 @@ async def site(directory: Path, homeserver: str) -> AsyncIterator[Site]:
     ) as receivers:
 
         def fill(connection: Connection) -> None:
-            synapse_schema.create(connection)
             for number, server in enumerate(receivers.servers, start=1):
                 connection.execute(insert(tables.destinations).values(destination=server))
                 connection.execute(
@@ -178,8 +177,8 @@ async def test_records_move_with_their_servers_in_a_shared_database(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """I3 across a change of the list: the new owner repeats what the old one froze, unchanged."""
-    own = postgres.create_database()
-    async with site(tmp_path, postgres.create_schema()) as it:
+    own = postgres.create_database("sender")
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         it.become(well=False)
         before, after = ["a", "b"], ["b", "c", "a"]
         async with it.sender("a", before, own) as one, it.sender("b", before, own) as two:
@@ -213,8 +212,11 @@ async def test_a_sender_with_another_list_is_refused_while_one_runs(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """Two lists at once: some server would be sent to by two, another one by nobody."""
-    own = postgres.create_database()
-    async with site(tmp_path, postgres.create_schema()) as it, it.sender("a", ["a", "b"], own):
+    own = postgres.create_database("sender")
+    async with (
+        site(tmp_path, postgres.create_schema(synapse_schema.create)) as it,
+        it.sender("a", ["a", "b"], own),
+    ):
         with pytest.raises(SendersDiffer, match="stop them all, change the list"):
             async with it.sender("b", ["b", "a"], own):
                 pass
@@ -227,7 +229,7 @@ async def test_without_a_shared_database_a_sender_must_first_send_what_it_holds(
 ) -> None:
     """Its records would be seen by nobody who sends to these servers."""
     own = str(tmp_path / "own.sqlite3")
-    async with site(tmp_path, postgres.create_schema()) as it:
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         it.become(well=False)
         async with it.sender("a", ["a"], own):
             await until(it.all_have(500))

@@ -13,6 +13,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Connection, delete, insert
 from tests.servers import Databases
+from tests.store import synapse_schema
 from tests.store.rooms import Room, put_event
 from tests.switching.test_shards import HS, PATIENCE_S, Site, config_of, site
 
@@ -137,8 +138,8 @@ async def test_what_is_in_quarantine_moves_with_its_servers_and_is_sent_from_the
 ) -> None:
     """I2 across a change of the list: sender a has given the events up, b has not, and goes. What
     b's servers did not get, their new senders hold back, and send when an operator says so."""
-    own = postgres.create_database()
-    async with site(tmp_path, postgres.create_schema()) as it:
+    own = postgres.create_database("sender")
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         names = sorted(it.receivers.servers)
         good, upto = await write_history(it)
         async with senders(it, ["a", "b"], own) as (a, b):
@@ -171,8 +172,8 @@ async def test_the_list_is_not_changed_while_one_sender_is_behind_the_others(
 ) -> None:
     """I2: a has fanned the events out, b has not yet. Servers that go from b to a would never get
     them: a goes on from where it was."""
-    own = postgres.create_database()
-    async with site(tmp_path, postgres.create_schema()) as it:
+    own = postgres.create_database("sender")
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         _, upto = await write_history(it)
         async with senders(it, ["a", "b"], own) as (a, _):
             await fan_out(a, upto)
@@ -191,8 +192,8 @@ async def test_a_new_sender_that_starts_later_than_the_others_has_missed_nothing
 ) -> None:
     """I2: z is on the list and not there yet. What a passes meanwhile is owed to z's servers too,
     and a has put it down for its own alone: an event, and a receipt."""
-    own = postgres.create_database()
-    async with site(tmp_path, postgres.create_schema()) as it:
+    own = postgres.create_database("sender")
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         names = sorted(it.receivers.servers)
         async with it.sender("a", ["a"], own):
             await until(it.all_have(200))
@@ -217,8 +218,8 @@ async def test_what_one_sender_did_not_come_to_the_only_one_left_sends_and_nothi
 ) -> None:
     """I2: a stops for good, and b goes on past an event and a receipt. a's servers are b's then,
     who owes them both; b's own have had the event, and perhaps many more since a stopped."""
-    own = postgres.create_database()
-    async with site(tmp_path, postgres.create_schema()) as it:
+    own = postgres.create_database("sender")
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         names = sorted(it.receivers.servers)
         async with senders(it, ["a", "b"], own):
             await until(it.all_have(200))
@@ -245,7 +246,7 @@ async def test_a_sender_with_a_database_of_its_own_must_first_deal_with_what_no_
 ) -> None:
     """Some of the servers that did not get it are another's by the new list, who cannot see it."""
     own = str(tmp_path / "own.sqlite3")
-    async with site(tmp_path, postgres.create_schema()) as it:
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         _, upto = await write_history(it)
         async with it.sender("a", ["a"], own) as a:
             await fan_out(a, upto)
@@ -287,10 +288,10 @@ async def test_a_new_sender_waits_for_the_old_one_to_have_nothing_of_its_servers
     monkeypatch.setattr(shards, "PATIENCE_S", 2)
     made = (str(tmp_path / "a.db"), str(tmp_path / "z.db"))
     if of_its_own == "postgresql":
-        made = (postgres.create_database(), postgres.create_database())
+        made = (postgres.create_database("sender"), postgres.create_database("sender"))
     a_own, z_own = made
     names = ["z", "a"]
-    async with site(tmp_path, postgres.create_schema()) as it:
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         it.become(well=False)
         async with it.sender("a", ["a"], a_own):
             await until(it.all_have(500))
@@ -321,7 +322,7 @@ async def test_who_has_gone_must_have_handed_back(tmp_path: Path, postgres: Data
     """Its records would be seen by nobody any more: not by who stays, and not by who is new."""
     own = {name: str(tmp_path / f"{name}.db") for name in ("a", "b", "c")}
     old = ["a", "b"]
-    async with site(tmp_path, postgres.create_schema()) as it:
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         it.become(well=False)
         async with it.sender("a", old, own["a"]), it.sender("b", old, own["b"]):
             await until(it.all_have(500))
@@ -350,7 +351,7 @@ async def test_synapses_own_workers_have_no_records_that_are_out_of_sight(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """They acknowledge what they are sent as 0; and before anybody has sent, it is -1."""
-    async with site(tmp_path, postgres.create_schema()) as it:
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         for number, (events, federation) in enumerate([(5, 0), (-1, -1)]):
             await set_position(it, "fed1", events, federation)
             own = str(tmp_path / f"{number}.db")
@@ -362,9 +363,9 @@ async def test_one_of_several_senders_hands_back_what_is_its_own(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """Synapse's worker takes the place of a; b goes on, and all that is on record for it stays."""
-    own = postgres.create_database()
+    own = postgres.create_database("sender")
     names = ["a", "b"]
-    async with site(tmp_path, postgres.create_schema()) as it:
+    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
         it.become(well=False)
         _, upto = await write_history(it)
 
