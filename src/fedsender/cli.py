@@ -482,6 +482,20 @@ def config_check(
     return DONE
 
 
+@config_app.command("upgrade")
+def config_upgrade(config: ConfigFile) -> int:
+    """Print a configuration of an older release anew; on standard error, what is gone."""
+    from fedsender.config import loads
+    from fedsender.config.upgrade import upgraded
+
+    made = upgraded(config)
+    for note in made.notes:
+        _complain(note, DONE)
+    say_text(made.text)
+    loads(made.text, directory=config.absolute().parent, file=f"{config}, upgraded")
+    return DONE
+
+
 @config_app.command("from-synapse")
 def config_from_synapse(
     files: Annotated[

@@ -438,6 +438,11 @@ _OVERRIDE: Final = re.compile(r"^destinations\.overrides\[\d+\]")
 """An override has the settings of the defaults."""
 
 
+def instead_of(location: Location) -> str | None:
+    """What to do instead of this setting, which is gone; None: it is not."""
+    return _GONE.get(_OVERRIDE.sub("destinations.defaults", dotted(location)))
+
+
 def _problems(document: Document, error: ErrorDetails) -> Iterator[str]:
     """One problem as pydantic tells it, as lines for an operator."""
     location, kind, context = error["loc"], error["type"], error.get("ctx", {})
@@ -446,7 +451,7 @@ def _problems(document: Document, error: ErrorDetails) -> Iterator[str]:
         for place, text in cause.found:
             yield document.problem(place, text)
     elif kind == "extra_forbidden":
-        gone = _GONE.get(_OVERRIDE.sub("destinations.defaults", dotted(location)))
+        gone = instead_of(location)
         text = f"unknown setting{_suggestion(location)}" if gone is None else f"is gone: {gone}"
         yield document.problem(location, text, at_key=True)
     else:
