@@ -72,7 +72,7 @@ def test_what_is_gone_becomes_a_comment_and_all_else_stays(
     assert run_command(["config", "upgrade", "-c", str(file)]) == 0
     printed = capsys.readouterr()
     assert printed.out == NEW
-    assert [line.split(": ")[1] for line in printed.err.splitlines()] == [
+    assert [line.split(": ")[2] for line in printed.err.splitlines()] == [
         "federation.connect_timeout",
         "notify",
         "destinations.overrides[0].backoff",
