@@ -1,61 +1,97 @@
 """One name with two processes: who may send and write for it, in ticks of 2 s."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from fedsender_lab.cluster.search import less
+
+
+class Row(NamedTuple):
+    """The row of the lease, as the sender's database has it.
+
+    Attributes:
+        holder: incarnation of the process that has it.
+        number: another one after each write.
+        ends: whether its holder stops unless it is renewed.
+        timeline: of the database, when it was taken.
+    """
+
+    holder: int
+    number: int
+    ends: bool
+    timeline: int = 0
 
 
 class Ask(NamedTuple):
     """A call to the sender's database: a renewal, or a take-over.
 
     Attributes:
-        kind: what it asks for: `renew` or `take`.
-        old, incarnation: ours so far, and from then on.
-        seen: the row and timeline that a take-over compares; for a renewal, the timeline.
+        incarnation: the asker's, from then on.
+        seen: the row that a take-over compares; None: it is a renewal.
+        timeline: that both compare; None: they do not.
+        ends: what it writes into the row.
         age: ticks since it was asked, by the asker's clock.
-        state: `sent`, or its result: `done` or `refused`.
+        state: `sent`, or its result: `done`, `wanted` (done, and somebody asks for one that ends)
+            or `refused`.
         slow: whether the asker's clock stood still meanwhile.
     """
 
-    kind: str
-    old: int
     incarnation: int
-    seen: tuple[Any, ...]
+    seen: Row | None
+    timeline: int | None
+    ends: bool
     age: int = 0
     state: str = "sent"
     slow: bool = False
 
 
-class Process(NamedTuple):
-    """A process of the name.
+class Session(NamedTuple):
+    """A session that is to write in the homeserver's database, as an incarnation.
 
     Attributes:
-        life: `dead`, `waits`, `took` the lease and has not set the token yet, or `holds`.
+        stage: `marked` with the name, or `asked` whose the lease is: one of the two is to come;
+            `open`: it may write; `writes`: its transaction is under way.
+    """
+
+    stage: str
+    incarnation: int
+
+
+class Process(NamedTuple):
+    """A process of the name, and what its machine keeps when it dies.
+
+    Attributes:
+        life: `dead`, `waits`, `took` the lease, ended the sessions of others and is `alone`, or has
+            read the position and `holds`.
         mode: `runs`, `frozen` (its clock goes on), or `paused` by its host (its clock stands).
         cut: whether it reaches no database.
+        here: incarnations that ran on this machine, by its file.
         incarnation: its own.
-        timeline: the sender's database's, as of its last renewal.
-        left: ticks until its lease ends, by its own clock.
+        timeline: the sender's database's, when it took the lease.
+        ends, wanted: whether its lease ends; whether it was told that somebody asks for that.
+        left: ticks until it ends, by its own clock.
         ask, late: the call that it waits for; one that it has given up, which may still be done.
         seen, seen_for: the row and timeline as last read, and for how many ticks they have stood.
-        token: what it read there before it asked for the lease; None: nothing yet.
-        write: the token's value in a write that is under way; 0: there is none.
+        session: that it writes with.
+        writes: incarnations of transactions that it left under way.
         slow: whether its clock stood still since it asked for the lease that it has.
     """
 
     life: str = "waits"
     mode: str = "runs"
     cut: bool = False
+    here: tuple[int, ...] = ()
     incarnation: int = 0
     timeline: int = 0
+    ends: bool = True
+    wanted: bool = False
     left: int = 0
     ask: Ask | None = None
     late: Ask | None = None
-    seen: tuple[Any, ...] | None = None
+    seen: tuple[Row, int] | None = None
     seen_for: int = 0
-    token: int | None = None
-    write: int = 0
+    session: Session | None = None
+    writes: tuple[int, ...] = ()
     slow: bool = False
 
 
@@ -63,51 +99,49 @@ class LeaseState(NamedTuple):
     """A state of `Leases`.
 
     Attributes:
-        row: of the lease: incarnation, and a number that each write changes.
+        row, asked: of the lease; whether somebody asks for one that ends.
         timeline: of the sender's database: another one after each failover.
         replica: `row` as of some moment before, for a failover; None: none comes any more.
-        token, reader: of the homeserver's database: the row that each write compares; whoever has
-            last read the position to go on from (no row of it, a note of the model's).
-        token_replica: both, as of some moment before; None: it is not set back any more.
+        reader: the incarnation that has last read the position to go on from, while the lease was
+            its own: no row, a note of the model's.
         faults: those that may still happen.
     """
 
     processes: tuple[Process, Process]
-    row: tuple[int, int]
-    replica: tuple[int, int] | None
-    token: int
+    row: Row
+    replica: Row | None
     reader: int
-    token_replica: tuple[int, int] | None
     faults: tuple[str, ...]
+    asked: bool = False
     timeline: int = 0
     wrong: str = ""
 
 
 LEASE: Final = 3
 """Ticks of 2 s for which a lease holds: it is renewed each tick."""
-FAULTS: Final = ("kill", "freeze", "pause", "cut", "slow call", "failover", "set back")
-"""`failover` is of the sender's database, `set back` is the homeserver's to a replica of it."""
+FAULTS: Final = ("kill", "freeze", "pause", "cut", "slow call", "failover")
+"""`failover` is of the sender's database, to a replica of it."""
+ACTIVE: Final = ("took", "alone", "holds")
 
 
 class Leases:
-    """One name with two processes, one of which has its lease at first.
+    """One name with two processes: P has its lease at first, Q stands by.
 
     Args:
         faults: those of `FAULTS` that may happen, each as often as it stands here.
-        without: a guard to leave out: `fencing token` (no write compares it), `compare-and-swap`
-            (who takes a lease does not), `timeline` (leases outlive a failover), `own end` (the
-            holder does not look at its clock), `early end` (it counts from the answer).
+        ends: whether P's lease ends from the beginning; else when Q has asked for that.
+        without: a guard to leave out: see docs/clusters-protocol.md.
     """
 
-    def __init__(self, *faults: str, without: str = "") -> None:
+    def __init__(self, *faults: str, ends: bool = True, without: str = "") -> None:
         self._faults = tuple(sorted(faults))
+        self._ends = ends
         self._without = without
 
     def begin(self) -> LeaseState:
-        holder = Process("holds", incarnation=1, left=LEASE, token=0)
-        return self._plain(
-            LeaseState((holder, Process()), (1, 2), (1, 2), 1, 1, (1, 1), self._faults)
-        )
+        holder = Process("holds", here=(1,), incarnation=1, ends=self._ends, left=LEASE)
+        row = Row(1, 2, self._ends)
+        return self._plain(LeaseState((holder, Process()), row, row, 1, self._faults))
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -124,15 +158,8 @@ class Leases:
         if state.replica is not None:
             if state.row != state.replica:
                 yield "a replica has all rows", state._replace(replica=state.row)
-            after = state._replace(row=state.replica, timeline=state.timeline + 1)
+            after = state._replace(row=state.replica, asked=False, timeline=state.timeline + 1)
             yield "the replica takes over", _after(after, "failover")
-        if state.token_replica is not None:
-            now = (state.token, state.reader)
-            if now != state.token_replica:
-                yield "the homeserver's replica has all rows", state._replace(token_replica=now)
-            token, reader = state.token_replica
-            after = state._replace(token=token, reader=reader)
-            yield "the homeserver's replica takes over", _after(after, "set back")
 
     def _tick(self, state: LeaseState) -> LeaseState:
         one, two = state.processes
@@ -143,7 +170,7 @@ class Leases:
         if one.mode == "paused":
             if ask is not None:
                 ask = ask._replace(slow=True)
-            return one._replace(ask=ask, slow=one.life in ("took", "holds"))
+            return one._replace(ask=ask, slow=one.life in ACTIVE)
         late = one.late
         if ask is not None:
             if ask.age == 1:
@@ -152,99 +179,172 @@ class Leases:
                 ask = None
             else:
                 ask = ask._replace(age=1)
-        left = max(0, one.left - 1)
+        left = max(0, one.left - one.ends)
         one = one._replace(
             left=left, ask=ask, late=late, seen_for=min(LEASE, one.seen_for + 1) if one.seen else 0
         )
-        if left == 0 and one.mode == "runs" and one.life in ("took", "holds"):
-            return self._lost(one)
-        return one
+        return self._lost(one) if self._over(one) and one.mode == "runs" else one
+
+    def _over(self, one: Process) -> bool:
+        return one.life in ACTIVE and one.ends and one.left == 0
 
     def _lost(self, one: Process) -> Process:
-        return one._replace(
-            life="waits",
-            left=0,
-            seen=None,
-            seen_for=0,
-            token=None,
-            slow=False,
-            incarnation=0,
-            timeline=0,
-        )
+        """The process begins again; what it had under way may still be done."""
+        fresh = Process(mode=one.mode, cut=one.cut, here=one.here, late=one.late)
+        return fresh._replace(writes=_under_way(one))
 
     def _works(self, state: LeaseState, at: int) -> Iterator[tuple[str, LeaseState]]:
         """What a process does by itself."""
         one = state.processes[at]
         if one.mode != "runs":
             return
-        if one.life in ("took", "holds") and one.left == 0:
+        if self._over(one):
             yield " sees that its lease has ended", _with(state, at, self._lost(one))
         if one.ask is not None and one.ask.state != "sent" and not one.cut:
             yield " hears the answer", _with(state, at, self._answered(one, one.ask))
-        if one.cut or one.life == "dead" or one.ask is not None:
+        if one.cut or one.life == "dead":
             return
-        seen = (state.row, state.timeline)
+        if one.ask is None:
+            yield from self._waits(state, at)
+            yield from self._calls(state, at)
+        if one.life == "took":
+            after = self._evicted(state) if self._guards("eviction") else state
+            alone = after.processes[at]._replace(life="alone")
+            yield " ends all sessions of the name", _with(after, at, alone)
+        if one.life == "alone":
+            valid = (state.row.holder, state.timeline) == (one.incarnation, one.timeline)
+            after = state._replace(reader=one.incarnation) if valid else state
+            yield " reads the position", _with(after, at, one._replace(life="holds"))
+        if one.life == "holds":
+            yield from self._sessions(state, at)
+
+    def _waits(self, state: LeaseState, at: int) -> Iterator[tuple[str, LeaseState]]:
+        one = state.processes[at]
+        if one.life != "waits":
+            return
         row, timeline = one.seen or (None, None)
-        if one.life == "waits" and (
-            row != state.row or (timeline != state.timeline and self._guards("timeline"))
-        ):
+        moved = timeline != state.timeline and self._guards("timeline")
+        if row != state.row or moved:
+            seen = (state.row, state.timeline)
             yield " reads the lease", _with(state, at, one._replace(seen=seen, seen_for=0))
+        elif not (state.row.ends or state.asked or state.row.holder in one.here):
+            yield " asks for a lease that ends", state._replace(asked=True)
+
+    def _calls(self, state: LeaseState, at: int) -> Iterator[tuple[str, LeaseState]]:
+        one = state.processes[at]
         asks = self._asks(state, one)
-        if asks is not None and asks.ask is not None:
-            words = "the lease" if asks.ask.kind == "take" else "its renewal"
-            if "slow call" in state.faults:
-                after = _after(_with(state, at, asks), "slow call")
-                yield f" asks for {words}, which takes long", after
-            after, told = self._called(state, asks.ask)
-            words = "takes the lease" if asks.ask.kind == "take" else "renews it"
-            words = words if told.state == "done" else "is refused it"
-            yield f" {words}", _with(after, at, self._answered(asks, told))
-        if one.life == "took" and one.token is not None and one.left:
-            if one.token == state.token or not self._guards("compare-and-swap"):
-                after = state._replace(token=one.incarnation, reader=one.incarnation)
-                opened = one._replace(life="holds", token=0)
-                yield " sets the token and reads the position", _with(after, at, opened)
-            else:
-                yield " finds another token", _with(state, at, one._replace(token=None))
-        if one.life == "holds" and not one.write and one.left:
-            yield from self._written(state, at, one.incarnation)
-            if "slow call" in state.faults:
-                after = _with(state, at, one._replace(write=one.incarnation))
-                yield " writes, which takes long", _after(after, "slow call")
+        if asks is None or asks.ask is None:
+            return
+        words = "its renewal" if one.life in ACTIVE else "the lease"
+        if "slow call" in state.faults:
+            after = _after(_with(state, at, asks), "slow call")
+            yield f" asks for {words}, which takes long", after
+        after, told = self._called(state, asks.ask)
+        words = "renews it" if one.life in ACTIVE else "takes the lease"
+        words = "is refused it" if told.state == "refused" else words
+        yield f" {words}", _with(after, at, self._answered(asks, told))
 
     def _asks(self, state: LeaseState, one: Process) -> Process | None:
         """The process with the call that it makes next, if it makes one."""
-        fresh = 1 + max(_numbers(state))
         if one.life == "waits":
-            if one.seen is None or one.seen_for < LEASE:
+            if one.seen is None:
                 return None
-            seen = one.seen if self._guards("timeline") else (one.seen[0], None)
-            return one._replace(ask=Ask("take", 0, fresh, seen), token=state.token)
-        if one.left == LEASE and one.token is not None:
+            row, timeline = one.seen
+            # Its machine knows who of those that ran there is dead.
+            dead = row.holder in one.here
+            stands = row.timeline == timeline or not self._guards("timeline of the row")
+            may = row.ends or dead or not self._guards("confirmation")
+            if not (dead and stands) and not (may and one.seen_for == LEASE):
+                return None
+            fresh = 1 + max(_numbers(state))
+            at = timeline if self._guards("timeline") else None
+            # Noted before it is asked: the answer may be lost, and the process die.
+            here = (*one.here, fresh)
+            return one._replace(ask=Ask(fresh, row, at, ends=True), here=here)
+        if one.life not in ACTIVE or (one.ends and one.left == LEASE):
             return None
-        number = one.incarnation if one.token is not None else fresh
-        token = state.token if one.life == "took" else one.token
-        return one._replace(ask=Ask("renew", one.incarnation, number, (one.timeline,)), token=token)
+        ends = one.ends or one.wanted
+        if ends and not one.ends and self._guards("end before it is said"):
+            one = one._replace(ends=True, left=LEASE)
+        compared = one.timeline if self._guards("timeline") else None
+        return one._replace(ask=Ask(one.incarnation, None, compared, ends))
 
     def _called(self, state: LeaseState, ask: Ask) -> tuple[LeaseState, Ask]:
         """The call is carried out, or refused."""
         if not self._agrees(state, ask):
             return state, ask._replace(state="refused")
-        row = (ask.incarnation, 2 + max(_numbers(state)))
-        return state._replace(row=row), ask._replace(state="done")
+        of = state.row.timeline if ask.seen is None else state.timeline
+        row = Row(ask.incarnation, 2 + max(_numbers(state)), ask.ends, of)
+        if ask.seen is not None:
+            return state._replace(row=row, asked=False), ask._replace(state="done")
+        told = "wanted" if state.asked else "done"
+        return state._replace(row=row), ask._replace(state=told)
+
+    def _agrees(self, state: LeaseState, ask: Ask) -> bool:
+        """Whether the database carries this call out: its compare-and-swap."""
+        if ask.timeline not in (state.timeline, None):
+            return False
+        if ask.seen is not None:
+            return ask.seen == state.row or not self._guards("compare-and-swap")
+        return ask.incarnation == state.row.holder
 
     def _answered(self, one: Process, ask: Ask) -> Process:
         if ask.state == "refused":
-            return self._lost(one)._replace(ask=None)
+            return self._lost(one)
         left = LEASE - (ask.age if self._guards("early end") else 0)
-        return one._replace(
-            life="took" if ask.incarnation != one.incarnation else one.life,
-            incarnation=ask.incarnation,
-            timeline=ask.seen[-1] if ask.seen[-1] is not None else 0,
-            left=left,
-            ask=None,
-            slow=ask.slow,
+        one = one._replace(
+            ends=ask.ends, wanted=ask.state == "wanted", left=left, ask=None, slow=ask.slow
         )
+        if ask.seen is None:
+            return one
+        timeline = ask.timeline or 0
+        return one._replace(life="took", incarnation=ask.incarnation, timeline=timeline, seen=None)
+
+    # --- the fence --------------------------------------------------------------------------------
+
+    def _evicted(self, state: LeaseState) -> LeaseState:
+        """The state without the sessions that are marked."""
+        for at, one in enumerate(state.processes):
+            session = one.session if one.session and one.session.stage == "asked" else None
+            state = _with(state, at, one._replace(session=session, writes=()))
+        return state
+
+    def _sessions(self, state: LeaseState, at: int) -> Iterator[tuple[str, LeaseState]]:
+        """What a holder does to write: whether its lease has ended does not count."""
+        one = state.processes[at]
+        if one.session is None:
+            if not self._guards("admission"):
+                yield " opens a session", self._in_stage(state, at, "open")
+            elif self._guards("mark first"):
+                yield " marks a session", self._in_stage(state, at, "marked")
+            else:
+                yield from self._admitted(state, at, "asked")
+        elif one.session.stage == "marked":
+            yield from self._admitted(state, at, "open")
+        elif one.session.stage == "asked":
+            yield " marks the session", self._in_stage(state, at, "open")
+        elif one.session.stage == "open":
+            yield " writes", self._committed(state, one.session.incarnation)
+            if "slow call" in state.faults:
+                after = self._in_stage(state, at, "writes")
+                yield " writes, which takes long", _after(after, "slow call")
+
+    def _admitted(self, state: LeaseState, at: int, stage: str) -> Iterator[tuple[str, LeaseState]]:
+        one = state.processes[at]
+        same = one.timeline == state.timeline or not self._guards("timeline")
+        if state.row.holder == one.incarnation and same:
+            yield " reads that the lease is its own", self._in_stage(state, at, stage)
+        else:
+            yield " reads that the lease is not its own", _with(state, at, self._lost(one))
+
+    def _in_stage(self, state: LeaseState, at: int, stage: str) -> LeaseState:
+        one = state.processes[at]
+        return _with(state, at, one._replace(session=Session(stage, one.incarnation)))
+
+    def _committed(self, state: LeaseState, incarnation: int) -> LeaseState:
+        if incarnation == state.reader:
+            return state
+        return state._replace(wrong="a former holder's write changes what its successor has read")
 
     def _databases(self, state: LeaseState, at: int) -> Iterator[tuple[str, LeaseState]]:
         """What the databases do with a process's slow calls, however late."""
@@ -253,46 +353,25 @@ class Leases:
             if ask is not None and ask.state == "sent":
                 after, told = self._called(state, ask)
                 heard = one._replace(ask=told) if ask is one.ask else one._replace(late=None)
-                yield f"'s call to {ask.kind} the lease is {told.state}", _with(after, at, heard)
-        if one.write:
-            yield from self._written(state, at, one.write)
+                kind = "renew" if ask.seen is None else "take"
+                yield f"'s call to {kind} the lease is {told.state}", _with(after, at, heard)
+        if one.session is not None and one.session.stage == "writes":
+            after = self._in_stage(state, at, "open")
+            yield "'s write is committed", self._committed(after, one.session.incarnation)
+        for number in one.writes:
+            rest = tuple(each for each in one.writes if each != number)
+            after = _with(state, at, one._replace(writes=rest))
+            yield "'s write is committed", self._committed(after, number)
 
-    def _written(self, state: LeaseState, at: int, number: int) -> Iterator[tuple[str, LeaseState]]:
-        """A write to the homeserver's database by this incarnation is committed, or refused."""
-        one = state.processes[at]._replace(write=0)
-        if number == state.token or not self._guards("fencing token"):
-            if number != state.reader:
-                wrong = "a former holder's write changes what its successor has read"
-                yield "'s write is committed", _with(state._replace(wrong=wrong), at, one)
-            elif state.processes[at].write:
-                yield "'s write is committed", _with(state, at, one)
-            return
-        if one.life == "holds" and one.incarnation == number:
-            # The homeserver's database was set back: begin anew.
-            one = one._replace(life="took", token=None)
-        yield "'s write is refused", _with(state, at, one)
-
-    def _agrees(self, state: LeaseState, ask: Ask) -> bool:
-        """Whether the database carries this call out: its compare-and-swap."""
-        if ask.kind == "take":
-            row, timeline = ask.seen
-            if not self._guards("compare-and-swap"):
-                return True
-            return row == state.row and timeline in (state.timeline, None)
-        (timeline,) = ask.seen
-        same = timeline == state.timeline or not self._guards("timeline")
-        return ask.old == state.row[0] and same
+    # --- faults -----------------------------------------------------------------------------------
 
     def _faulty(self, state: LeaseState, at: int) -> Iterator[tuple[str, LeaseState]]:
         one, who = state.processes[at], "PQ"[at]
         if one.life == "dead":
-            fresh = Process(late=one.late, write=one.write)
-            yield f"{who} starts again", _with(state, at, fresh)
+            yield f"{who} starts again", _with(state, at, one._replace(life="waits"))
             return
         if "kill" in state.faults:
-            late = one.late or (one.ask if one.ask and one.ask.state == "sent" else None)
-            dead = Process("dead", late=late, write=one.write)
-            yield f"{who} is killed", _after(_with(state, at, dead), "kill")
+            yield f"{who} is killed", _after(_with(state, at, _dead(one)), "kill")
         if one.mode == "runs":
             for fault, mode in (("freeze", "frozen"), ("pause", "paused")):
                 if fault in state.faults:
@@ -313,8 +392,8 @@ class Leases:
     # --- what must hold ---------------------------------------------------------------------------
 
     def _sends(self, one: Process) -> bool:
-        may = one.left > 0 or not self._guards("own end")
-        return one.life == "holds" and one.mode == "runs" and may
+        over = self._over(one) and self._guards("own end")
+        return one.life == "holds" and one.mode == "runs" and not over
 
     def wrong(self, state: LeaseState) -> str | None:
         if state.wrong:
@@ -326,29 +405,29 @@ class Leases:
     def calm(self, state: LeaseState) -> LeaseState | None:
         if any(self._sends(one) and not one.cut for one in state.processes):
             return None
-        state = state._replace(faults=())
+        state = state._replace(faults=(), replica=None)
         for at in (0, 1):
             one = state.processes[at]
             well = one._replace(mode="runs", cut=False)
             if one.life == "dead":
-                well = Process(late=one.late, write=one.write)
+                well = one._replace(life="waits")
             if well != one:
                 return _with(state, at, well)
-        for at, one in enumerate(state.processes):
+        for at in (0, 1):
             for words, after in (*self._databases(state, at), *self._works(state, at)):
-                if after != state and (words != " renews it" or one.life == "took"):
+                if after != state and words != " renews it":
                     return self._plain(after)
         return self._plain(self._tick(state))
 
     def missing(self, state: LeaseState) -> str | None:
         return None if any(map(self._sends, state.processes)) else "nobody may send"
 
+    # --- equal states are made equal --------------------------------------------------------------
+
     def _plain(self, state: LeaseState) -> LeaseState:
         """The same state without what can no longer matter, and its numbers counted from 1 on."""
         if state.replica is not None and "failover" not in state.faults:
             state = state._replace(replica=None)
-        if state.token_replica is not None and "set back" not in state.faults:
-            state = state._replace(token_replica=None)
         if self._guards("timeline") and self._guards("compare-and-swap"):
             for at, one in enumerate(state.processes):
                 state = _with(state, at, self._without_what_is_past(state, one))
@@ -364,28 +443,38 @@ class Leases:
             one = one._replace(late=None)
         if one.ask is not None and one.ask.state == "sent" and not self._agrees(state, one.ask):
             one = one._replace(ask=one.ask._replace(state="refused"))
-        refused = state.token_replica is None and self._guards("fencing token")
-        if refused and one.write not in (state.token, one.incarnation):
-            one = one._replace(write=0)
-        return one
+        rows = {state.row.holder, state.replica.holder if state.replica else 0}
+        asked = {each.incarnation for each in (one.ask, one.late) if each is not None}
+        return one._replace(here=tuple(each for each in one.here if each in rows | asked))
 
     def words(self, state: LeaseState) -> str:
         def whose(incarnation: int) -> str:
             for who, one in zip("PQ", state.processes, strict=True):
-                if one.incarnation == incarnation:
+                if incarnation in (one.incarnation, *one.here):
                     return who
             return "nobody"
 
         each = [f"{who} {_in_words(one)}" for who, one in zip("PQ", state.processes, strict=True)]
-        return f"{', '.join(each)}; lease {whose(state.row[0])}'s, token {whose(state.token)}'s"
+        return f"{', '.join(each)}; lease {whose(state.row.holder)}'s"
 
 
 def _in_words(one: Process) -> str:
     if one.life == "dead":
         return "dead"
-    lease = f" with {2 * one.left} s left" if one.life in ("took", "holds") else ""
+    left = f" with {2 * one.left} s left" if one.life in ACTIVE and one.ends else ""
     mode = {"runs": "", "frozen": " (frozen)", "paused": " (paused)"}[one.mode]
-    return f"{one.life}{lease}{mode}{' (cut off)' if one.cut else ''}"
+    return f"{one.life}{left}{mode}{' (cut off)' if one.cut else ''}"
+
+
+def _under_way(one: Process) -> tuple[int, ...]:
+    if one.session is None or one.session.stage != "writes":
+        return one.writes
+    return tuple(sorted({*one.writes, one.session.incarnation}))
+
+
+def _dead(one: Process) -> Process:
+    late = one.late or (one.ask if one.ask and one.ask.state == "sent" else None)
+    return Process("dead", here=one.here, late=late, writes=_under_way(one))
 
 
 def _after(state: LeaseState, fault: str) -> LeaseState:
@@ -399,23 +488,21 @@ def _with(state: LeaseState, at: int, one: Process) -> LeaseState:
 
 def _numbers(state: LeaseState) -> Iterable[int]:
     """Incarnations and numbers of rows: only which are equal matters."""
-    yield from state.row
-    yield from state.replica or ()
-    yield state.token
+    yield from state.row[:2]
+    yield from state.replica[:2] if state.replica else ()
     yield state.reader
-    yield from state.token_replica or ()
     for one in state.processes:
         yield one.incarnation
-        yield one.write
-        yield one.token or 0
+        yield from one.here
+        yield from one.writes
+        if one.session is not None:
+            yield one.session.incarnation
         for ask in (one.ask, one.late):
             if ask is not None:
-                yield ask.old
                 yield ask.incarnation
-                if ask.kind == "take":
-                    yield from ask.seen[0]
+                yield from ask.seen[:2] if ask.seen else ()
         if one.seen is not None:
-            yield from one.seen[0]
+            yield from one.seen[0][:2]
 
 
 def _renumbered(state: LeaseState) -> LeaseState:
@@ -426,30 +513,30 @@ def _renumbered(state: LeaseState) -> LeaseState:
     if all(number == name for number, name in names.items()):
         return state
 
-    def pair(row: tuple[int, int]) -> tuple[int, int]:
-        return names[row[0]], names[row[1]]
+    def rowed(row: Row) -> Row:
+        return row._replace(holder=names[row.holder], number=names[row.number])
 
     def asked(ask: Ask | None) -> Ask | None:
         if ask is None:
             return None
-        seen = (pair(ask.seen[0]), ask.seen[1]) if ask.kind == "take" else ask.seen
-        return ask._replace(old=names[ask.old], incarnation=names[ask.incarnation], seen=seen)
+        seen = ask.seen and rowed(ask.seen)
+        return ask._replace(incarnation=names[ask.incarnation], seen=seen)
 
     def process(one: Process) -> Process:
+        session = one.session
         return one._replace(
+            here=tuple(names[each] for each in one.here),
             incarnation=names[one.incarnation],
-            write=names[one.write],
-            token=None if one.token is None else names[one.token],
             ask=asked(one.ask),
             late=asked(one.late),
-            seen=None if one.seen is None else (pair(one.seen[0]), one.seen[1]),
+            seen=None if one.seen is None else (rowed(one.seen[0]), one.seen[1]),
+            session=session and session._replace(incarnation=names[session.incarnation]),
+            writes=tuple(sorted(names[each] for each in one.writes)),
         )
 
     return state._replace(
         processes=(process(state.processes[0]), process(state.processes[1])),
-        row=pair(state.row),
-        replica=state.replica and pair(state.replica),
-        token=names[state.token],
+        row=rowed(state.row),
+        replica=state.replica and rowed(state.replica),
         reader=names[state.reader],
-        token_replica=state.token_replica and pair(state.token_replica),
     )
