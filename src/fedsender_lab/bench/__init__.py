@@ -74,6 +74,8 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "relay-fullsync": Bench("tests.benchmarks.relay_fullsync", servers=40, events=20_000, rounds=1),
     # Events: messages of a round to the large room.
     "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=16, rounds=4),
+    # Events: messages at once, four times a round.
+    "standby": Bench("tests.benchmarks.standby", servers=2, events=3, rounds=50),
     # Events: appends.
     "append-busy": Bench("fedsender_lab.bench.append", servers=300, events=2_000, rounds=1),
 }
