@@ -2,12 +2,24 @@
 
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import trio
 import trio.testing
 
-from fedsender.waiting import Seats, Slots, Watermark, again, doubling, right_of_way
+from fedsender.waiting import (
+    STEPS_AT_ONCE,
+    Seats,
+    Signal,
+    Slots,
+    Steps,
+    Watermark,
+    again,
+    doubling,
+    in_background,
+    right_of_way,
+)
 
 
 async def test_watermark_wakes_whoever_waits_and_never_falls() -> None:
@@ -308,3 +320,114 @@ async def test_a_cancelled_wait_for_a_service_ends(autojump_clock: trio.testing.
         await again(service.ask, OSError, 1.0)
     assert scope.cancelled_caught
     assert len(service.asked_at) == 3
+
+
+class _Passes(trio.abc.Instrument):
+    """Notes in which pass of the loop each step began."""
+
+    def __init__(self) -> None:
+        self.steps = Steps()
+        self.now = 0
+        self.begun: dict[str, int] = {}
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.now += 1
+
+    async def begin(self, name: str, *, first: bool = False) -> None:
+        await self.steps.begin(Signal(), first=first)
+        assert name not in self.begun
+        self.begun[name] = self.now
+
+    async def woken(self, name: str, signal: Signal) -> None:
+        await signal.wait()
+        assert name not in self.begun
+        self.begun[name] = self.now
+
+    def in_each(self) -> list[int]:
+        passes = list(self.begun.values())
+        return [passes.count(each) for each in sorted(set(passes))]
+
+
+async def test_few_steps_begin_in_one_pass_of_the_loop_of_all_that_are_ready_together(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Those that are woken, and those whose tasks are awake, as after answers."""
+    loop, signals = _Passes(), [Signal() for _ in range(500)]
+    async with in_background(loop.steps.run), trio.open_nursery() as nursery:
+        for number, signal in enumerate(signals):
+            nursery.start_soon(loop.woken, f"woken{number}", signal)
+        await trio.testing.wait_all_tasks_blocked()
+        trio.lowlevel.add_instrument(loop)
+        for signal in signals:
+            loop.steps.wake(signal)
+        for number in range(500):
+            nursery.start_soon(loop.begin, f"awake{number}")
+    trio.lowlevel.remove_instrument(loop)
+    assert len(loop.begun) == 1000
+    assert max(loop.in_each()) <= 2 * STEPS_AT_ONCE
+    assert len(loop.in_each()) <= 1000 / STEPS_AT_ONCE + 2
+
+
+async def test_while_no_pass_is_full_a_step_begins_without_a_checkpoint(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    loop = _Passes()
+    async with in_background(loop.steps.run):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await loop.steps.begin(Signal())
+        assert not scope.cancelled_caught
+        # Its place was taken once in this pass, and is free again in others.
+        for number in range(10 * STEPS_AT_ONCE):
+            await loop.begin(f"{number}")
+            await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_who_sends_to_few_does_not_wait_for_all_servers_that_wake_together(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Behind them when a message for few comes, or among them, woken or awake."""
+    loop, signals = _Passes(), [Signal() for _ in range(2000)]
+    hurried, idle = signals[1990], Signal()
+    async with in_background(loop.steps.run), trio.open_nursery() as nursery:
+        for number, signal in enumerate(signals):
+            nursery.start_soon(loop.woken, f"many{number}", signal)
+        nursery.start_soon(loop.woken, "idle", idle)
+        await trio.testing.wait_all_tasks_blocked()
+        trio.lowlevel.add_instrument(loop)
+        for signal in signals:
+            loop.steps.wake(signal)
+        while len(loop.begun) < 60:
+            await trio.lowlevel.checkpoint()
+        loop.steps.wake(hurried, first=True)
+        loop.steps.wake(hurried)
+        loop.steps.wake(idle, first=True)
+        since = loop.now
+        nursery.start_soon(partial(loop.begin, "awake", first=True))
+    trio.lowlevel.remove_instrument(loop)
+    assert len(loop.begun) == 2002
+    assert {loop.begun[each] - since for each in ("many1990", "idle", "awake")} <= {1, 2, 3}
+
+
+async def test_those_that_send_to_many_wait_for_no_more_than_three_of_four_that_send_to_few(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    loop = _Passes()
+    async with in_background(loop.steps.run), trio.open_nursery() as nursery:
+        for number in range(500):
+            nursery.start_soon(partial(loop.begin, f"few{number}", first=True))
+            nursery.start_soon(partial(loop.begin, f"many{number}", first=False))
+    among = sum("many" in name for name in list(loop.begun)[100:300])
+    assert 40 <= among <= 60
+
+
+async def test_whoever_waits_for_its_step_and_is_cancelled_leaves_nothing_behind(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    loop = _Passes()
+    async with in_background(loop.steps.run), trio.open_nursery() as nursery:
+        for number in range(100):
+            nursery.start_soon(loop.begin, f"{number}")
+        await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    assert not any(loop.steps._lines)

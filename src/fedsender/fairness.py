@@ -31,7 +31,6 @@ import trio
 from publicsuffixlist import PublicSuffixList
 
 from fedsender.matrix import address_of, host_and_port, ip_of
-from fedsender.waiting import Signal
 
 T = TypeVar("T")
 
@@ -41,10 +40,6 @@ PATIENT_S: Final = 30.0
 """Of those served every second one is who waits longest, if that is for longer than this."""
 PASS_S: Final = 0.02
 """The CPU time of turns in one pass of the event loop."""
-_FULL_S: Final = 2 * PASS_S
-_AT_ONCE: Final = 16
-"""After so much CPU time of a pass no server's task begins anything; of those that wait so many go
-on in each pass."""
 MEMORY_S: Final = 30.0
 """So long after anybody waited it is remembered who had how much."""
 LATE_S: Final = 0.5
@@ -475,12 +470,6 @@ class Turns(trio.abc.Instrument):
         self._late_until = -math.inf
         self._spent_s = 0.0
         self._led = False
-        self._full_at_s = math.inf
-        # In line for a pass of the loop; the first go before the others.
-        self._firsts: OrderedDict[object, Signal] = OrderedDict()
-        self._others: OrderedDict[object, Signal] = OrderedDict()
-        self._calls = False
-        self._to_call = 0
         self._had: dict[str, float] = {}
         self._tell_at = -math.inf
 
@@ -492,62 +481,9 @@ class Turns(trio.abc.Instrument):
         """
         return trio.current_time() < self._late_until
 
-    def after_io_wait(self, timeout: float) -> None:
-        """Note that a pass of the loop begins."""
-        self._full_at_s = self._cpu_s() + _FULL_S
-        self._to_call = _AT_ONCE
-
     def before_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop has ended."""
         self._spent_s = 0.0
-
-    async def not_all_at_once(self, who: object, *, first: bool = False) -> None:
-        """Wait while this pass of the loop is full; a checkpoint only if there is a wait.
-
-        An event for thousands of servers wakes the tasks of all of them in one pass, and answers
-        come in together. Without this, no socket would be looked at until the last of them had
-        done its step.
-
-        Args:
-            who: the server's task.
-            first: whether it goes before the others, but for each fourth.
-        """
-        firsts, others = self._firsts, self._others
-        if not (firsts or others) and self._cpu_s() < self._full_at_s:
-            return
-        called = (firsts if first else others)[who] = Signal()
-        try:
-            # One of those in line looks at each pass, and takes others along, until it is called.
-            while who in firsts or who in others:
-                if self._calls:
-                    await called.wait()
-                    continue
-                self._calls = True
-                try:
-                    await self._call_some(who)
-                finally:
-                    self._calls = False
-        finally:
-            firsts.pop(who, None)
-            others.pop(who, None)
-            if (firsts or others) and not self._calls:
-                next(iter((firsts or others).values())).set()
-
-    def hasten(self, who: object) -> None:
-        """Let this task, if it is in line for a pass of the loop, go before the others."""
-        called = self._others.pop(who, None)
-        if called is not None:
-            self._firsts[who] = called
-
-    async def _call_some(self, caller: object) -> None:
-        firsts, others = self._firsts, self._others
-        while self._to_call and (firsts or others) and self._cpu_s() < self._full_at_s:
-            self._to_call -= 1
-            is_first = firsts and (self._to_call % 4 or not others)
-            _, called = (firsts if is_first else others).popitem(last=False)
-            called.set()
-        if caller in firsts or caller in others:
-            await trio.lowlevel.checkpoint()
 
     async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
         """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""
@@ -582,8 +518,10 @@ class Turns(trio.abc.Instrument):
             if self.accounts.calm:
                 usual.vote(payers[0], cost)
             else:
-                self.accounts.charge(payers, cost, cost - usual.cost)
-                self._note(payers[0], cost - usual.cost)
+                above = cost - usual.cost
+                self.accounts.charge(payers, cost, above)
+                if above > 0:
+                    self._note(payers[0], above)
 
     def _note(self, site: str, above: float) -> None:
         """Have the log name the dearest site, once in a while."""

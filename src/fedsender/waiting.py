@@ -4,7 +4,7 @@ import heapq
 import math
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -106,6 +106,11 @@ class Signal:
         """Forget a signal that has come."""
         self._came = False
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether a task waits for it."""
+        return self._waits is not None
+
     async def wait(self) -> None:
         """Wait for the signal, and take it.
 
@@ -124,6 +129,75 @@ class Signal:
     def _give_up(self, _: object) -> trio.lowlevel.Abort:
         self._waits = None
         return trio.lowlevel.Abort.SUCCEEDED
+
+
+STEPS_AT_ONCE = 16
+"""A step takes a millisecond, with a large body three."""
+
+
+class Steps:
+    """The steps of servers' tasks, of which few begin in one pass of the event loop.
+
+    An event for thousands of servers would wake all their tasks in one pass, and answers and
+    failures come in together: no socket would be looked at until the last had done its step.
+
+    In each pass `STEPS_AT_ONCE` of those in line are called, three that go first for each other
+    one. As many steps may begin that have not been in line: of an answer, its task is awake.
+    """
+
+    def __init__(self) -> None:
+        # Those that go first, and the others.
+        self._lines: tuple[OrderedDict[Signal, None], ...] = OrderedDict(), OrderedDict()
+        self._room = STEPS_AT_ONCE
+        self._full = Signal()
+
+    def wake(self, task: Signal, *, first: bool = False) -> None:
+        """Have the task that waits for this signal go on, in this pass of the loop or a later one.
+
+        `first`: before those that do not go first, also if it is in line already.
+        """
+        firsts, others = self._lines
+        if first:
+            others.pop(task, None)
+        if task in firsts or task in others:
+            return
+        if self._room and not (firsts or others):
+            self._room -= 1
+            task.set()
+        else:
+            self._lines[not first][task] = None
+            self._full.set()
+
+    async def begin(self, task: Signal, *, first: bool = False) -> None:
+        """Begin a step of the calling task; a checkpoint only if it has to wait in line.
+
+        `task`: a signal of its own, which `wake` may be called with meanwhile; `first`: as there.
+        """
+        if self._room:
+            self._room -= 1
+            return
+        task.clear()
+        self._lines[not first][task] = None
+        self._full.set()
+        try:
+            await task.wait()
+        finally:
+            for line in self._lines:
+                line.pop(task, None)
+
+    async def run(self) -> None:
+        """Call those in line, pass by pass, for ever."""
+        while True:
+            await self._full.wait()
+            self._room = STEPS_AT_ONCE
+            firsts, others = self._lines
+            for number in range(STEPS_AT_ONCE):
+                if not (firsts or others):
+                    break
+                is_first = firsts and (number % 4 or not others)
+                (firsts if is_first else others).popitem(last=False)[0].set()
+            else:
+                self._full.set()
 
 
 _GOES_FIRST: ContextVar[bool] = ContextVar("_GOES_FIRST", default=False)
@@ -326,10 +400,11 @@ class Alarms:
 
 
 @asynccontextmanager
-async def open_alarms(alarms: Alarms) -> AsyncIterator[None]:
-    """The alarms ring while the body runs."""
+async def in_background(*tasks: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """These tasks run while the body does."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(alarms.run)
+        for task in tasks:
+            nursery.start_soon(task)
         yield
         nursery.cancel_scope.cancel()
 

@@ -30,14 +30,14 @@ from fedsender.config.values import TcpAddress
 from fedsender.fairness import Payer, for_us
 from fedsender.federation.client import Answer, Exchange, GaveWay, Peer, SendFailed
 from fedsender.sender.failure import Outcome, Verdict, judge_answer, judge_failure
-from fedsender.waiting import Alarms, open_alarms
+from fedsender.waiting import Alarms, in_background
 from fedsender_lab.testing.http import Request
 
 
 @asynccontextmanager
 async def exchange_of() -> AsyncIterator[Exchange]:
     alarms = Alarms()
-    async with open_alarms(alarms):
+    async with in_background(alarms.run):
         yield Exchange(alarms)
 
 

@@ -14,7 +14,7 @@ from fedsender.runtime import SteadyClock
 from fedsender.sender.destination import AttemptTimer
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState
 from fedsender.sender.isolation import Search
-from fedsender.waiting import Alarms
+from fedsender.waiting import Alarms, Steps
 
 A = "a.example"
 ROOM = "!r:hs.example"
@@ -192,5 +192,5 @@ async def test_a_destination_that_is_made_anew_keeps_the_gap_after_a_failure(
         A, failing_since_ms=failed_ms, last_attempt_ms=failed_ms, next_attempt_ms=failed_ms
     )
     await trio.sleep(0.4)
-    timer = AttemptTimer(state, clock, Alarms())
+    timer = AttemptTimer(state, clock, Alarms(), Steps())
     assert timer.not_before == pytest.approx(failed_at + MIN_GAP_SECONDS, abs=0.002)

@@ -21,7 +21,7 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import ReceiptRecords, SenderStore
 from fedsender.streams import HeardPositions
 from fedsender.telemetry import Metrics
-from fedsender.waiting import Alarms, Signal
+from fedsender.waiting import Alarms, Signal, Steps
 
 
 class Announcer(Protocol):
@@ -76,6 +76,7 @@ class Context:
     room_pages: Pages[str, RoomPage]
     debts: Debts = field(default_factory=Debts)
     alarms: Alarms = field(default_factory=Alarms)
+    steps: Steps = field(default_factory=Steps)
     full: set[str] = field(default_factory=set)
     receipt_debts: dict[str, int] = field(default_factory=dict)
     seen_homeservers: dict[str, float] = field(default_factory=dict)

@@ -67,7 +67,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
-from fedsender.waiting import Alarm, Alarms, Signal
+from fedsender.waiting import Alarm, Alarms, Signal, Steps
 
 log = structlog.get_logger()
 
@@ -111,11 +111,22 @@ class AttemptTimer(Alarm):
         not_before: when the next attempt may start.
     """
 
-    __slots__ = ("_clock", "_failed_at", "_hastened", "_news", "_signal", "not_before")
+    __slots__ = (
+        "_clock",
+        "_failed_at",
+        "_hastened",
+        "_news",
+        "_signal",
+        "_steps",
+        "not_before",
+    )
 
-    def __init__(self, state: ServerState, clock: SteadyClock, alarms: Alarms) -> None:
+    def __init__(
+        self, state: ServerState, clock: SteadyClock, alarms: Alarms, steps: Steps
+    ) -> None:
         super().__init__(alarms)
         self._clock = clock
+        self._steps = steps
         now = trio.current_time()
         self._failed_at = -math.inf
         if not state.healthy and state.last_attempt_ms is not None:
@@ -154,14 +165,22 @@ class AttemptTimer(Alarm):
         self._hastened = True
         self.not_before = self._failed_at + MIN_GAP_SECONDS
 
-    def look_again(self) -> None:
-        """Have the task look again: an item may be due now."""
+    def look_again(self, *, first: bool = False) -> None:
+        """Have the task look again: an item may be due now. `first`: as of `Steps`."""
         self._news = True
-        self._signal.set()
+        self._wake(first=first)
 
     def ring(self) -> None:
         """Wake the task: its alarm has gone off."""
-        self._signal.set()
+        self._wake()
+
+    def _wake(self, *, first: bool = False) -> None:
+        if self._signal.waited_for:
+            self._steps.wake(self._signal, first=first)
+
+    async def begin_step(self, *, first: bool) -> None:
+        """Wait until the task may begin a step; `first`: as of `Steps`."""
+        await self._steps.begin(self._signal, first=first)
 
     async def sleep_until(self, due: float) -> bool:
         """Sleep until `due` (True), or until `look_again` is called (False)."""
@@ -198,7 +217,7 @@ class Destination:
         self.phase = Phase.IDLE
         self.since = trio.current_time()
         self._context = context
-        self._timer = AttemptTimer(state, context.clock, context.alarms)
+        self._timer = AttemptTimer(state, context.clock, context.alarms, context.steps)
         self._exchange = Exchange(context.alarms)
         self._reporter = Reporter(name, context)
         self._permit = context.admission.permit(name)
@@ -253,7 +272,8 @@ class Destination:
         self.outbox.offer(pdu, healthy=self.state.healthy)
         if hurry:
             self.hurry()
-        self._timer.look_again()
+        else:
+            self._timer.look_again()
 
     def spill(self) -> None:
         """Drop the queued PDUs; catch-up reads them from the database later."""
@@ -323,9 +343,10 @@ class Destination:
 
     def hurry(self) -> None:
         """Send early: the latest item is for few servers, and overtakes items for many."""
-        if self.state.healthy:
+        healthy = self.state.healthy
+        if healthy:
             self._permit.hasten()
-            self._context.runtime.turns.hasten(self)
+        self._timer.look_again(first=healthy)
 
     def _end_wait(self) -> None:
         """End a long attempt at a failing server, so that a new one can begin."""
@@ -373,6 +394,7 @@ class Destination:
 
         `frozen`: whether the database has a frozen transaction for it.
         """
+        await self._begin_step()
         if self._pause_ended_ms is not None:
             await self._context.store.end_pause(self.name, self._pause_ended_ms)
             self._pause_ended_ms = None
@@ -477,7 +499,6 @@ class Destination:
 
     async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
-        await self._not_all_at_once()
         outbox, permit = self.outbox, self._permit
         behind = not outbox.level or outbox.owes_redeliveries
         if self.frozen is None and behind and await outbox.caught_up():
@@ -493,7 +514,7 @@ class Destination:
             if not await self._exchange.connect(peer):
                 return
         except Unreachable as reason:
-            await self._not_all_at_once()
+            await self._begin_step()
             permit.hurried = False
             verdict = failure.judge_failure(reason)
             self._reporter.attempt(None, verdict)
@@ -513,9 +534,8 @@ class Destination:
         else:
             peer.release()
 
-    async def _not_all_at_once(self) -> None:
-        first = self.state.healthy and self._permit.hurried
-        await self._context.runtime.turns.not_all_at_once(self, first=first)
+    async def _begin_step(self) -> None:
+        await self._timer.begin_step(first=self.state.healthy and self._permit.hurried)
 
     async def _next_transaction(self, peer: Peer) -> Transaction | None:
         """The frozen transaction, or one made now. None: there is none to send at this moment."""
@@ -602,7 +622,7 @@ class Destination:
             )
         except SendFailed as error:
             return None, failure.judge_failure(error)
-        await self._not_all_at_once()
+        await self._begin_step()
         return answer, failure.judge_answer(answer)
 
     async def _may_say_nothing(self, peer: Peer, transaction: Transaction) -> bool:

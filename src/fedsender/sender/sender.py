@@ -38,7 +38,7 @@ from fedsender.store.records import Lagging, OwedSince
 from fedsender.store.statements import in_chunks
 from fedsender.streams import HeardPositions
 from fedsender.telemetry import Metrics
-from fedsender.waiting import BeginAnew, Watermark, attempted, open_alarms, supervise
+from fedsender.waiting import BeginAnew, Watermark, attempted, in_background, supervise
 
 __all__ = ["Progress", "Sender", "Status", "open_sender"]
 
@@ -448,7 +448,10 @@ async def open_sender(
         )
         sender: Sender | None = None
         try:
-            async with open_alarms(context.alarms), trio.open_nursery() as nursery:
+            async with (
+                in_background(context.alarms.run, context.steps.run),
+                trio.open_nursery() as nursery,
+            ):
                 sender = Sender(context, policies, nursery, store, already_owed)
                 sender.registry.take_in(states, frozen)
                 await sender.registry.open()
