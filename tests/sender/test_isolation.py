@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 from tests.sender.harness import RemoteServer, Reply, Request, World, answer, ok
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
@@ -582,3 +583,28 @@ async def test_who_refuses_far_more_than_it_answers_is_not_asked_once_a_second(
 
     assert attempts <= 70
     assert {str(number) for number in range(30)} <= set(server.got)
+
+
+async def test_the_log_has_one_conviction_of_a_server_in_an_hour(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A server may refuse events without end, and each is a line of level error."""
+    with capture_logs() as logs:
+        async with world.run():
+            server = await begin(world)
+            server.reply = refuses(400)
+            for number in range(5):
+                await world.say(R1, f"poison {number}")
+                for good in range(10):
+                    await world.say(R1, f"good {number} {good}")
+            await trio.sleep(1800)
+            assert await quarantined(world) == 5
+            await trio.sleep(1800)
+            await world.say(R1, "poison again")
+            for good in range(10):
+                await world.say(R1, f"good again {good}")
+            await trio.sleep(1800)
+            assert await quarantined(world) == 6
+
+    levels = [line["log_level"] for line in logs if line["event"] == "pdu_quarantined"]
+    assert levels == ["error", *["debug"] * 4, "error"]

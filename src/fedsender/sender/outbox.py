@@ -21,6 +21,7 @@ the queue. The second is in the destination: from `leave_out_unseen` to the free
 """
 
 import json
+import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -67,6 +68,8 @@ LOCK_FIRST_S: Final = 1.0
 LOCK_LONGEST_S: Final = 30.0
 """The pauses until a lane that another process has locked is read again."""
 
+TOLD_EACH_S: Final = 3600.0
+"""For each server the log has one event in quarantine in this time: it may refuse them all."""
 EPHEMERAL_KEYS = 1000
 PRESENCE_USERS = 1000
 RECEIPTS = 1000
@@ -121,6 +124,7 @@ class Outbox:
         self._news_seen = 0
         self._ahead: frozenset[str] = frozenset()
         self._catch_up: CatchUp | None = None
+        self._tells_at = -math.inf
         # Lanes that were locked when they were read last: when to try again, and tries in a row.
         self._locks: dict[Lane, tuple[float, int]] = {}
 
@@ -821,7 +825,12 @@ class Outbox:
 
     async def quarantine_pdu(self, bad: Bad) -> None:
         """Put this PDU into this server's quarantine, with a reason, until an operator decides."""
-        log.error(
+        now = trio.current_time()
+        tells = now >= self._tells_at
+        if tells:
+            self._tells_at = now + TOLD_EACH_S
+        log.log(
+            logging.ERROR if tells else logging.DEBUG,
             "pdu_quarantined",
             destination=self.destination,
             event_id=bad.event_id,
