@@ -3,6 +3,7 @@ item's. The rule by itself is in `test_isolation_search.py`."""
 
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -583,6 +584,50 @@ async def test_who_refuses_far_more_than_it_answers_is_not_asked_once_a_second(
 
     assert attempts <= 70
     assert {str(number) for number in range(30)} <= set(server.got)
+
+
+# --- many servers that refuse ---------------------------------------------------------------------
+
+
+def refuses_each_some_times(times: int) -> Reply:
+    """A server that refuses each event so often and then takes it, so that no one is convicted."""
+    refused: Counter[str] = Counter()
+
+    def reply(request: Request) -> Answer:
+        left = [each for each in request.event_ids if refused[each] < times]
+        refused.update(left)
+        return answer(400) if left else ok(request)
+
+    return reply
+
+
+async def test_all_searches_together_have_so_many_attempts_a_second_and_sites_take_turns(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had one a second for as long as it was owed anything: 100 names took 78 % of a core."""
+    monkeypatch.setattr("fedsender.sender.admission.SEARCHES_PER_SECOND", 5)
+    hostile = [f"s{number}.evil.example" for number in range(40)]
+    async with world.run():
+        server = await begin(world)
+        await world.join(R2, *hostile)
+        await trio.sleep(5)
+        for name in hostile:
+            world.server(name).reply = refuses_each_some_times(8)
+        for number in range(60):
+            await world.say(R2, f"{number}")
+        await trio.sleep(30)
+        before = sum(len(world.servers[name].requests) for name in hostile)
+        server.reply = refuses(400)
+        await world.say(R1, "poison")
+        for number in range(20):
+            await world.say(R1, f"behind it {number}")
+        await trio.sleep(60)
+        assert await quarantined(world) == 1
+        await trio.sleep(40)
+        steps = sum(len(world.servers[name].requests) for name in hostile) - before
+        assert once(server) == ["before", *(f"behind it {number}" for number in range(20))]
+
+    assert 200 <= steps <= 5 * 100
 
 
 async def test_the_log_has_one_conviction_of_a_server_in_an_hour(

@@ -63,6 +63,9 @@ never hold back the others. They are many and wait most of the time; the quick o
 second, need no more than the other half."""
 _LONG_SHARE: Final = 0.25
 """Of the places for servers that take long."""
+SEARCHES_PER_SECOND: Final = 50
+"""The steps of all searches for what servers refuse. A step takes 8 ms, and whoever refuses each
+item some times and then answers has us make one a second for as long as it is owed anything."""
 FEW: Final = 20
 """An item for at most this number of servers goes first."""
 _REMEMBERED: Final = 65_536
@@ -245,8 +248,8 @@ class _Lines:
             line.remove(permit)
 
 
-class NewConnections:
-    """The right to open connections, at a fixed rate per second, evenly spread; a delay of up to
+class Starts:
+    """The right to start what is dear, at a fixed rate per second, evenly spread; a delay of up to
     0.2 s is made up for.
 
     Nobody gets it while the loop is late with what was begun before. In one class those come later
@@ -261,7 +264,7 @@ class NewConnections:
         self._lines = _Lines(self._accounts, by_site=True)
 
     async def take(self, permit: "Permit", *, first: bool) -> None:
-        """Wait for the right to open one."""
+        """Wait for the right to start one."""
         await self._lines.wait(permit, self._serve, self._due, first=first)
 
     def hasten(self, permit: "Permit") -> None:
@@ -537,6 +540,7 @@ class Permit:
         ill: whether the last attempt failed.
         lately: whether an attempt of the last day was answered; known where the last one failed.
         hurried: whether an item for few servers waits, or it is to be tried before others.
+        searches: whether the next attempt is a step of a search for what the server refuses.
         told: called with True when it begins to wait for a limit of ours, with False after that.
         end: called to end the attempt, for another one later; returns False if it cannot be ended.
     """
@@ -555,6 +559,7 @@ class Permit:
         "lane",
         "lately",
         "payer",
+        "searches",
         "server",
         "told",
     )
@@ -564,12 +569,13 @@ class Permit:
         self.ill = False
         self.lately = False
         self.hurried = False
+        self.searches = False
         self.told = nobody_told
         self.end = not_now
         self._admission = admission
         self.payer = Payer(server)
         self.lane: Lane | None = None
-        self._line: Lane | NewConnections | None = None
+        self._line: Lane | Starts | None = None
         self._bytes = self._offered = 0
         self._large = False
         self._asked_at = 0.0
@@ -584,7 +590,7 @@ class Permit:
 
     def at_once(self) -> bool:
         """Take a place for a request on a live connection, if no attempt waits for one."""
-        if self.lane is None:
+        if self.lane is None and not self.searches:
             lane, first = self._admission.lane_of(self)
             if self._admission.gate.open and lane.at_once(self, first=first):
                 self.lane = lane
@@ -594,19 +600,21 @@ class Permit:
         """Take a place, after a wait if need be."""
         if not self.at_once():
             with self._waiting():
+                await self._take_search()
                 await self._take_place()
 
     async def turn(self) -> None:
         """Wait for the right to open one connection."""
         with self._waiting():
-            await self._take_turn()
+            await self._start(self._admission.new_connections)
 
     async def handshake(self) -> None:
         """Wait for a place and the right to open one connection."""
         # What is held meanwhile, others would wait for.
         self.release()
         with self._waiting():
-            await self._take_turn()
+            await self._take_search()
+            await self._start(self._admission.new_connections)
             await self._take_place()
 
     def asked(self) -> None:
@@ -659,10 +667,11 @@ class Permit:
 
     def _is_good(self, good: bool) -> None:
         site = self.payer.accounts[0]
-        if good:
+        known = site in self._admission.good
+        if good and not known:
             self._admission.good[site] = None
-        else:
-            self._admission.good.pop(site, None)
+        elif known and not good:
+            del self._admission.good[site]
 
     def _is_known(self, now: _Pace, latest: tuple[_Pace, ...]) -> None:
         if (now, latest) != self._known:
@@ -673,7 +682,8 @@ class Permit:
         """Go before others, also in a line where it waits already."""
         self.hurried = True
         admission = self._admission
-        if self._line is not None and self._line not in (admission.quick, admission.slow):
+        slowly = (admission.quick, admission.slow, admission.searches)
+        if self._line is not None and self._line not in slowly:
             self._line.hasten(self)
 
     def body_bytes(self, most: int) -> int:
@@ -724,11 +734,16 @@ class Permit:
         finally:
             self.told(False)
 
-    async def _take_turn(self) -> None:
+    async def _take_search(self) -> None:
+        if self.searches:
+            await self._start(self._admission.searches)
+            self.searches = False
+
+    async def _start(self, line: Starts) -> None:
         await self._admission.gate.passed()
-        self._line = line = self._admission.new_connections
+        self._line = line
         try:
-            await line.take(self, first=self.hurried)
+            await line.take(self, first=self.hurried and not self.searches)
         finally:
             self._line = None
 
@@ -751,6 +766,7 @@ class Admission:
         gate: shut while this daemon may not send at all (it lost its instance lock).
         quick, slow, long, ill: the lanes.
         new_connections: the line for them.
+        searches: the line for steps of searches for what servers refuse.
         bodies: bytes of the transactions that are under way.
         large, large_bytes: the number of those that hold more than half of what they could have
             had, and their bytes.
@@ -781,7 +797,8 @@ class Admission:
         self.ill = Lane(ill, stay_s=PATIENT_S, overflow=self.long)
         self.slow = Lane(aside - ill - long, stay_s=LONG_S, overflow=self.long, pace=_Pace.SLOW)
         self.quick = Lane(max_in_flight - aside, stay_s=QUICK_S, overflow=self.slow)
-        self.new_connections = NewConnections(handshakes_per_second, loop)
+        self.new_connections = Starts(handshakes_per_second, loop)
+        self.searches = Starts(SEARCHES_PER_SECOND, loop)
         self.bodies = self.large = self.large_bytes = 0
         self.in_flight_bytes = in_flight_bytes
         self.known: LRUCache[str, _Known] = LRUCache(_REMEMBERED)

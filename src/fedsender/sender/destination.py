@@ -506,6 +506,7 @@ class Destination:
         permit.ill = not self.state.healthy
         if permit.ill:
             permit.lately = failure.well_lately(self.state, self._context.clock.now_ms())
+        permit.searches = bool(self.state.searches)
         self._in_phase(Phase.CONNECTING)
         if self._woken:
             self._woken = False
