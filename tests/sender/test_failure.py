@@ -1,6 +1,7 @@
 """The failure machine: one table, walked through, and the arithmetic of waiting."""
 
 import random
+from collections import Counter
 from typing import get_args
 
 import pytest
@@ -156,8 +157,17 @@ def test_retry_after_is_honoured_and_clamped() -> None:
     busy = Verdict(Outcome.BUSY, "429", 429, retry_after_s=120.0)
     absurd = Verdict(Outcome.BUSY, "429", 429, retry_after_s=1e9)
 
-    assert wait_s(Backoff(), state(), busy, NOW, random.Random(0)) == 120.0
+    assert 120.0 <= wait_s(Backoff(), state(), busy, NOW, random.Random(0)) <= 144.0
     assert wait_s(Backoff(), state(), absurd, NOW, random.Random(0)) == 3600.0
+
+
+def test_servers_that_name_one_moment_do_not_all_come_back_at_it() -> None:
+    """A proxy in maintenance says `Retry-After: 300` for each of a thousand names."""
+    rng, busy = random.Random(0), Verdict(Outcome.BUSY, "503", 503, retry_after_s=300.0)
+    seconds = Counter(int(wait_s(Backoff(), state(), busy, NOW, rng)) for _ in range(1000))
+
+    assert min(seconds) == 300
+    assert max(seconds.values()) < 50
 
 
 @given(st.integers(0, 10_000), st.sampled_from(sorted(RULES, key=lambda o: o.value)), st.randoms())

@@ -410,7 +410,9 @@ def wait_s(
     grown = policy.wait(state.failures, elapsed, steady=steady) * rule.factor
     jittered = min(grown, ceiling) * rng.uniform(1 - JITTER, 1 + JITTER)
     if verdict.retry_after_s is not None:
-        jittered = max(jittered, min(verdict.retry_after_s, policy.ceiling_healthy))
+        # A proxy may name one moment to us for thousands of names: they do not all come back at it.
+        asked = verdict.retry_after_s * rng.uniform(1, 1 + JITTER)
+        jittered = max(jittered, min(asked, policy.ceiling_healthy))
     return max(MIN_GAP_SECONDS, jittered)
 
 
