@@ -9,7 +9,10 @@ import trio
 import trio.testing
 
 from fedsender.waiting import (
+    LOOKS_AT_ONCE,
     STEPS_AT_ONCE,
+    Alarm,
+    Alarms,
     Seats,
     Signal,
     Slots,
@@ -431,3 +434,42 @@ async def test_whoever_waits_for_its_step_and_is_cancelled_leaves_nothing_behind
         await trio.lowlevel.checkpoint()
         nursery.cancel_scope.cancel()
     assert not any(loop.steps._lines)
+
+
+class _Noting(Alarm):
+    """Notes in which step of the loop it rang."""
+
+    def __init__(self, alarms: Alarms, rang: list[int]) -> None:
+        super().__init__(alarms)
+        self._rang = rang
+
+    def ring(self) -> None:
+        self._rang[-1] += 1
+
+
+class _Begins(trio.abc.Instrument):
+    """Begins to count anew with each step of a task."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = counts
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._counts.append(0)
+
+
+async def test_alarms_of_thousands_of_servers_do_not_all_ring_in_one_step(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Those of 3,000 that had failed together were a step of 150 ms."""
+    alarms, rang = Alarms(), [0]
+    each = [_Noting(alarms, rang) for _ in range(1000)]
+    begins = _Begins(rang)
+    async with in_background(alarms.run):
+        for alarm in each:
+            alarm.set(trio.current_time() + 10)
+        trio.lowlevel.add_instrument(begins)
+        await trio.sleep(10)
+        await trio.testing.wait_all_tasks_blocked()
+        trio.lowlevel.remove_instrument(begins)
+    assert sum(rang) == 1000
+    assert max(rang) <= LOOKS_AT_ONCE

@@ -372,6 +372,10 @@ class Seats(Generic[K, T]):
                     return
 
 
+LOOKS_AT_ONCE = 100
+"""Of alarms, in one step: a look takes 50 us, and those of 10,000 servers may be due together."""
+
+
 class Alarms:
     """Many alarms on one task. A deadline of Trio's own costs more, and one in a thousand comes."""
 
@@ -385,11 +389,15 @@ class Alarms:
         """Ring what is due, for ever."""
         while True:
             now = trio.current_time()
-            while self._looks and self._looks[0][0] <= now:
+            for _ in range(LOOKS_AT_ONCE):
+                if not self._looks or self._looks[0][0] > now:
+                    with trio.move_on_at(self._looks[0][0] if self._looks else math.inf):
+                        await self._sooner.wait()
+                    break
                 at, _, alarm = heapq.heappop(self._looks)
                 alarm.look(at, now)
-            with trio.move_on_at(self._looks[0][0] if self._looks else math.inf):
-                await self._sooner.wait()
+            else:
+                await trio.lowlevel.checkpoint()
 
     def look_at(self, at: float, alarm: "Alarm") -> None:
         """Look at this alarm at this time (trio's clock)."""
