@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fedsender.config import Federation, Sending
+from fedsender.config import Federation, Sending, loads
 from fedsender.config.sections import Admin
 from fedsender.limits import MIB, of_daemon
 
@@ -150,3 +150,21 @@ def test_the_service_writes_to_its_own_volume_alone() -> None:
     (arguments,) = of("CMD")
     directory = str(Path(json.loads(arguments)[-1]).parent)
     assert directory in [path for _, path, *mode in mounts if mode == ["ro"]]
+
+
+def test_the_configuration_for_kubernetes_is_the_same_for_all_pods(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = (ROOT / "docs/deploy/kubernetes.yaml").read_text()
+    (block,) = re.findall(r"It has\n#\n((?:#   .*\n)+)", text)
+    shown = re.sub(r"^#   ", "", block, flags=re.M)
+    _, stateful_set = yaml.safe_load_all(text)
+    (container,) = stateful_set["spec"]["template"]["spec"]["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], "fedsender-0")
+    loaded = loads(f"server_name: hs.example\n{shown}", directory=tmp_path)
+    assert loaded.instance_name == "fedsender-0"
+    assert loaded.metrics.listen is not None
+    assert str(loaded.metrics.listen).endswith(f":{container['ports'][0]['containerPort']}")
+    mounts = {each["mountPath"] for each in container["volumeMounts"]}
+    assert {str(loaded.ledger.directory.parent), str(loaded.signing_key.parent)} <= mounts
