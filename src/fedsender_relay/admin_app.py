@@ -44,7 +44,7 @@ class RelayContext:
     """The relay as the endpoints see it.
 
     Attributes:
-        relay: the running relay, which holds the lock; None: it waits for the lock.
+        relay: the running relay, which has the lease; None: it stands by.
         waits: the reason then.
     """
 
@@ -53,9 +53,9 @@ class RelayContext:
     metrics: RelayMetrics = field(default_factory=RelayMetrics)
 
     def holding(self) -> "RelayDaemon":
-        """The relay, while it holds the lock. Raises Refusal."""
+        """The relay, while it has the lease. Raises Refusal."""
         if self.relay is None:
-            raise Refusal(503, "M_UNKNOWN", f"this relay waits: {self.waits}")
+            raise Refusal(503, "M_UNKNOWN", f"standing by: {self.waits}")
         return self.relay
 
 
@@ -77,7 +77,7 @@ async def health(context: Reach) -> Response:
 
 @open_router.get("/ready", summary="200 if facts are taken in and nothing is wrong, else 503")
 async def ready(context: Reach) -> Response:
-    waits = f"this relay waits: {context.waits}"
+    waits = f"standing by: {context.waits}"
     reasons = [waits] if context.relay is None else list(problems(context.relay))
     return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 

@@ -1,6 +1,7 @@
 """`fedsender relay`: run one, look at it, forget a consumer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,6 +76,9 @@ def relay(
             "-c", "--config", envvar="FEDSENDER_CONFIG", metavar="FILE", help="The YAML file."
         ),
     ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait while another relay has our database.")
+    ] = False,
 ) -> int:
     """Run the relay until SIGTERM or SIGINT, or one of the commands below."""
     if context.invoked_subcommand is not None:
@@ -85,7 +89,7 @@ def relay(
 
     from fedsender_relay import process
 
-    return trio.run(process.run, config)
+    return trio.run(partial(process.run, config, standby=standby))
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -15,13 +16,11 @@ import structlog
 import trio
 
 from fedsender.config import Config, database_url
-from fedsender.embedded.facts import Elsewhere
 from fedsender.embedded.intake import Intake
 from fedsender.files import free_bytes
 from fedsender.runtime import Runtime
 from fedsender.store.engine import Faults
-from fedsender.store.lock import LockHeld, LockUnknown
-from fedsender.waiting import again
+from fedsender.store.leases import Waits
 from fedsender_relay.database import RelayStore, open_relay_store
 from fedsender_relay.hub import Hub
 from fedsender_relay.line_server import Door, open_server
@@ -33,8 +32,6 @@ from fedsender_relay.snapshots import Snapshots, open_shelf
 log = structlog.get_logger()
 
 DATABASE: Final = "relay.sqlite3"
-LOOK_EVERY_S: Final = 2.0
-"""The time between two tries to get the lock, or two checks that it is still held."""
 SAVE_S: Final = 5.0
 """The longest wait at the end for a database that is away: older stored records are safe, too."""
 
@@ -73,20 +70,21 @@ async def open_relay(
     faults: Faults | None = None,
     step: Callable[[], None] = lambda: None,
     free: Callable[[Path], int] = free_bytes,
-    waits: Callable[[str], None] = lambda _: None,
+    waits: Waits | None = None,
     patience: Patience | None = None,
 ) -> AsyncIterator[RelayDaemon]:
-    """Open a relay without its HTTP endpoints. Waits while another one holds the database's lock.
+    """Open a relay without its HTTP endpoints.
 
     Args:
-        doors: the consumers' listeners (`open_doors`), opened once the lock is held; None: none.
+        doors: the consumers' listeners (`open_doors`), opened once the lease is ours; None: none.
         synchronous, faults, step, free: for simulations; see `open_relay_store`, `open_shelf`,
             `Retention`.
         patience: with consumers that are away, for simulations; None: the usual one.
-        waits: called with the reason if another relay holds the lock, or it cannot be taken yet.
+        waits: we stand by while another relay has the lease; it is told why. None: we do not.
 
     Raises:
-        LockHeld: another relay runs on the same SQLite.
+        LockHeld: another relay runs on the same database, and we do not stand by.
+        LeaseLost: (in the body, in a group) our lease has ended.
         WrongDatabase, SchemaDiffers, DamagedLog, StoreError: the database cannot be used.
         Elsewhere: (in the body, in a group) another relay may have taken over.
         OSError.
@@ -100,6 +98,7 @@ async def open_relay(
             config.server_name,
             synchronous=synchronous,
             faults=faults,
+            here=settings.directory / "relay.lease",
         ) as store,
         _holding(store, runtime, waits),
         _open_log(RelayLog(store, runtime, await store.bounds(), await store.epochs())) as opened,
@@ -128,32 +127,11 @@ async def open_relay(
 
 
 @asynccontextmanager
-async def _holding(
-    store: RelayStore, runtime: Runtime, waits: Callable[[str], None]
-) -> AsyncIterator[None]:
-    """Hold the lock, and write under an epoch of our own, while the body runs."""
+async def _holding(store: RelayStore, runtime: Runtime, waits: Waits | None) -> AsyncIterator[None]:
+    """Hold the lease, and write under an epoch of our own, while the body runs."""
     epoch = runtime.entropy(8).hex()
-    said: str | None = None
-
-    async def begin() -> None:
-        if not await store.begin_intake(epoch):
-            raise LockHeld("another relay holds the lock of the database")
-
-    def note(error: BaseException, _failures: int) -> None:
-        nonlocal said
-        if said != str(error):
-            said = str(error)
-            log.info("relay_waits", reason=said)
-            waits(said)
-
-    await again(begin, (LockHeld, LockUnknown), LOOK_EVERY_S, note=note)
-
-    async def watch() -> None:
-        while await store.holds():  # noqa: ASYNC110
-            await trio.sleep(LOOK_EVERY_S)
-        raise Elsewhere(None)
-
-    async with _running(watch):
+    await store.begin_intake(epoch, waits)
+    async with _running(partial(store.keep, epoch)), _running(store.hold.until_lost):
         yield
 
 

@@ -20,7 +20,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,8 @@ from fedsender.store.engine import (
     open_database,
     reading,
 )
-from fedsender.store.lock import Lock, LockHeld, lock_of
+from fedsender.store.leases import RENEWAL_S, Hold, Lease, Waits
+from fedsender.store.lock import AdvisoryLock, LockUnknown, lock_of
 from fedsender.store.migrations import bring_up_to_date, claim_store
 from fedsender.store.statements import (
     MAX_PARAMETERS,
@@ -81,6 +82,7 @@ from fedsender.store.statements import (
     select_rows,
 )
 from fedsender.streams import HostsRow, PduRow, RedactionRow
+from fedsender.waiting import again
 
 T = TypeVar("T")
 
@@ -651,20 +653,19 @@ class RelayStore:
 
     Attributes:
         server_name: the homeserver's.
+        hold: what says that we are the relay of this database.
         directory: the directory of an SQLite; None: it is no file of ours.
         appending_since: when the append under way began, on Trio's clock; None: there is none.
     """
 
-    def __init__(
-        self, database: Database, runtime: Runtime, server_name: str, lock: Lock | None
-    ) -> None:
+    def __init__(self, database: Database, runtime: Runtime, server_name: str, hold: Hold) -> None:
         file = Path(database.url.database or "")
         self.server_name = server_name
         self.directory = file.parent if database.dialect == "sqlite" else None
         self.appending_since: float | None = None
         self._database = database
         self._runtime = runtime
-        self._lock = lock
+        self.hold = hold
         self._epoch: str | None = None
         self._snapshot: trio.Event | None = None
         self._log_after = 0
@@ -676,13 +677,12 @@ class RelayStore:
 
     # --- who writes -------------------------------------------------------------------------------
 
-    async def begin_intake(self, epoch: str) -> bool:
-        """Write from now on, under a new epoch; False: another relay holds the lock."""
-        if self._lock is not None:
-            try:
-                await self._lock.take(await self._database.read(appends.store_key))
-            except LockHeld:
-                return False
+    async def begin_intake(self, epoch: str, waits: Waits | None = None) -> None:
+        """Write from now on, under a new epoch, once the lease is ours; raises as `Hold.take` does.
+
+        `waits`: we stand by while another relay holds it.
+        """
+        await again(partial(self.hold.take, epoch, waits), LockUnknown, RENEWAL_S)
         self._epoch = epoch
 
         def begin(connection: Connection) -> None:
@@ -695,17 +695,14 @@ class RelayStore:
             connection.execute(delete(_epochs).where(_epochs.c.number <= newest - MAX_EPOCHS))
 
         await self._database.write(begin)
-        return True
 
-    async def holds(self) -> bool:
-        """Whether no other relay can have begun: the lock is still ours."""
-        return self._lock is None or await self._lock.held()
-
-    async def release(self) -> None:
-        """Let another relay begin."""
-        self._epoch = None
-        if self._lock is not None:
-            await self._lock.release()
+    async def keep(self, epoch: str) -> None:
+        """Renew the lease, for ever. Raises LeaseLost."""
+        while True:
+            await trio.sleep(RENEWAL_S)
+            if not await self.hold.renew():
+                with suppress(LockUnknown):
+                    await self.hold.take(epoch)
 
     async def _write(self, fn: Callable[[Connection], T]) -> T:
         """As `Database.write`, but only while no other relay has begun.
@@ -940,14 +937,17 @@ async def open_relay_store(
     *,
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL",
     faults: Faults | None = None,
+    here: Path | None = None,
 ) -> AsyncIterator[RelayStore]:
     """The database of a relay, open while the body runs, its tables up to date and checked.
 
-    On SQLite no second one can be opened; on PostgreSQL only one may write (`begin_intake`).
+    On SQLite no second one can be opened; on PostgreSQL only one may write (`begin_intake`), while
+    it has the lease, which ends.
 
     Args:
         url: `sqlite:///path` or `postgresql://...`.
         synchronous: SQLite's setting. FULL survives a power cut, OFF is for simulations.
+        here: a file of this machine, see `store.leases`.
         faults: called in the worker with "before commit" and "after commit", for simulations.
 
     Raises LockHeld, SchemaDiffers, and WrongDatabase: it is another homeserver's, or a sender's.
@@ -956,15 +956,18 @@ async def open_relay_store(
     async with open_database(
         url, runtime, name="relay", options=options, faults=faults
     ) as database:
-        lock = lock_of(database.url, runtime, of_one=True)
-        await bring_up_to_date(database, "homeserver", lock)
+        lock = lock_of(database.url, runtime, of_one=True, instance=INSTANCE)
+        await bring_up_to_date(database, "homeserver", lock_of(database.url, runtime))
+        lease = None
+        if isinstance(lock, AdvisoryLock):
+            lease = Lease(lock, runtime, INSTANCE, here, tables.relay_leases)
+        fenced = [] if lease is None else [database]
+        hold = Hold(lock, INSTANCE, lease, fenced, ends=True)
         try:
-            if database.dialect != "postgresql":
-                await lock.take(INSTANCE)
+            if lease is None:
+                await hold.take("")
             await database.write(partial(_claim, server_name=server_name))
-            yield RelayStore(
-                database, runtime, server_name, lock if database.dialect == "postgresql" else None
-            )
+            yield RelayStore(database, runtime, server_name, hold)
         finally:
             with trio.CancelScope(shield=True):
-                await lock.release()
+                await hold.give_back()

@@ -22,10 +22,12 @@ from fedsender.http.server import Admin, read_files
 from fedsender.limits import OF_RELAY, raise_file_limit
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.signals import Signals
+from fedsender.store.leases import LeaseLost
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
 from fedsender_relay.admin_app import RelayContext, open_admin
 from fedsender_relay.daemon import RelayDaemon, open_relay
+from fedsender_relay.database import INSTANCE
 from fedsender_relay.line_server import open_doors
 
 log = structlog.get_logger()
@@ -51,12 +53,18 @@ async def run(
     *,
     runtime: Runtime | None = None,
     notifier: Notifier | None = None,
+    standby: bool = False,
 ) -> int:
     """Run the relay of this configuration file until SIGTERM or SIGINT; return its exit code.
+
+    `standby`: wait while another relay has its database.
 
     Raises the errors of `open_relay`, `open_doors` and `serve_app`, and ConfigError for the file.
     """
     config = load_config(path)
+    if standby and config.relay.database is None:
+        text = "must be a PostgreSQL that both share, for relay --standby"
+        raise ConfigError(config.problem(("relay", "database"), text))
     runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=runtime.now_ms)
@@ -69,7 +77,7 @@ async def run(
     async with signals.heard(notifier):
         notifier.status("starting")
         with only_one(config):
-            await _run_until_told(path, config, runtime, notifier, signals)
+            await _run_until_told(path, config, runtime, notifier, signals, standby=standby)
     return signals.exit_code(notifier, "the database does not answer")
 
 
@@ -100,10 +108,12 @@ async def _run_until_told(
     runtime: Runtime,
     notifier: Notifier,
     signals: Signals,
+    *,
+    standby: bool,
 ) -> None:
     tls = config.server_tls("relay")
 
-    # A wrong address is found out at once, not when the lock is ours.
+    # A wrong address is found out at once, not when the lease is ours.
     async with open_doors(config.relay.listen, tls):
         pass
     context = RelayContext()
@@ -113,11 +123,11 @@ async def _run_until_told(
         nursery.start_soon(_reload_when_told, run)
         while not signals.stop.is_set():
             try:
-                await _serve(run, config)
-            except* Elsewhere:
-                log.warning("relay_lock_lost", reason="another relay may have taken over")
+                await _serve(run, config, standby=standby)
+            except* (Elsewhere, LeaseLost):
+                log.warning("lease_lost", instance=INSTANCE)
                 # One that waits has nothing to drain: told to stop, it ends at once.
-                signals.started = False
+                standby, signals.started = True, False
         nursery.cancel_scope.cancel()
 
 
@@ -140,21 +150,25 @@ class _Run:
     endpoints: list[Admin] = field(default_factory=list)
 
     def waits(self, why: str) -> None:
-        """Note the reason why the lock cannot be taken yet."""
+        """Note why we stand by."""
+        log.info("standing_by", reason=why)
         self.context.waits = why
         self.ready()
 
     def ready(self) -> None:
-        """Notify READY with the status: the relay's server, or that it waits for the lock."""
+        """Notify READY with the status: the relay's server, or that it stands by."""
         relay = self.context.relay
-        waiting = "waiting for the lock of the database"
-        self.notifier.ready(waiting if relay is None else f"relay of {relay.config.server_name}")
+        standing_by = f"standing by: {self.context.waits}"
+        self.notifier.ready(
+            standing_by if relay is None else f"relay of {relay.config.server_name}"
+        )
 
 
-async def _serve(run: _Run, config: Config) -> None:
-    """Wait for the lock, and serve until told to stop. Raises the errors of `open_relay`."""
+async def _serve(run: _Run, config: Config, *, standby: bool) -> None:
+    """Serve until told to stop. Raises the errors of `open_relay`."""
     doors = open_doors(config.relay.listen, run.tls)
-    async with open_relay(config, run.runtime, doors, waits=run.waits) as relay:
+    waits = run.waits if standby else None
+    async with open_relay(config, run.runtime, doors, waits=waits) as relay:
         run.signals.started = True
         async with _open_intake(run, relay):
             for door in relay.doors:

@@ -30,6 +30,7 @@ from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, connections, open_store, tables
 from fedsender.store.connections import WrongDatabase
 from fedsender.store.engine import open_database
+from fedsender.store.leases import LEASE_S, LeaseLost
 from fedsender.store.lock import LockHeld
 from fedsender.streams import Json
 from fedsender_lab.simulation.relay_checks import newest_in
@@ -233,7 +234,7 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
     async with open_relay_store(
         new_url("homeserver"), clock.runtime, SERVER, synchronous="OFF"
     ) as store:
-        assert await store.begin_intake("e" * 16)
+        await store.begin_intake("e" * 16)
         number, since_ms = 0, 0
         for _ in range(40):
             group = [some_rows(rng, number + each) for each in range(rng.randrange(1, 9))]
@@ -600,9 +601,9 @@ async def test_consumers_are_stored(new_url: NewUrl) -> None:
 
 
 async def test_only_one_relay_writes(new_url: NewUrl) -> None:
-    """On SQLite no second one opens it. On PostgreSQL it waits, and takes over at once."""
-    url = new_url("homeserver")
-    runtime = real_runtime()
+    """On SQLite no second one opens it. On PostgreSQL it stands by until the lease has ended."""
+    url, clock = new_url("homeserver"), [0.0]
+    runtime = replace(real_runtime(), elapsed_s=lambda: clock[0])
     async with open_relay_store(url, runtime, SERVER) as store:
         await store.begin_intake("a" * 16)
         if url.startswith("sqlite"):
@@ -611,21 +612,35 @@ async def test_only_one_relay_writes(new_url: NewUrl) -> None:
                     pass
             return
         async with open_relay_store(url, runtime, SERVER) as second:
-            assert not await second.begin_intake("b" * 16)
-            assert await store.holds()
-            async with open_database(url, runtime, name="test") as database:
-                kill = (
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                    " WHERE application_name = 'fedsender lock'"
-                )
-                await database.write(lambda connection: connection.exec_driver_sql(kill) and None)
-            with trio.fail_after(10):
-                while not await second.begin_intake("b" * 16):  # noqa: ASYNC110
-                    await trio.sleep(0.05)
-            assert not await store.holds()
-            with pytest.raises(Elsewhere):
-                await store.append_records([record("a", pdu(ROOMS[0], "$a"))])
-            assert await second.append_records([record("b", pdu(ROOMS[0], "$b"))]) == [1]
+            async with trio.open_nursery() as nursery:
+                told = trio.Event()
+                nursery.start_soon(second.begin_intake, "b" * 16, lambda _: told.set())
+                await told.wait()
+                assert await store.append_records([record("a", pdu(ROOMS[0], "$a"))]) == [1]
+                clock[0] += LEASE_S + 1
+            with pytest.raises(LeaseLost):
+                await store.hold.until_lost()
+            with pytest.raises(LeaseLost):
+                await store.append_records([record("c", pdu(ROOMS[0], "$c"))])
+            assert await second.append_records([record("b", pdu(ROOMS[0], "$b"))]) == [2]
+
+
+async def test_a_relay_that_does_not_stand_by_is_refused_while_another_one_runs(
+    new_url: NewUrl,
+) -> None:
+    url = new_url("homeserver")
+    if url.startswith("sqlite"):
+        return
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
+        await store.begin_intake("a" * 16)
+        async with (
+            open_relay_store(url, real_runtime(), SERVER) as second,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(store.keep, "a" * 16)
+            with pytest.raises(LockHeld, match="another daemon runs as 'relay'"):
+                await second.begin_intake("b" * 16)
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(

@@ -24,7 +24,6 @@ from fedsender.cli import run_command
 from fedsender.config import ConfigError
 from fedsender_lab.demo.process import write_secret
 from fedsender_lab.intake_client import IntakeClient
-from fedsender_lab.testing.clock import until
 from fedsender_relay.process import STOP_S, load_config, only_one
 
 pytestmark = pytest.mark.slow
@@ -112,66 +111,57 @@ async def test_a_relay_from_its_start_to_its_stop(
         assert not (tmp_path / "relay.sock").exists()
 
 
-_END_THE_HOLDERS_CONNECTION = """
-SELECT pg_terminate_backend(pid) FROM pg_locks JOIN pg_database ON oid = database
- WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted AND datname = %s
-"""
-
-
-async def test_of_two_relays_one_waits_and_says_so_and_takes_over(
+async def test_a_second_relay_stands_by_and_says_so_and_goes_on(
     tmp_path: Path, postgres: Databases
 ) -> None:
-    """The lock ends with the connection that holds it; who had it closes its doors, and waits."""
+    """The first is frozen: it thaws with its lease ended, closes its doors, and stands by."""
     url = postgres.create_database()
-    name = url.rpartition("/")[2]
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):
         directory.mkdir()
-    arguments = [["relay", "-c", str(configure(each, database=url))] for each in (first, second)]
-    with trio.fail_after(PATIENCE_S):
-        async with AsyncExitStack() as services:
-            holder = await services.enter_async_context(open_service(first, arguments[0], 1))
-            assert await holder.manager.ready() == "relay of hs.example"
-            standby = await services.enter_async_context(open_service(second, arguments[1], 1))
-            waiting = "waiting for the lock of the database"
-            assert await standby.manager.ready() == waiting
-            reason = "this relay waits: another relay holds the lock of the database"
-            answer = await standby.ask("/ready")
-            assert (answer.status_code, answer.json()["reasons"]) == (503, [reason])
-            assert (await standby.ask("/health")).status_code == 200
-            assert (await standby.ask("/metrics")).status_code == 200
-            status = await standby.ask("/_fedsender/admin/v1/relay")
-            assert (status.status_code, status.json()["error"]) == (503, reason)
-            standby.tell(signal.SIGHUP)
-            assert (await standby.manager.next()).startswith("RELOADING=1")
-            assert await standby.manager.ready() == waiting
-            async with AsyncExitStack() as stack:
-                stream = await stack.enter_async_context(
-                    await trio.open_unix_socket(str(first / "relay.sock"))
-                )
-                hands = Hands.on(stream)
-                await hands.resume("sender-1", 0)
-                await hands.until("POSITION events 0")
-                with postgres.server.connect("postgres") as connection:
-                    connection.execute(_END_THE_HOLDERS_CONNECTION, (name,))
-                # Whoever is faster has it now.
-                with pytest.raises(AssertionError, match="it ended"):
-                    await hands.until("RDATA ")
-            await until(lambda: holder.logged("relay_lock_lost"))
-            (lost,) = holder.logged("relay_lock_lost")
-            assert "another relay" in lost["reason"]
-            await until(lambda: len(holder.logged("ready")) + len(standby.logged("ready")) == 2)
-            sockets = [
-                at / name for at in (first, second) for name in ("intake.sock", "relay.sock")
-            ]
-            await until(lambda: sum(each.exists() for each in sockets) == 2)
-            ready = [(await each.ask("/ready")).status_code for each in (holder, standby)]
-            assert sorted(ready) == [200, 503]
-            # One that had the lock and lost it ends as soon as one that never had it.
-            waits, holds = (holder, standby) if ready[0] == 503 else (standby, holder)
-            with trio.fail_after(STOP_S / 2):
-                assert await waits.stop() == 0
-            assert await holds.stop() == 0
+    arguments = [
+        ["relay", "-c", str(configure(each, database=url)), "--standby"] for each in (first, second)
+    ]
+    relaying, waiting = "relay of hs.example", "standing by: another process runs under our name"
+    async with AsyncExitStack() as services:
+        holder = await services.enter_async_context(open_service(first, arguments[0], 1))
+        assert await holder.manager.ready() == relaying
+        standby = await services.enter_async_context(open_service(second, arguments[1], 1))
+        assert await standby.manager.ready() == waiting
+        answer = await standby.ask("/ready")
+        assert (answer.status_code, answer.json()["reasons"]) == (503, [waiting])
+        assert (await standby.ask("/health")).status_code == 200
+        assert (await standby.ask("/metrics")).status_code == 200
+        status = await standby.ask("/_fedsender/admin/v1/relay")
+        assert (status.status_code, status.json()["error"]) == (503, waiting)
+        standby.tell(signal.SIGHUP)
+        assert (await standby.manager.next()).startswith("RELOADING=1")
+        assert await standby.manager.ready() == waiting
+        async with await trio.open_unix_socket(str(first / "relay.sock")) as stream:
+            hands = Hands.on(stream)
+            await hands.resume("sender-1", 0)
+            await hands.until("POSITION events 0")
+            holder.tell(signal.SIGSTOP)
+            assert await standby.manager.ready() == relaying
+            holder.tell(signal.SIGCONT)
+            with trio.fail_after(PATIENCE_S), pytest.raises(AssertionError, match="it ended"):
+                await hands.until("RDATA ")
+        assert await holder.manager.ready() == waiting
+        assert len(holder.logged("lease_lost")) == 1
+        assert not (first / "relay.sock").exists()
+        assert (await standby.ask("/ready")).status_code == 200
+        # One that had the lease and lost it ends as soon as one that never had it.
+        with trio.fail_after(STOP_S / 2):
+            assert await holder.stop() == 0
+        assert await standby.stop() == 0
+
+
+async def test_a_relay_that_stands_by_needs_a_database_that_others_reach(tmp_path: Path) -> None:
+    arguments = ["relay", "-c", str(configure(tmp_path)), "--standby"]
+    async with open_service(tmp_path, arguments, 1) as service:
+        assert await service.ended() == 2
+    said = service.log_file.read_text().splitlines()[-1]
+    assert "relay.database: must be a PostgreSQL that both share, for relay --standby" in said
 
 
 async def test_a_renewed_certificate_of_the_listener_is_taken_up_on_sighup(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ class Process:
 
     @property
     def lease(self) -> Lease:
-        assert self.sender._lease is not None
-        return self.sender._lease
+        assert self.sender._hold.lease is not None
+        return self.sender._hold.lease
 
     @property
     def machine(self) -> Path:

@@ -323,6 +323,27 @@ def upgrade() -> None:
     op.create_index(op.f("relay_kept_kept_ms_idx"), "relay_kept", ["kept_ms"])
     op.create_index("relay_kept_room", "relay_kept", ["room_id", "token"])
     op.create_table(
+        "relay_leases",
+        sa.Column("instance_name", sa.Text(), nullable=False),
+        sa.Column(
+            "holder", sa.Text(), nullable=False, comment="boot id of the daemon that runs; '': none"
+        ),
+        sa.Column(
+            "renewal", sa.BigInteger(), nullable=False, comment="another number after each renewal"
+        ),
+        sa.Column(
+            "ends", sa.Boolean(), nullable=False, comment="its holder stops unless it is renewed"
+        ),
+        sa.Column("asked", sa.Boolean(), nullable=False, comment="another process wants it to end"),
+        sa.Column(
+            "place",
+            sa.Text(),
+            nullable=False,
+            comment="system and timeline in which it was taken",
+        ),
+        sa.PrimaryKeyConstraint("instance_name"),
+    )
+    op.create_table(
         "relay_log",
         sa.Column(
             "token",
@@ -428,6 +449,7 @@ def downgrade() -> None:
     op.drop_table("room_servers")
     op.drop_table("relay_state")
     op.drop_table("relay_log")
+    op.drop_table("relay_leases")
     op.drop_table("relay_kept")
     op.drop_table("relay_heads")
     op.drop_table("relay_epochs")

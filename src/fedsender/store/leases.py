@@ -19,21 +19,33 @@ others (`Lock.evict`). So a write costs nothing for it.
 import fcntl
 import math
 import os
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import structlog
 import trio
-from sqlalchemy import Connection, Row, Select, insert, select, text, update
+from sqlalchemy import Connection, Row, Select, Table, insert, select, text, update
 from sqlalchemy.engine.interfaces import DBAPIConnection
 
 from fedsender.files import owned_like
 from fedsender.runtime import Runtime
 from fedsender.store import tables
-from fedsender.store.lock import MARK_SESSION, AdvisoryLock, LockHeld, LockUnknown, session_key
+from fedsender.store.lock import (
+    MARK_SESSION,
+    AdvisoryLock,
+    InstanceLock,
+    Lock,
+    LockHeld,
+    LockUnknown,
+    session_key,
+)
 from fedsender.store.statements import replace_rows
 from fedsender.waiting import BeginAnew
+
+if TYPE_CHECKING:
+    from fedsender.store.engine import Database
 
 log = structlog.get_logger()
 
@@ -87,18 +99,25 @@ class Lease:
     """
 
     def __init__(
-        self, lock: AdvisoryLock, runtime: Runtime, instance: str, here: Path | None = None
+        self,
+        lock: AdvisoryLock,
+        runtime: Runtime,
+        instance: str,
+        here: Path | None = None,
+        table: Table = leases,
     ) -> None:
         """
         Args:
             lock: its session asks all questions, so that what it holds and the lease are lost
                 together.
             here: a file of this machine, see `_Here`; None: we know of nobody that ran here.
+            table: of the leases.
         """
         self.ends_at = -math.inf
         self._lock = lock
         self._runtime = runtime
         self._instance = instance
+        self._table = table
         self._holder = NOBODY
         self._place = ""
         self._wanted = False
@@ -111,7 +130,7 @@ class Lease:
         return self._runtime.elapsed_s() >= self.ends_at
 
     async def take(
-        self, holder: str, waits: Waits | None, alone: Callable[[], Awaitable[None]]
+        self, holder: str, waits: Waits | None, alone: Callable[[], Awaitable[None]], *, ends: bool
     ) -> None:
         """Take the lease as `holder`, or renew it if it is ours.
 
@@ -120,6 +139,7 @@ class Lease:
             waits: we stand by: wait while somebody else holds it. It is told why. None: we do not.
             alone: awaited before we wait for one that does not end: raises LockHeld if a session
                 of its holder is there.
+            ends: whether it ends from the beginning.
 
         Raises:
             LockHeld: another process holds it, and we do not stand by; or it may hold it, and
@@ -166,7 +186,7 @@ class Lease:
                 said = why
             await trio.sleep(LOOK_EVERY_S)
         await self._run(lambda: self._here.note(holder))
-        await self._swap(found, holder, ends=waits is not None)
+        await self._swap(found, holder, ends=ends)
 
     async def _ended_here(self, waits: Waits | None) -> Collection[str]:
         """The holders that ran on this machine, and do not any more.
@@ -214,12 +234,12 @@ class Lease:
                 return False
             if not seen.there:
                 # Of two that do, the second fails, and looks again.
-                connection.execute(insert(leases).values(instance_name=self._instance, **row))
+                connection.execute(insert(self._table).values(instance_name=self._instance, **row))
                 return True
-            query = update(leases).where(
-                leases.c.instance_name == self._instance,
-                leases.c.holder == seen.holder,
-                leases.c.renewal == seen.renewal,
+            query = update(self._table).where(
+                self._table.c.instance_name == self._instance,
+                self._table.c.holder == seen.holder,
+                self._table.c.renewal == seen.renewal,
             )
             return connection.execute(query.values(row)).rowcount == 1
 
@@ -239,11 +259,13 @@ class Lease:
         def renew(connection: Connection) -> Row[tuple[bool]] | None:
             if connection.scalar(_PLACE) != self._place:
                 return None
-            query = update(leases).where(
-                leases.c.instance_name == self._instance, leases.c.holder == self._holder
+            query = update(self._table).where(
+                self._table.c.instance_name == self._instance, self._table.c.holder == self._holder
             )
-            values = {"renewal": leases.c.renewal + 1, "ends": ends}
-            return connection.execute(query.values(values).returning(leases.c.asked)).one_or_none()
+            values = {"renewal": self._table.c.renewal + 1, "ends": ends}
+            return connection.execute(
+                query.values(values).returning(self._table.c.asked)
+            ).one_or_none()
 
         try:
             renewed = await self._lock.run(renew, CALL_S if ends else math.inf)
@@ -282,8 +304,8 @@ class Lease:
 
     async def _give_back(self, holder: str) -> None:
         def give_back(connection: Connection) -> None:
-            query = update(leases).where(
-                leases.c.instance_name == self._instance, leases.c.holder == holder
+            query = update(self._table).where(
+                self._table.c.instance_name == self._instance, self._table.c.holder == holder
             )
             connection.execute(query.values(holder=NOBODY, ends=False))
 
@@ -317,11 +339,13 @@ class Lease:
         return _Seen(place, row.holder, row.renewal, row.ends, there=True, stands=stands)
 
     def _row(self) -> Select[tuple[str, int, bool, str]]:
-        query = select(leases.c.holder, leases.c.renewal, leases.c.ends, leases.c.place)
-        return query.where(leases.c.instance_name == self._instance)
+        query = select(
+            self._table.c.holder, self._table.c.renewal, self._table.c.ends, self._table.c.place
+        )
+        return query.where(self._table.c.instance_name == self._instance)
 
     def _ask(self, connection: Connection) -> None:
-        query = update(leases).where(leases.c.instance_name == self._instance)
+        query = update(self._table).where(self._table.c.instance_name == self._instance)
         connection.execute(query.values(asked=True))
 
     def _held_error(self) -> LockHeld:
@@ -329,6 +353,77 @@ class Lease:
 
     def _lost_error(self) -> LeaseLost:
         return LeaseLost(f"the lease of {self._instance!r} has ended: another process may have it")
+
+
+class Hold:
+    """A name that a process holds: its lease, if the database has leases, and its locks.
+
+    Args:
+        fenced: databases in which we write only while the lease is ours.
+        ends: whether our lease ends although nobody stands by.
+    """
+
+    def __init__(
+        self,
+        lock: Lock | InstanceLock,
+        instance: str,
+        lease: Lease | None,
+        fenced: "Sequence[Database]" = (),
+        *,
+        ends: bool = False,
+    ) -> None:
+        self.lease = lease
+        self._lock = lock
+        self._instance = instance
+        self._fenced, self._unfenced = tuple(fenced), True
+        self._ends = ends
+
+    async def take(self, boot_id: str, waits: Waits | None = None) -> None:
+        """Take the name, or what we have lost of it; raises as `Lease.take` and `Lock.take` do.
+
+        `waits`: see `Lease.take`.
+        """
+        try:
+            await self._take(boot_id, waits)
+        except LockUnknown as error:
+            log.warning("instance_lock_not_taken", instance=self._instance, reason=str(error))
+            raise
+
+    async def _take(self, boot_id: str, waits: Waits | None) -> None:
+        instance = self._instance
+        if self.lease is None:
+            await self._lock.take(instance)
+            return
+        ends = self._ends or waits is not None
+        await self.lease.take(boot_id, waits, partial(self._lock.take, instance), ends=ends)
+        if self._unfenced:
+            await self._lock.evict()
+            for database in self._fenced:
+                await database.admit_writers(self.lease.admit)
+            self._unfenced = False
+        try:
+            await self._lock.take(instance)
+        except LockHeld as held:
+            await self._lock.evict()
+            raise LockUnknown("an earlier session of our name holds the lock") from held
+
+    async def renew(self) -> bool:
+        """Whether we hold it; False: a connection is gone, take it again. Raises LeaseLost."""
+        if self.lease is not None and not await self.lease.renew():
+            return False
+        return await self._lock.held()
+
+    async def until_lost(self) -> None:
+        """Raise LeaseLost when the lease has ended; without a lease, wait for ever."""
+        if self.lease is not None:
+            await self.lease.until_lost()
+        await trio.sleep_forever()
+
+    async def give_back(self) -> None:
+        """Let others have the name at once."""
+        if self.lease is not None:
+            await self.lease.release()
+        await self._lock.release()
 
 
 _IF_DEAD: Final = "if its machine is dead, run `fedsender senders free {}`"

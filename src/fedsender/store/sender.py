@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
-import trio
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -36,8 +35,8 @@ from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database, reading, reading_together, writing
-from fedsender.store.leases import Lease, Waits, holder_of, note_holder
-from fedsender.store.lock import InstanceLock, LockHeld, LockUnknown
+from fedsender.store.leases import Hold, Lease, Waits, holder_of, note_holder
+from fedsender.store.lock import InstanceLock, LockUnknown
 from fedsender.store.migrations import refuse_old_tables
 from fedsender.store.records import (
     CatchUp,
@@ -169,8 +168,7 @@ class SenderStore:
         self._instance = instance
         self._lock = lock
         self._boot_id = ""
-        self._lease = lease
-        self._fenced, self._unfenced = tuple(fenced), True
+        self._hold = Hold(lock, instance, lease, fenced)
 
     @property
     def trouble(self) -> str | None:
@@ -837,49 +835,28 @@ class SenderStore:
             waits: told why we wait while another daemon has the name; None: we do not.
         """
         self._boot_id = boot_id
-        await again(partial(self._try_lock, boot_id, waits), LockUnknown, _LOCK_PAUSE)
+        await again(partial(self._hold.take, boot_id, waits), LockUnknown, _LOCK_PAUSE)
         # From here on nobody can migrate them; before, somebody may have.
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
-        if self._lease is None:
+        if self._hold.lease is None:
             await self._database.write(
                 partial(note_holder, instance=self._instance, holder=boot_id)
             )
 
-    async def _try_lock(self, boot_id: str, waits: Waits | None) -> None:
-        instance = self._instance
-        try:
-            if self._lease is None:
-                await self._lock.take(instance)
-                return
-            await self._lease.take(boot_id, waits, partial(self._lock.take, instance))
-            if self._unfenced:
-                await self._lock.evict()
-                for database in self._fenced:
-                    await database.admit_writers(self._lease.admit)
-                self._unfenced = False
-            try:
-                await self._lock.take(instance)
-            except LockHeld as held:
-                await self._lock.evict()
-                raise LockUnknown("an earlier session of our name holds the lock") from held
-        except LockUnknown as error:
-            log.warning("instance_lock_not_taken", instance=instance, reason=str(error))
-            raise
-
     async def until_lost(self) -> None:
         """Raise LeaseLost when our lease has ended; without a lease, wait for ever."""
-        if self._lease is not None:
-            await self._lease.until_lost()
-        await trio.sleep_forever()
+        await self._hold.until_lost()
 
     @property
     def over(self) -> bool:
         """Whether we must not send any more: our lease has ended."""
-        return self._lease is not None and self._lease.over
+        lease = self._hold.lease
+        return lease is not None and lease.over
 
     async def name_is_ours(self) -> bool:
         """Whether whoever else speaks under our name is a daemon that had it before us."""
-        return self._lease is not None and await self._lease.ours()
+        lease = self._hold.lease
+        return lease is not None and await lease.ours()
 
     async def agree_on_senders(self, homeserver: str, senders: Sequence[str]) -> None:
         """Say our list of senders while we hold the lock.
@@ -919,22 +896,18 @@ class SenderStore:
     @property
     def leased(self) -> bool:
         """Whether a lease says how long we may send; without one, only the lock does."""
-        return self._lease is not None
+        return self._hold.lease is not None
 
     async def renew_lock(self) -> bool:
         """Whether we still hold the lock. False: its connection is gone; take the lock again.
 
         Raises LeaseLost.
         """
-        if self._lease is not None and not await self._lease.renew():
-            return False
-        return await self._lock.held()
+        return await self._hold.renew()
 
     async def give_lock_back(self) -> None:
         """Let others have the name at once."""
-        if self._lease is not None:
-            await self._lease.release()
-        await self._lock.release()
+        await self._hold.give_back()
 
     # --- all of a destination ---------------------------------------------------------------------
 

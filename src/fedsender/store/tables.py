@@ -447,16 +447,23 @@ discoveries = Table(
     Column("value", Text, nullable=False, comment="JSON: see federation.discovery_cache"),
     Index("discoveries_expiry", "instance_name", "expires_ms"),
 )
-leases = Table(
-    "leases",
-    sender,
-    Column("instance_name", Text, primary_key=True),
-    Column("holder", Text, nullable=False, comment="boot id of the daemon that runs; '': none"),
-    Column("renewal", BigInteger, nullable=False, comment="another number after each renewal"),
-    Column("ends", Boolean, nullable=False, comment="its holder stops unless it is renewed"),
-    Column("asked", Boolean, nullable=False, comment="another process wants it to end"),
-    Column("place", Text, nullable=False, comment="system and timeline in which it was taken"),
-)
+
+
+def _leases(name: str, metadata: MetaData) -> Table:
+    return Table(
+        name,
+        metadata,
+        Column("instance_name", Text, primary_key=True),
+        Column("holder", Text, nullable=False, comment="boot id of the daemon that runs; '': none"),
+        Column("renewal", BigInteger, nullable=False, comment="another number after each renewal"),
+        Column("ends", Boolean, nullable=False, comment="its holder stops unless it is renewed"),
+        Column("asked", Boolean, nullable=False, comment="another process wants it to end"),
+        Column("place", Text, nullable=False, comment="system and timeline in which it was taken"),
+    )
+
+
+leases = _leases("leases", sender)
+relay_leases = _leases("relay_leases", homeserver)
 
 PER_DESTINATION = (
     frozen_transactions,
