@@ -1,9 +1,10 @@
 """The daemon as its users run it: a process of its own, a YAML file, an admin endpoint."""
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +35,16 @@ class Daemon:
         instance: the name of the worker whose place it takes.
         home: its directory; what it keeps there outlives its process.
         redis_port: where it finds the homeserver's Redis on loopback.
+        options: of its command.
+        settings: more of its configuration.
     """
 
     homeserver: Homeserver
     instance: str
     home: Path
     redis_port: int
+    options: tuple[str, ...] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
     admin_port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     _process: trio.Process | None = None
     _told_to_end: list[trio.Process] = field(default_factory=list)
@@ -89,6 +94,15 @@ class Daemon:
         self._process.kill()
         await self._process.wait()
 
+    def tell(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def wait_until_standing_by(self) -> None:
+        """Return once it says that it stands by."""
+        await self._wait_until(lambda reasons: any("standing by" in each for each in reasons))
+
     async def wake(self, *servers: str) -> None:
         """Tell it that these servers are up again."""
         answer = await self._ask("POST", "notify_remote_server_up", {"servers": servers})
@@ -96,10 +110,13 @@ class Daemon:
 
     async def wait_until_ready(self) -> None:
         """Return once it says that it is connected and level."""
+        await self._wait_until(lambda reasons: not reasons)
+
+    async def _wait_until(self, wished: Callable[[list[str]], bool]) -> None:
         while True:
             try:
                 async with self._client() as client:
-                    if (await client.get("/ready")).status_code == 200:
+                    if wished((await client.get("/ready")).json()["reasons"]):
                         return
             except httpx.TransportError:
                 pass
@@ -134,7 +151,7 @@ class Daemon:
             self.write_files()
         with (self.home / "output").open("ab") as output:
             self._process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "fedsender", "run", "-c", str(self.config_path)],
+                [sys.executable, "-m", "fedsender", "run", *self.options, "-c", self.config_path],
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -195,6 +212,7 @@ class Daemon:
                 "ip_allow": ["127.0.0.0/8"],
             },
             "sending": {"drain": "3s"},
+            **self.settings,
             "admin": {
                 "listen": f"127.0.0.1:{self.admin_port}",
                 "token_file": "admin.token",

@@ -434,7 +434,7 @@ class Relay(Section):
     database: Database | None = Field(
         default=None,
         description="The database of log and consumers; by default relay.sqlite3 in the directory."
-        " A second relay on the same PostgreSQL waits, and takes over.",
+        " A second relay on the same PostgreSQL stands by (relay --standby).",
     )
     database_password_file: SecretPath | None = Field(
         default=None, description="File with the password, in place of one in the URL."
