@@ -208,7 +208,8 @@ class Accounts:
         """Whether nobody waits, nor did lately."""
         if self.waiting:
             return False
-        self._forget_old()
+        if self._marks:
+            self._forget_old()
         return not self._marks
 
     def charge(self, payers: Payers, seconds: float, above: float) -> None:
@@ -240,7 +241,7 @@ class Accounts:
 
     def _forget_old(self) -> None:
         """Forget all once nobody has waited for `MEMORY_S`."""
-        if self._marks and trio.current_time() - self._calm_since >= MEMORY_S:
+        if trio.current_time() - self._calm_since >= MEMORY_S:
             self._marks.clear()
 
     def _forget_some(self) -> None:

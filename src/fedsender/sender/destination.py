@@ -109,6 +109,7 @@ class AttemptTimer(Alarm):
 
     Attributes:
         not_before: when the next attempt may start.
+        signal: wakes the task.
     """
 
     __slots__ = (
@@ -116,9 +117,9 @@ class AttemptTimer(Alarm):
         "_failed_at",
         "_hastened",
         "_news",
-        "_signal",
         "_steps",
         "not_before",
+        "signal",
     )
 
     def __init__(
@@ -134,7 +135,7 @@ class AttemptTimer(Alarm):
         self.not_before = max(now + state.wait_s(clock.now_ms()), self._failed_at + MIN_GAP_SECONDS)
         self._hastened = False
         self._news = False
-        self._signal = Signal()
+        self.signal = Signal()
 
     def _from_ms(self, at_ms: int | None) -> float:
         """Convert a time of a server's state to Trio's clock; None: now."""
@@ -175,18 +176,14 @@ class AttemptTimer(Alarm):
         self._wake()
 
     def _wake(self, *, first: bool = False) -> None:
-        if self._signal.waited_for:
-            self._steps.wake(self._signal, first=first)
-
-    async def begin_step(self, *, first: bool) -> None:
-        """Wait until the task may begin a step; `first`: as of `Steps`."""
-        await self._steps.begin(self._signal, first=first)
+        if self.signal.waited_for:
+            self._steps.wake(self.signal, first=first)
 
     async def sleep_until(self, due: float) -> bool:
         """Sleep until `due` (True), or until `look_again` is called (False)."""
         self.set(due)
         while not self._news:
-            await self._signal.wait()
+            await self.signal.wait()
             if not self._news and trio.current_time() >= due:
                 return True
         self._news = False
@@ -536,7 +533,8 @@ class Destination:
             peer.release()
 
     async def _begin_step(self) -> None:
-        await self._timer.begin_step(first=self.state.healthy and self._permit.hurried)
+        first = self._permit.hurried and self.state.healthy
+        await self._context.steps.begin(self._timer.signal, first=first)
 
     async def _next_transaction(self, peer: Peer) -> Transaction | None:
         """The frozen transaction, or one made now. None: there is none to send at this moment."""
