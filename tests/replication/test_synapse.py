@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
 from tests.replication.pubsub import FakeRedis
@@ -18,6 +19,7 @@ from tests.replication.support import (
     runtime_with,
 )
 
+from fedsender.replication.commands import RdataBatches
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.synapse import LAST_WORDS, InstanceTaken, NameIsOurs, SynapseFeed
 
@@ -303,6 +305,33 @@ async def test_to_device_messages_for_servers_are_told_live_and_after_a_gap(
         await world.reconnect()
         await world.hear("POSITION to_device master 5 5")
         assert world.sink.to_device == ["remote.example:8448", "missed.example"]
+
+
+async def test_what_was_in_a_batch_that_was_too_long_is_fetched(autojump_clock: Clock) -> None:
+    """Its last rows alone would count as the batch, and its token as known."""
+    tables = Tables(outbox={5: "missed.example"}, stored={"to_device": {"master": 4}})
+    async with fed(tables) as world:
+        world.feed._batches = RdataBatches(max_rows=3)
+        await world.hear("POSITION to_device master 4 4")
+        world.redis.said.clear()
+        await world.hear(*['RDATA to_device master batch ["early.example"]'] * 5)
+        await world.hear('RDATA to_device master 5 ["late.example"]')
+        assert world.sink.to_device == []
+        assert world.redis.said == ["REPLICATE "]
+        await world.hear("POSITION to_device master 5 5")
+        await world.hear('RDATA to_device master 6 ["next.example"]')
+        assert world.sink.to_device == ["missed.example", "next.example"]
+
+
+async def test_the_log_has_one_line_in_a_minute_that_is_no_command(autojump_clock: Clock) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with fed() as world:
+            for _ in range(50):
+                await world.hear("RDATA events master x [", "POSITION events master 9", "RDATA")
+            await trio.sleep(60)
+            await world.hear("RDATA events master x [")
+    levels = [line["log_level"] for line in logs if line["event"] == "replication_bad_message"]
+    assert levels == ["warning", *["debug"] * 149, "warning"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ one is lost both are made anew. A subscriber is confirmed before anything is pub
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,8 @@ log = structlog.get_logger()
 PING_EVERY_S = 30.0
 # For an answer, and for the other side to take what is written.
 REPLY_S = 30.0
+# The log has one message in this time that is no command: a broken writer says thousands.
+TOLD_EACH_S = 60.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 RECEIVE_PIECE = 65_536
@@ -153,6 +157,7 @@ class RedisLink:
         self._session: _Session | None = None
         self._publishing = trio.Lock()
         self._pause = doubling(FIRST_PAUSE_S, LONGEST_PAUSE_S, runtime.random)
+        self._tells_at = -math.inf
         # In a row: also of connections that came about and ended before a command came.
         self._failures = 0
 
@@ -222,7 +227,15 @@ class RedisLink:
             return SPOKEN.parse(line.decode())
         except (BadLine, UnicodeDecodeError) as bad:
             reason = str(bad) if isinstance(bad, BadLine) else "not UTF-8"
-            log.warning("replication_bad_message", reason=reason)
+            now = trio.current_time()
+            tells = now >= self._tells_at
+            if tells:
+                self._tells_at = now + TOLD_EACH_S
+            log.log(
+                logging.WARNING if tells else logging.DEBUG,
+                "replication_bad_message",
+                reason=reason,
+            )
             return None
 
     async def _connect(self) -> None:

@@ -135,6 +135,8 @@ class SynapseFeed(Feed):
         # Up to where the database had them when the sender looked at it, whoever wrote them.
         self._looked: dict[str, int] = {}
         self._batches = RdataBatches()
+        # Writers of which a batch was dropped whose last row has not come.
+        self._dropped: set[tuple[str, str]] = set()
         self._echoes = _Echoes()
         self._announcements: dict[str, tuple[int, int]] = {}
         self._announce = trio.Event()
@@ -258,6 +260,7 @@ class SynapseFeed(Feed):
         """Begin a new connection: no position is known until its writer has announced it."""
         self._heard_from.clear()
         self._batches.clear()
+        self._dropped.clear()
         self._edus.begin()
         self.note_connected()
         await self._publish(Replicate())
@@ -288,6 +291,7 @@ class SynapseFeed(Feed):
                     self._sink.server_up(server)
             case Position():
                 self._batches.discard(command.stream, command.instance)
+                self._dropped.discard((command.stream, command.instance))
                 await self._take_position(command)
             case Rdata("events"):
                 self.note_rows("events")
@@ -331,13 +335,20 @@ class SynapseFeed(Feed):
             self._sink.events.advance(linear)
 
     async def _take_rows(self, command: Rdata) -> None:
+        key = (command.stream, command.instance)
+        if key in self._dropped:
+            if command.token is not None:
+                # What was in it is asked for once its writer has said where it stands.
+                self._dropped.discard(key)
+                await self._publish(Replicate())
+            return
         try:
             whole = self._batches.add(command)
         except BadLine as endless:
             log.warning("replication_batch_dropped", reason=str(endless))
-            self._batches.discard(command.stream, command.instance)
+            self._batches.discard(*key)
+            self._dropped.add(key)
             return
-        key = (command.stream, command.instance)
         if whole is None:
             return
         token, rows = whole
