@@ -10,6 +10,9 @@ down_revision: str | None = ${repr(down_revision)}
 branch_labels: Sequence[str] | None = ${repr(branch_labels)}
 depends_on: Sequence[str] | None = ${repr(depends_on)}
 
+compat = 0
+"""The oldest version whose programs run on these tables."""
+
 
 def upgrade() -> None:
     ${upgrades if upgrades else "pass"}

@@ -1,18 +1,22 @@
 """Our tables are made and brought up to date over the live connection, and nothing else is."""
 
+import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Column, Connection, MetaData, Text, inspect, text
 from tests.servers import Databases, NewUrl
 from tests.store import synapse_schema
+from tests.store.test_sender import ONE, frozen
 
 from fedsender.runtime import real_runtime
 from fedsender.store import (
@@ -213,7 +217,7 @@ async def test_daemons_that_start_at_once_migrate_once(
     settings, migrated, upgrade = embedded(new_url(), tmp_path), [], migrations.upgrade
 
     def noted(connection: Connection, line: Line) -> None:
-        if not migrations.is_newest(connection, line):
+        if not migrations.is_usable(connection, line):
             migrated.append(line)
         upgrade(connection, line)
 
@@ -245,20 +249,96 @@ async def test_tables_on_which_a_daemon_runs_are_not_migrated(
         assert await running.sender.renew_lock()
 
 
+class Newer:
+    """The program of a later version, with scripts that this one does not have."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._scripts = directory / "alembic"
+        self._monkeypatch = monkeypatch
+        shutil.copytree(migrations.scripts(), self._scripts)
+        ours = migrations.METADATA["sender"]
+        self._metadata = MetaData(naming_convention=ours.naming_convention)
+        for table in ours.sorted_tables:
+            table.to_metadata(self._metadata)
+
+    def adds(self, number: int, column: str, compat: int) -> None:
+        """Give it a script that adds a column to `quarantine`."""
+        script = f"""
+import sqlalchemy as sa
+from alembic import op
+
+revision = "sender_{number:04}"
+down_revision = "sender_{number - 1:04}"
+branch_labels = None
+depends_on = None
+
+compat = {compat}
+
+
+def upgrade():
+    op.add_column("quarantine", sa.Column("{column}", sa.Text(), nullable=True))
+"""
+        (self._scripts / f"sender/versions/{number:04}_more.py").write_text(script)
+        self._metadata.tables["quarantine"].append_column(Column(column, Text))
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        """What opens a store now is that program."""
+        with self._monkeypatch.context() as patch:
+            patch.setattr(migrations, "scripts", lambda: self._scripts)
+            patch.setitem(migrations.METADATA, "sender", self._metadata)
+            patch.setattr(migrations, "_RIGHT", set())
+            migrations._known.cache_clear()
+            yield
+        migrations._known.cache_clear()
+
+
+async def test_two_versions_run_side_by_side_if_the_newer_one_only_adds(
+    postgres: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another kind of change waits until all have stopped, and says so."""
+    monkeypatch.setattr(migrations, "WAIT_SECONDS", 0.1)
+    settings, newer = embedded(postgres.create_database(), tmp_path), Newer(tmp_path, monkeypatch)
+    other = replace(
+        settings,
+        homeserver=HomeserverSettings("embedded", "fed2", ("fed2",)),
+        homeserver_url=f"sqlite:///{tmp_path}/other.db",
+    )
+    newer.adds(2, "more", compat=1)
+    async with open_store(settings, real_runtime()) as old:
+        await old.sender.take_lock("old")
+        with newer.runs():
+            async with open_store(other, real_runtime()) as new:
+                await new.sender.take_lock("new")
+                assert await old.sender.renew_lock()
+        # It goes on, and a start of it, too.
+        await old.sender.save_frozen(frozen())
+        async with open_store(other, real_runtime()) as second:
+            await second.sender.take_lock("old, too")
+            assert await second.sender.load_frozen(ONE) == frozen()
+        newer.adds(3, "other", compat=3)
+        with newer.runs(), pytest.raises(LockHeld, match="stop all daemons on it, then start"):
+            await upgrade_databases(other, real_runtime())
+    with newer.runs():
+        await upgrade_databases(other, real_runtime())
+    with pytest.raises(SchemaDiffers, match="for programs that know version 3 or a newer one"):
+        await upgrade_databases(settings, real_runtime())
+
+
 async def test_a_daemon_that_has_just_migrated_holds_up_no_other_one(
     new_url: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several start at once: one migrates the tables and runs on them while another waits to."""
-    settings, is_newest, seen = embedded(new_url(), tmp_path), migrations.is_newest, set[Line]()
+    settings, is_usable, seen = embedded(new_url(), tmp_path), migrations.is_usable, set[Line]()
 
     def old_at_first(connection: Connection, line: Line) -> bool:
         first = line not in seen
         seen.add(line)
-        return not first and is_newest(connection, line)
+        return not first and is_usable(connection, line)
 
     async with open_store(settings, real_runtime()) as running:
         await running.sender.take_lock("boot1")
-        monkeypatch.setattr(migrations, "is_newest", old_at_first)
+        monkeypatch.setattr(migrations, "is_usable", old_at_first)
         await upgrade_databases(settings, real_runtime())
     assert seen == set(LINES)
 
@@ -281,8 +361,12 @@ def test_the_newest_version_is_told_by_the_names_of_files(line: Line) -> None:
     assert script.get_heads() == [migrations.head(line)]
 
 
+@pytest.mark.parametrize(
+    "compat",
+    ["UPDATE fedsender_sender_compat SET compat = 4", "DROP TABLE fedsender_sender_compat"],
+)
 async def test_tables_of_an_unknown_version_are_refused_and_left_as_they_are(
-    new_url: NewUrl, tmp_path: Path
+    new_url: NewUrl, tmp_path: Path, compat: str
 ) -> None:
     """Newer than this version; or of before the first release, whose scripts are no more."""
     url = new_url()
@@ -290,7 +374,8 @@ async def test_tables_of_an_unknown_version_are_refused_and_left_as_they_are(
     await upgrade_databases(settings, real_runtime())
     async with open_database(url, real_runtime(), name="test") as database:
         change = "UPDATE fedsender_sender_version SET version_num = 'sender_0004'"
-        await database.write(lambda connection: connection.execute(text(change)))
+        for each in (change, compat):
+            await database.write(partial(Connection.execute, statement=text(each)))
         before = await database.read(table_names)
         with pytest.raises(SchemaDiffers, match="sender tables are of version sender_0004"):
             await upgrade_databases(settings, real_runtime())

@@ -10,6 +10,9 @@ down_revision: str | None = None
 branch_labels: Sequence[str] | None = ("sender",)
 depends_on: Sequence[str] | None = None
 
+compat = 1
+"""The oldest version whose programs run on these tables."""
+
 ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 

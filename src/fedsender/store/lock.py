@@ -63,8 +63,9 @@ class Lock(ABC):
         """
 
     @abstractmethod
-    async def take_tables(self) -> None:
-        """Acquire the lock of the tables exclusively, for a migration; raises as `take` does."""
+    async def take_tables(self, *, adding: bool = False) -> None:
+        """Acquire the locks for a migration: against others, and, unless it is `adding` only to the
+        tables, against daemons; raises as `take` does."""
 
     async def evict(self) -> None:
         """End the sessions of whoever else runs under our name, so that nothing of theirs is
@@ -141,10 +142,12 @@ class FileLock(Lock):
                 )
             raise LockHeld(f"another daemon runs as {instance!r} (it holds {self._path(name)})")
 
-    async def take_tables(self) -> None:
+    async def take_tables(self, *, adding: bool = False) -> None:
         await trio.lowlevel.checkpoint()
-        if not self._lock("schema", fcntl.LOCK_EX):
-            raise LockHeld(f"a daemon runs on {self._database}, or somebody migrates it")
+        for name in _of_migration(adding):
+            if not self._lock(name, fcntl.LOCK_EX):
+                await self.release()
+                raise LockHeld(_NOT_MIGRATED.format(self._database))
 
     async def held(self) -> bool:
         await trio.lowlevel.checkpoint()
@@ -209,8 +212,8 @@ class AdvisoryLock(Lock):
         if not await self.held():
             await self._runtime.run_sync(lambda: self._take(instance), limiter=self._limiter)
 
-    async def take_tables(self) -> None:
-        await self._runtime.run_sync(self._take_tables, limiter=self._limiter)
+    async def take_tables(self, *, adding: bool = False) -> None:
+        await self._runtime.run_sync(lambda: self._take_tables(adding), limiter=self._limiter)
 
     async def evict(self) -> None:
         await self._runtime.run_sync(self._evict, limiter=self._limiter)
@@ -306,11 +309,12 @@ class AdvisoryLock(Lock):
             )
         self._list = said
 
-    def _take_tables(self) -> None:
+    def _take_tables(self, adding: bool) -> None:
         self._open()
-        if not self._try("pg_try_advisory_lock", "schema"):
-            self._close()
-            raise LockHeld("a daemon runs on this database, or somebody migrates it")
+        for name in _of_migration(adding):
+            if not self._try("pg_try_advisory_lock", name):
+                self._close()
+                raise LockHeld(_NOT_MIGRATED.format("this database"))
 
     def _open(self) -> None:
         self._close()
@@ -357,6 +361,15 @@ class AdvisoryLock(Lock):
                 # The session is gone, and the lock with it.
                 self._connection.invalidate()
             self._connection = None
+
+
+_NOT_MIGRATED = (
+    "a daemon runs on {}, or somebody migrates it: stop all daemons on it, then start this version"
+)
+
+
+def _of_migration(adding: bool) -> tuple[str, ...]:
+    return ("migration",) if adding else ("migration", "schema")
 
 
 _IS_SAID = """

@@ -1,11 +1,15 @@
 """Alembic over the live connection: our tables are made, migrated and then checked.
 
-No process migrates tables on which a daemon runs, and no two do at once: see `bring_up_to_date`.
+No two processes migrate tables at once. None does on which a daemon runs, unless it only adds to
+them: each version says the oldest one whose programs run on its tables (`compat`). The tables have
+it in a row, so that an older program knows whether it may: see `bring_up_to_date`. A version that
+only adds makes tables, indexes, and columns that may be NULL or have a default.
 
 There are two version lines, `homeserver` (the embedded store's tables) and `sender`. Their scripts
 ship inside the wheel.
 """
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -33,6 +37,7 @@ log = structlog.get_logger()
 Line = Literal["homeserver", "sender"]
 
 METADATA = {"homeserver": tables.homeserver, "sender": tables.sender}
+NONE_OF_OURS = " is none of ours"
 RESTORING = "restoring"
 """The version while other databases are still to be restored: see `store.backup`."""
 # A migration takes seconds; who waits for longer waits for a daemon that runs.
@@ -66,9 +71,48 @@ def head(line: Line) -> str:
     return _known(line)[-1]
 
 
-def is_newest(connection: Connection, line: Line) -> bool:
-    """Whether the line's tables are of the newest version, by Alembic's note."""
-    return versions(connection, line) == {head(line)}
+def _number(version: str) -> int:
+    return int(version.rpartition("_")[2])
+
+
+def _compat(line: Line, version: str) -> int:
+    """The oldest version whose programs run on this one's tables, by its script."""
+    (path,) = (scripts() / line / "versions").glob(f"{version.rpartition('_')[2]}_*.py")
+    found = re.search(r"^compat = (\d+)$", path.read_text("utf-8"), re.MULTILINE)
+    assert found is not None, path
+    return int(found[1])
+
+
+def is_usable(connection: Connection, line: Line) -> bool:
+    """Whether we run on the line's tables: they are of our version, or of a newer one that says so.
+
+    Raises SchemaDiffers if a newer one says that we do not.
+    """
+    there = versions(connection, line)
+    newer = {each for each in there if each not in _known(line)}
+    if newer and inspect(connection).has_table(_compat_table(line)):
+        compat = connection.execute(text(f"SELECT compat FROM {_compat_table(line)}")).scalar()
+        if compat is None or compat > _number(head(line)):
+            raise SchemaDiffers(
+                f"the {line} tables are of version {', '.join(newer)}, for programs that know"
+                f" version {compat} or a newer one; this fedsender knows {_number(head(line))}:"
+                " upgrade it"
+            )
+        return True
+    return there == {head(line)}
+
+
+def _only_adds(connection: Connection, line: Line) -> bool:
+    """Whether programs of the tables' version go on while they are brought up to date."""
+    there, known = versions(connection, line), _known(line)
+    pending = [each for each in known if each > max(there, default="")]
+    if not there or not pending or not there.issubset(known):
+        return False
+    return max(_compat(line, each) for each in pending) <= _number(max(there))
+
+
+def _compat_table(line: Line) -> str:
+    return f"fedsender_{line}_compat"
 
 
 def version_table(line: Line) -> str:
@@ -107,8 +151,8 @@ def refuse_a_synapses(connection: Connection) -> None:
 
 
 def refuse_old_tables(connection: Connection, line: Line) -> None:
-    """Raise SchemaDiffers if the tables are of another version than ours."""
-    if not is_newest(connection, line):
+    """Raise SchemaDiffers if the tables are of a version on which we do not run."""
+    if not is_usable(connection, line):
         raise SchemaDiffers(f"the {line} tables are not of version {head(line)}")
 
 
@@ -118,17 +162,18 @@ async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
     Waits for a database that is away, and for `WAIT_SECONDS` for another process that migrates.
 
     Raises:
-        LockHeld: they are old, and a daemon runs on them.
-        SchemaDiffers: they are newer, or differ from their noted version.
+        LockHeld: they are old, and a daemon runs on them that would not run on the new ones.
+        SchemaDiffers: they are too new, or differ from their noted version.
         StoreError: the database is damaged.
     """
     give_up = trio.current_time() + WAIT_SECONDS
 
     async def migrate() -> None:
         # Another one that has just migrated them runs on them at once.
-        if await database.read(lambda connection: is_newest(connection, line)):
+        if await database.read(lambda connection: is_usable(connection, line)):
             return
-        await lock.take_tables()
+        adding = await database.read(lambda connection: _only_adds(connection, line))
+        await lock.take_tables(adding=adding)
         try:
             await database.write(lambda connection: upgrade(connection, line))
         finally:
@@ -197,14 +242,25 @@ def upgrade(connection: Connection, line: Line, to: str = "head") -> None:
     config.attributes["connection"] = connection
     with _ONE_AT_A_TIME:
         command.upgrade(config, to)
+    (now,) = versions(connection, line)
+    table = _compat_table(line)
+    connection.execute(text(f"CREATE TABLE IF NOT EXISTS {table} (compat INTEGER NOT NULL)"))
+    connection.execute(text(f"DELETE FROM {table}"))
+    values = {"compat": _compat(line, now)}
+    connection.execute(text(f"INSERT INTO {table} (compat) VALUES (:compat)"), values)
 
 
 def check(connection: Connection, line: Line) -> None:
-    """Raise SchemaDiffers, naming each difference, unless the tables are as `METADATA` has them."""
+    """Raise SchemaDiffers, naming each difference, unless the tables are as `METADATA` has them.
+
+    A newer version's may have more columns.
+    """
     written = _as_written(connection)
     if (line, written) in _RIGHT:
         return
     differences = list(_differences(inspect(connection), METADATA[line].sorted_tables))
+    if versions(connection, line) != {head(line)}:
+        differences = [each for each in differences if not each.endswith(NONE_OF_OURS)]
     if differences:
         raise SchemaDiffers(
             f"the {line} tables differ from what this version expects"
@@ -239,7 +295,7 @@ def _differences(there: Inspector, tables: Sequence[Table]) -> Iterator[str]:
             continue
         found = {column["name"]: column for column in all_columns[key]}
         for name in sorted(found.keys() - table.c.keys()):
-            yield f"{table.name}.{name} is none of ours"
+            yield f"{table.name}.{name}{NONE_OF_OURS}"
         for column in table.c:
             if column.name not in found:
                 yield f"{table.name}.{column.name} is missing"
