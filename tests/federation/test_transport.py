@@ -475,15 +475,16 @@ def test_trailers_are_no_headers() -> None:
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 20000\r\n", b""])
 @pytest.mark.parametrize("piece", [100, 30_000])
-def test_error_page_is_cut_and_its_status_counts(framing: bytes, piece: int) -> None:
-    data = b"HTTP/1.1 502 Bad Gateway\r\n" + framing + b"\r\n" + b"x" * 20_000
+@pytest.mark.parametrize("status", [300, 502])
+def test_error_page_is_cut_and_its_status_counts(framing: bytes, piece: int, status: int) -> None:
+    data = b"HTTP/1.1 %d Bad Gateway\r\n" % status + framing + b"\r\n" + b"x" * 20_000
     reader = ResponseReader(BOUNDS)
     for at in range(0, len(data), piece):
         reader.feed(data[at : at + piece])
         if reader.complete:
             break
     answer = reader.response()
-    assert (answer.status, answer.body) == (502, b"x" * BOUNDS.body_bytes)
+    assert (answer.status, answer.body) == (status, b"x" * BOUNDS.body_bytes)
     assert not reader.keep_alive
 
 

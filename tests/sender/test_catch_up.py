@@ -10,6 +10,8 @@ from tests.sender.harness import HS, World, answer, ok
 from tests.sender.synapse_world import SynapseWorld
 from trio.testing import MockClock
 
+from fedsender.sender.catch_up import CatchUp
+from fedsender.sender.transaction import Draft
 from fedsender.store import tables
 from fedsender.store.records import STANDS_ABOVE, HostsUnknown
 from fedsender.store.room_servers import StateGroups
@@ -38,6 +40,23 @@ async def large_gap(world: World, *tips: Any) -> None:
 
 def theirs(world: World, text: str, **values: Any) -> Any:
     return world.pdu(R1, text, sender=f"@x:{B}", **values)
+
+
+async def test_a_room_that_was_answered_as_far_as_it_is_owed_waits_no_longer() -> None:
+    """Only the rooms that have waited longest are looked at first: those are in nobody's way."""
+
+    class Nothing:
+        async def owed_rooms(self, *_: object) -> list[tuple[str, int]]:
+            return []
+
+    async def nobody_waits(_: object) -> dict[str, int]:
+        return {}
+
+    catch_up = CatchUp(A, Nothing(), None, None, 5, False, 100, set())  # type: ignore[arg-type]
+    catch_up.waiting, catch_up.answered = {R1: 7, "!2:hs.example": 9}, {R1: 7, "!2:hs.example": 9}
+    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
+    assert await catch_up.fill(draft, 5, nobody_waits) == "nothing"
+    assert catch_up.waiting == {}
 
 
 async def test_extremities_that_never_fit_together_are_not_sent_for_ever(

@@ -13,7 +13,7 @@ from tests.store.rooms import ROOM, Room
 
 from fedsender.ledger import DevicePoke
 from fedsender.runtime import real_runtime
-from fedsender.store import debts, tables
+from fedsender.store import debts, edus, positions, tables
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
@@ -726,12 +726,28 @@ async def test_known_destinations_come_in_parts(open_synapse: OpenSynapse) -> No
         assert await synapse.store.known_destinations("b.example", 9) == ["c.example", "d.example"]
 
 
+async def test_a_step_of_a_load_is_done_once(open_synapse: OpenSynapse) -> None:
+    """A load that was cut off goes on behind the steps that are durable."""
+    async with open_synapse() as synapse:
+        done = await synapse.database.write(
+            lambda connection: [positions.next_step(connection, step) for step in (1, 1, 2, 1)]
+        )
+        assert done == [True, False, True, False]
+
+
+def test_a_signature_is_put_beside_those_that_are_there() -> None:
+    own, other = {"ed25519:D1": "own"}, {"@b:x": {"k": "s"}}
+    keys = {"algorithms": ["x"], "signatures": {"@a:x": own, **other}}
+    signed = edus._with_signatures(keys, "@a:x", {"ed25519:SELF": "sig"})
+    assert signed == {**keys, "signatures": {"@a:x": {**own, "ed25519:SELF": "sig"}, **other}}
+
+
 # --- schema ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("version", "compat", "fine"),
-    [(83, 83, False), (94, 95, False), (95, 95, False), (95, 84, True), (94, 84, True)],
+    [(83, 83, False), (94, 95, False), (95, 95, False), (95, 84, True), (94, 94, True)],
 )
 async def test_only_schemas_that_we_know_are_touched(
     open_synapse: OpenSynapse, version: int, compat: int, fine: bool

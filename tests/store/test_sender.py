@@ -161,6 +161,9 @@ async def test_an_event_is_in_quarantine_once_per_destination(store: SenderStore
     assert await quarantine(store, TWO, "$1") != first
     assert await quarantine(store, None, "$1") == await quarantine(store, None, "$1")
     assert len(await store.quarantine_list(None, 10)) == 3
+    of_one = await store.quarantine_of_events(["$1", "$2"], ONE)
+    assert [item.destination for item in of_one] == [ONE, None]
+    assert len(await store.quarantine_of_events(["$1", "$2"])) == 3
 
 
 async def test_rooms_wait_behind_events_that_no_server_got(store: SenderStore) -> None:
