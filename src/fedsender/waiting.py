@@ -280,6 +280,9 @@ class Seats(Generic[K, T]):
     Whoever has a seat works or rests. When all are taken, a newcomer gets the seat of whoever has
     rested longest; where peers are told, of those of the peer that has the most, the newcomer
     counted. If nobody rests, it waits until somebody does, or leaves.
+
+    Work under way is never ended for a newcomer: who is to be ended for whom is another question,
+    which `sender.admission.Lane` and `federation.places.Places` answer each for its own work.
     """
 
     def __init__(self, count: int, evict: Callable[[T], None], *, patience_s: float = 0.0) -> None:

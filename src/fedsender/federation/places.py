@@ -52,6 +52,8 @@ class _Held:
 class Places:
     """The places of both lanes.
 
+    Not `sender.admission.Lane`: a look-up that is ended loses nothing, so the newest may go first.
+
     Args:
         fast: places in the fast lane; the slow one has half as many.
     """

@@ -311,6 +311,8 @@ class Lane:
     others find a place at once, no site takes more of them than it leaves free, unless it has less
     than a quarter; a network, twice as many.
 
+    Not `waiting.Seats`: nobody rests inside, and whoever waits longest comes first, site by site.
+
     Attributes:
         pace: that of the servers whose attempts were ended to be made again here.
     """
