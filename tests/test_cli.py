@@ -504,7 +504,7 @@ def test_every_problem_of_a_configuration_has_its_line(
 def test_a_good_configuration_is_said_to_be_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [{"match": "*.example", "priority": 7}]
+    overrides = [{"match": "*.example", "max_pdus": 7}]
     config = write_config(tmp_path, destinations={"overrides": overrides}, deny=["b.*"])
     assert run_command(["config", "check", "-c", str(config)]) == 2
     assert "signing.key: cannot be read" in capsys.readouterr().err
@@ -516,9 +516,9 @@ def test_a_good_configuration_is_said_to_be_one(
     assert run_command(["config", "check", "-c", str(config), "--server", A]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{A}: allowed\n")
-    [priority] = [line.split() for line in out.splitlines() if line.startswith("priority")]
-    assert priority[1] == "7"
-    assert "config.yaml:" in priority[2]
+    [most] = [line.split() for line in out.splitlines() if line.startswith("max_pdus")]
+    assert most[1] == "7"
+    assert "config.yaml:" in most[2]
     assert run_command(["config", "check", "-c", str(config), "--server", B]) == 0
     assert "nothing is sent to it" in capsys.readouterr().out
     assert run_command(["config", "check", "-c", str(config), "--server", "no name"]) == 2

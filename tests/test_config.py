@@ -215,6 +215,7 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
             "destinations: {overrides: [{match: x, backoff: {jitter: 0.1}}]}",
             "overrides[0].backoff.jitter: is gone: a wait is up to 20 % longer or shorter",
         ),
+        ("destinations: {defaults: {priority: 1}}", "is gone: at a start those go first that were"),
         ("destinations: {defaults: {address: 'a.example:1'}}", "defaults.address: "),
         ("server_name: b.example", "3:1: server_name: already set in line 1"),
         ("log: {level: info, level: info}", "3:20: log.level: already set in line 3"),
@@ -628,7 +629,7 @@ OVERRIDES = """\
           backoff: {ceiling_healthy: 2h}
           edus: {presence: false}
         - match: "[::1]:8448"
-          priority: 7
+          max_pdus: 7
     """
 
 
@@ -645,7 +646,7 @@ def test_later_overrides_win_setting_by_setting() -> None:
     assert (one.max_pdus, one.address) == (10, None)
     assert one.backoff == Backoff(first=30, ceiling=43_200)
     assert configured.policy_for("other.example") == configured.destinations.defaults
-    assert configured.policy_for("[::1]:8448").priority == 7
+    assert configured.policy_for("[::1]:8448").max_pdus == 7
 
 
 def test_every_setting_of_a_policy_names_the_line_that_set_it() -> None:

@@ -187,7 +187,7 @@ async def test_behind_lists_only_those_that_are_owed_something(
 async def test_why_says_what_is_wrong_with_a_server(
     world: World, autojump_clock: MockClock
 ) -> None:
-    overrides = [{"match": "b.*", "priority": 5}]
+    overrides = [{"match": "b.*", "max_pdus": 5}]
     world.settings["destinations"] = {"overrides": overrides}
     async with open_desk(world) as desk:
         await desk.world.join(R1, A, B)

@@ -404,6 +404,7 @@ _GONE: Final[Mapping[str, str]] = {
     "destinations.defaults.edus.device_lists": "encryption needs them; remove it",
     "destinations.defaults.edus.to_device": "encryption needs them; remove it",
     "destinations.defaults.max_edus": "a transaction has the 100 that Matrix allows; remove it",
+    "destinations.defaults.priority": "at a start those go first that were well lately; remove it",
     "federation.connect_timeout": "it is ten seconds; remove it",
     "federation.discovery_cache": "a table of sender_database has it; remove it, and the file",
     "federation.handshake_timeout": "it is 15 seconds; remove it",

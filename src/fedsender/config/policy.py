@@ -193,9 +193,6 @@ class Policy(Section):
         description="Whether to check its certificate; null takes federation's"
         " (Synapse's federation_certificate_verification_whitelist).",
     )
-    priority: int = Field(
-        default=0, ge=-100, le=100, description="Higher goes first when there is not room for all."
-    )
     edus: EduKinds = Field(default_factory=EduKinds, description="Which kinds of EDU it gets.")
 
 

@@ -12,7 +12,7 @@ configured pace, the most useful first (I8).
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -690,7 +690,6 @@ class Registry:
         self,
         lagging: Mapping[str, Lagging],
         redeliveries: Collection[str],
-        rank: Callable[[str], int],
         alive: Collection[str] = (),
     ) -> None:
         """Put all servers with owed items behind at start-up, the most useful first.
@@ -702,14 +701,12 @@ class Registry:
                 homeserver's database.
             redeliveries: servers that are owed redeliveries.
             alive: servers that were seen since the last attempt; they need not wait.
-            rank: a server's rank by the operator's priorities, the smallest first.
         """
 
-        def usefulness(server: str) -> tuple[int, bool, int, bool, int, str]:
-            """The sort key: priority; health; last success; keys that wait; size of the backlog."""
+        def usefulness(server: str) -> tuple[bool, int, bool, int, str]:
+            """The sort key: health; last success; keys that wait; size of the backlog."""
             state, lag = self.own_state(server), lagging.get(server)
             return (
-                rank(server),
                 not state.healthy,
                 -(state.last_success_ms or 0) // 3_600_000,
                 not (lag is not None and lag.owes_keys),

@@ -324,7 +324,6 @@ class Sender:
         self.registry.open_with(
             lagging,
             redeliveries,
-            lambda server: -self._policies.policy_for(server).priority,
             # Nobody says again that the columns were reset (W8).
             alive={name for name, row in backoffs.items() if row and not row.retry_last_ts},
         )
