@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import trio
 import yaml
+from tests.store.ready_made import lay
 
 from fedsender.ledger import NOTES
 from fedsender.runtime import real_runtime
@@ -117,7 +118,7 @@ class Service:
 
     async def ask(self, path: str, token: str = TOKEN) -> httpx.Response:
         """The admin endpoint's answer."""
-        transport = httpx.AsyncHTTPTransport(uds=str(self.directory / "admin.sock"))
+        transport = httpx.AsyncHTTPTransport(uds=str(self.directory / "admin.sock"), verify=False)
         headers = {"Authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(
             transport=transport, base_url="http://admin", headers=headers, timeout=PATIENCE_S
@@ -276,6 +277,8 @@ async def open_world(
     signer = process.write_signing_key(directory, b"k" * 32)
     process.write_secret(directory / "admin.token", TOKEN)
     process.write_secret(directory / "append.token", TOKEN)
+    lay(directory / "homeserver.sqlite3", "homeserver")
+    lay(directory / "fedsender.sqlite3", "sender")
     async with (
         open_federation(
             signer,

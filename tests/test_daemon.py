@@ -677,7 +677,7 @@ async def test_without_its_session_a_lease_that_does_not_end_sends_on(
     home: Path, postgres: Databases
 ) -> None:
     """Nobody takes it while its holder has not said that it ends."""
-    url = postgres.create_database()
+    url = postgres.create_database("sender")
     async with open_world(home, sender_database=url) as world, world.service() as service:
         (server,) = world.servers
         await service.manager.ready()
@@ -695,7 +695,7 @@ async def test_without_its_session_a_lease_that_does_not_end_sends_on(
 async def test_a_database_that_fails_while_the_lock_is_taken_again_does_not_end_the_daemon(
     home: Path, postgres: Databases
 ) -> None:
-    url = postgres.create_database()
+    url = postgres.create_database("sender")
     async with open_world(home, sender_database=url) as world, world.service() as service:
         (server,) = world.servers
         await service.manager.ready()
@@ -725,7 +725,7 @@ async def test_a_database_that_was_set_back_is_noticed_when_the_lock_is_taken_ag
     home: Path, postgres: Databases
 ) -> None:
     """A failover ends the lock's connection, and a daemon with nothing to write would not look."""
-    url, file = postgres.create_database(), home / "homeserver.db"
+    url, file = postgres.create_database("sender"), home / "homeserver.db"
     settings = StoreConfig(
         homeserver=HomeserverSettings("embedded", "fedsender", ("fedsender",)),
         homeserver_url=f"sqlite:///{file}",
@@ -795,7 +795,7 @@ async def _refuse(_: str) -> None:
 async def test_a_daemon_whose_lease_another_one_has_taken_waits_for_it(
     home: Path, postgres: Databases
 ) -> None:
-    url = postgres.create_database()
+    url = postgres.create_database("sender")
     async with open_world(home, sender_database=url) as world, world.service() as service:
         await service.manager.ready()
         with closing(LockThief(postgres, url)) as thief:

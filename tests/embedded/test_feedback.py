@@ -325,7 +325,10 @@ async def test_the_client_reads_them_for_ever_and_goes_on_by_its_cursor(tmp_path
 
 
 async def test_what_is_asked_wrongly_is_refused(tmp_path: Path) -> None:
-    async with served(tmp_path) as (address, _, _), httpx.AsyncClient(trust_env=False) as http:
+    async with (
+        served(tmp_path) as (address, _, _),
+        httpx.AsyncClient(verify=False, trust_env=False) as http,
+    ):
         ask = partial(http.get, headers={"Authorization": f"Bearer {TOKEN}"})
         url = f"http://{address}{PREFIX}/outcomes"
         for wrong in ("after=x", "limit=0", "limit=1001", "wait_s=61", "wait_s=nan", "wait_s=-1"):
@@ -342,7 +345,7 @@ async def test_who_waits_is_answered_when_the_endpoint_closes(tmp_path: Path) ->
     answers = []
 
     async def ask(address: str) -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as http:
+        async with httpx.AsyncClient(verify=False, trust_env=False, timeout=PATIENCE_S) as http:
             answer = await http.get(
                 f"http://{address}{PREFIX}/outcomes?wait_s=60",
                 headers={"Authorization": f"Bearer {TOKEN}"},

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import trio
 from tests.servers import free_port
+from tests.store.ready_made import lay
 from tests.synapse.homeserver import Homeserver
 
 from fedsender.segments import read_lines, segments
@@ -177,7 +178,9 @@ class Daemon:
             return await client.request(method, url, json=body, headers=headers)
 
     def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.admin_port}", trust_env=False)
+        return httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{self.admin_port}", trust_env=False, verify=False
+        )
 
     def write_files(self) -> None:
         """Its configuration, and the secrets beside it."""
@@ -186,6 +189,7 @@ class Daemon:
         (self.home / "replication.secret").write_text(self.homeserver.replication_secret + "\n")
         (self.home / "replication.secret").chmod(0o600)
         self.config_path.write_text(json.dumps(self._config(), indent=1))
+        lay(self.home / "fedsender.sqlite3", "sender")
 
     def _config(self) -> Mapping[str, object]:
         database = self.homeserver.database
