@@ -449,6 +449,8 @@ class _Here:
         if self._path is None:
             return ()
         if self._file is None:
+            # The ledger's directory, which is not opened yet.
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             owned_like(self._path, self._path.parent)
             try:
