@@ -57,8 +57,9 @@ class Audited:
         counts: fate -> number of pairs.
         unknown_hosts: the number of events with unknown servers; no other figure has them.
         shown: the first of the missing events, as dictionaries.
-        stray: the number of answered deliveries that should not have been.
+        stray: the number of answered deliveries that should not have been, or not so late.
         strays: the first of them.
+        repeats: the first events that were answered more than once without a good reason.
         began: the last event before the ledger's start; None: it has not started.
         unproven: why it is not known where the ledger begins, so that `before_ledger` may hide what
             is lost; None: it is known, or an operator accepts it.
@@ -71,6 +72,7 @@ class Audited:
     shown: list[dict[str, Any]]
     stray: int = 0
     strays: list[dict[str, Any]] = field(default_factory=list)
+    repeats: list[dict[str, Any]] = field(default_factory=list)
     began: int | None = None
     unproven: str | None = None
 
@@ -81,14 +83,14 @@ class Audited:
 
     @property
     def is_red(self) -> bool:
-        """Whether something is missing, or went where it should not, or evidence is missing."""
+        """Whether something is missing, went astray or out of order, or evidence is missing."""
         return bool(self.missing or self.stray or self.unproven)
 
     def __str__(self) -> str:
         lost = f"{self.missing} missing" if self.missing else "nothing is lost"
         lost += f" of {self.judged} deliveries"
         if self.stray:
-            lost += f"; {self.stray} went where they should not"
+            lost += f"; {self.stray} went astray or out of order"
         if self.expected > self.judged:
             begins = f": the ledger begins after event {self.began}" if self.began else ""
             lost += f"; {self.expected - self.judged} cannot be judged{begins}"
@@ -103,7 +105,11 @@ class Audited:
         """For `--json`."""
         return asdict(self) | {
             name: [row | {"day": str(row["day"])} for row in rows]
-            for name, rows in (("shown", self.shown), ("strays", self.strays))
+            for name, rows in (
+                ("shown", self.shown),
+                ("strays", self.strays),
+                ("repeats", self.repeats),
+            )
         }
 
 
@@ -164,6 +170,7 @@ _FINDINGS: Final = (
     schemas.AUDIT_BY_SERVER,
     schemas.MISSING,
     schemas.STRAY,
+    schemas.REPEATED,
     schemas.SUPERSEDED,
 )
 
@@ -201,18 +208,29 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
     """
     units, in_unit = view.look.units, in_days({str(day) for day in view.look.unit_days})
     every = view.keep(fates.split_by_day(view.stretches(), view.places))
-    found, leaked = every.where(f"fate != '{fates.STRAY}'"), every.where(f"fate = '{fates.STRAY}'")
-    strays = view.strays(leaked, anew=anew)
+    found = every.where(f"fate != '{fates.STRAY}'")
+    answers = view.answered(every)
+    strays = view.strays(answers, anew=anew)
+    again = fates.repeated(answers.where("fate = 'delivered_again'"))
+    newest, first, late = view.out_of_order(anew=anew)
+    for source, at in newest.items():
+        commit.set_position(source, max(at, lake.position(source)))
     counts, gone, stood_in = fates.counts_of(found), view.missing(found), view.superseded(found)
     if not anew:
         before = lake.frame(spark, schemas.MISSING).drop("reasons")
         gone = gone.unionByName(among(before, units, "left_anti"))
         commit.clear(schemas.MISSING)
         before = lake.frame(spark, schemas.STRAY)
-        for_others = before.where(f"why != '{fates.NOT_FOR_IT}'")
-        before = among(before.where(f"why = '{fates.NOT_FOR_IT}'"), units, "left_anti")
-        strays = strays.unionByName(before).unionByName(for_others)
+        kinds = [f"why = '{fates.NOT_FOR_IT}'", f"startswith(why, '{fates.TOO_LATE}')"]
+        strays = (
+            strays.unionByName(among(before.where(kinds[0]), units, "left_anti"))
+            .unionByName(before.where(f"{kinds[1]} and stream_ordering < {first}"))
+            .unionByName(before.where(f"not ({' or '.join(kinds)})"))
+        )
         commit.clear(schemas.STRAY)
+        before = lake.frame(spark, schemas.REPEATED)
+        again = again.unionByName(among(before, units, "left_anti"))
+        commit.clear(schemas.REPEATED)
     if units is not None:
         before = among_rows(spark, lake, schemas.AUDIT, units)
         counts = fates.summed(
@@ -229,7 +247,10 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
     ):
         commit.append_frame(table, ledger_lines.by_day(rows))
     commit.append_frame(schemas.MISSING, _explained(spark, lake, kept(gone)))
+    if late is not None:
+        strays = strays.unionByName(late)
     commit.append_frame(schemas.STRAY, fates.first_lines(strays).coalesce(1))
+    commit.append_frame(schemas.REPEATED, again.coalesce(1))
     counts.unpersist()
     every.unpersist()
     view.places.unpersist()
@@ -279,6 +300,7 @@ def summed_up(
         _first(lake, schemas.MISSING, shown, since),
         lake.rows(schemas.STRAY),
         _first(lake, schemas.STRAY, shown, since),
+        _first(lake, schemas.REPEATED, shown, since, ~ds.field("expected")),
         start,
         _unproven(lake, config.instance_name, start) if totals[fates.EXPECTED] else None,
     )
@@ -309,12 +331,18 @@ def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
 
 
 def _first(
-    lake: Lake, table: schemas.LakeTable, number: int, since: datetime.date | None
+    lake: Lake,
+    table: schemas.LakeTable,
+    number: int,
+    since: datetime.date | None,
+    wanted: ds.Expression | None = None,
 ) -> list[dict[str, Any]]:
-    """The first rows of a table of events, by stream ordering and server."""
+    """The first wanted rows of a table of events, by stream ordering and server."""
     order = [("stream_ordering", "ascending"), ("server", "ascending")]
     first = table.arrow_schema().empty_table()
-    wanted = None if since is None else ds.field("day") >= pa.scalar(since)
+    if since is not None:
+        of_days = ds.field("day") >= pa.scalar(since)
+        wanted = of_days if wanted is None else wanted & of_days
     for batch in lake.dataset(table, lake.files(table)).to_batches(filter=wanted):
         rows = pa.concat_tables([first, pa.Table.from_batches([batch])])
         first = rows.take(pc.select_k_unstable(rows, number, order)) if number else first
@@ -505,6 +533,10 @@ _SAID: Final = schemas.PDUS.only(
 """The columns that an audit of what is new reads: Arrow takes a third of the CPU for these."""
 
 
+_IN_ORDER: Final = schemas.PDUS.only(
+    *("destination", "room_id", "event_id", "stream_ordering", "at", "ms", "line"),
+    *("instance", "transaction_id", "outcome", "lane"),
+)
 _NAMED: Final = schemas.PDUS.only(
     *("destination", "room_id", "event_id", "stream_ordering", "ms", "outcome", "line", "version")
 )
@@ -644,24 +676,81 @@ class View:
         events = intervals.ours(self._spark, self._lake, self.look.first - 1)
         return fates.missing(found, self.places, self._pdus, events)
 
-    def strays(self, leaked: DataFrame, *, anew: bool) -> DataFrame:
-        """Rows of `stray`, of what is looked at.
+    def answered(self, every: DataFrame) -> DataFrame:
+        """The answers to what is stray, or was delivered again.
 
         Servers that the configuration leaves out are not judged: when it named them, they got what
-        was theirs. What a line names wrongly was said when the line was new.
+        was theirs.
 
         Args:
-            leaked: stretches of the fate `fates.STRAY`.
+            every: stretches of a day.
         """
         spark, lake, look = self._spark, self._lake, self.look
-        events = fates.events_of(intervals.sent_to(leaked, self._config), self.places)
+        odd = every.where(f"fate in ('{fates.STRAY}', 'delivered_again')")
+        events = fates.events_of(intervals.sent_to(odd, self._config), self.places)
         newer = events.where(f"stream_ordering > {look.after}")
         if look.units is not None:
             older = events.where(f"stream_ordering <= {look.after}")
             newer = newer.unionByName(among(older, look.units))
-        leaks = kept(newer)
-        pairs = few(leaks.selectExpr("server as destination", "event_id"))
-        found = fates.strays(leaks, among_rows(spark, lake, schemas.PDUS, pairs))
+        named = kept(newer)
+        pairs = few(named.selectExpr("server as destination", "event_id"))
+        return kept(fates.answered(named, among_rows(spark, lake, schemas.PDUS, pairs)))
+
+    def out_of_order(self, *, anew: bool) -> tuple[dict[str, int], int, DataFrame | None]:
+        """Rows of `stray`: what came after a later event of its room.
+
+        New lines come behind those that were read before. Then it is enough to look at their events
+        and later ones. Where they do not, as of a segment that was restored, all is looked at.
+
+        Returns:
+            the position of each instance's newest line, the first event that was looked at, and the
+            rows; None: there are none.
+        """
+        lake, from_here = self._lake, self.look.after + 1
+        seen = -1 if anew else lake.position("audit_version")
+        files = [file for file in lake.files(schemas.PDUS) if file.commit > seen]
+        answered = (ds.field("outcome") == "delivered") & ds.field("at").is_valid()
+        live = pc.if_else(
+            ds.field("lane") == "live", ds.field("stream_ordering"), pa.scalar(None, pa.int64())
+        )
+        batches = lake.dataset(schemas.PDUS, files).to_batches(
+            columns={"instance": ds.field("instance"), "at": ds.field("at"), "live": live},
+            filter=answered & (ds.field("version") > seen),
+        )
+        newest: dict[str, int] = {}
+        first = from_here
+        for batch in batches:
+            ends = [("at", "min"), ("at", "max"), ("live", "min")]
+            for row in (
+                pa.Table.from_batches([batch]).group_by("instance").aggregate(ends).to_pylist()
+            ):
+                source = f"line of {row['instance']}"
+                newest[source] = max(newest.get(source, 0), row["at_max"])
+                if row["at_min"] <= (-1 if anew else lake.position(source)):
+                    first = 0
+                first = min(first, from_here if row["live_min"] is None else row["live_min"])
+        first = max(first, from_here if anew else lake.position("audit_from"))
+        if not newest:
+            return {}, first, None
+        rows = lake.some(
+            self._spark, _IN_ORDER, answered & (ds.field("stream_ordering") >= first)
+        ).where(f"outcome = 'delivered' and at is not null and stream_ordering >= {first}")
+        pairs = few(fates.too_late(rows).select("destination", "room_id"))
+        if pairs.rows is not None and not pairs.rows.num_rows:
+            return newest, first, None
+        found = fates.overtaken(among(rows, pairs), self.look.days)
+        return newest, first, found.where(f"stream_ordering <= {lake.position('intervals')}")
+
+    def strays(self, answers: DataFrame, *, anew: bool) -> DataFrame:
+        """Rows of `stray`, of what is looked at, but for what is out of order.
+
+        What a line names wrongly was said when the line was new.
+
+        Args:
+            answers: of `answered`.
+        """
+        spark, lake, look = self._spark, self._lake, self.look
+        found = fates.strays(answers.where(f"fate = '{fates.STRAY}'"))
         at, upto = ds.field("stream_ordering"), lake.position("intervals")
         wanted = (at > look.after) & (at <= upto)
         if not anew:

@@ -280,7 +280,7 @@ def audit(
         str(found),
         f"{found.expected} deliveries expected, of events up to {found.upto}",
     ]
-    lines.append(f"{found.stray:>9} delivered that should not have been")
+    lines.append(f"{found.stray:>9} delivered that should not have been, or not so late")
     lines += [f"{n:>9} {fate.replace('_', ' ')}" for fate, n in found.counts.items()]
     if found.unknown_hosts:
         lines.append(f"{found.unknown_hosts} events have servers that cannot be told")
@@ -292,6 +292,11 @@ def audit(
         lines.append(f"stray: {row['server']} {row['event_id']}: {row['why']}; line {row['line']}")
     if found.stray > len(found.strays):
         lines.append(f"and {found.stray - len(found.strays)} more: see the table `stray`")
+    for row in found.repeats:
+        lines.append(
+            f"repeated: {row['server']} {row['event_id']}: {row['why']}:"
+            f" {', '.join(row['transactions'])}"
+        )
     if repaired is not None:
         answer |= asdict(repaired)
         lines.append(f"accepted by the daemon: {repaired.accepted}")
@@ -373,7 +378,7 @@ def _check_target(option: str, path: Path | None) -> None:
 @app.command()
 def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) -> int:
     """Do a scheduled run: ingest, audit, health, report. Exits with 1 if an event is missing, or
-    went where it should not."""
+    went where it should not, or came out of order."""
     from fedsender_pipeline import audit as audit_module
     from fedsender_pipeline import health as health_module
     from fedsender_pipeline import ingest as ingest_module

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.ledger import EVERY_SERVER
@@ -276,15 +276,17 @@ def negative(rows: DataFrame) -> DataFrame:
 
 
 def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
-    """The events of stretches: server, room_id, stream_ordering, event_id, day."""
+    """The events of stretches: server, room_id, stream_ordering, event_id, day, fate."""
+    each = F.explode(F.sequence("lo", "hi")).alias("place")
     return (
-        found.select("server", "room_id", F.explode(F.sequence("lo", "hi")).alias("place"))
+        found.select("server", "room_id", "fate", each)
         .join(places.hint("merge"), on=["room_id", "place"], how="inner")
         .drop("place")
     )
 
 
 NOT_FOR_IT: Final = "the event is not for this server"
+TOO_LATE: Final = "it came after "
 
 
 def misnamed(pdus: DataFrame, events: DataFrame, days: Days) -> DataFrame:
@@ -311,18 +313,96 @@ def misnamed(pdus: DataFrame, events: DataFrame, days: Days) -> DataFrame:
     )
 
 
-def strays(leaked: DataFrame, pdus: DataFrame) -> DataFrame:
-    """Rows of `stray`, of events that are not for their server.
+def answered(named: DataFrame, pdus: DataFrame) -> DataFrame:
+    """Events (server, room_id, stream_ordering, event_id, day, fate) with each of their answers.
 
     Args:
-        leaked: server, room_id, stream_ordering, event_id, day.
-        pdus: at least those of `leaked`.
+        pdus: at least those of `named`.
     """
     key = ("server", "stream_ordering", "event_id")
     lines = pdus.where("outcome = 'delivered'").selectExpr(
-        "destination as server", *key[1:], "ms", "line"
+        "destination as server", *key[1:], "ms", "line", "transaction_id", "lane", "instance"
     )
-    return leaked.join(lines, on=[*key], how="inner").withColumn("why", F.lit(NOT_FOR_IT))
+    return named.join(lines, on=[*key], how="inner")
+
+
+BOOT: Final = "substring_index(transaction_id, '.', 1)"
+"""What the ids of transactions that one start of a sender has formed begin with, as SQL."""
+_AGAIN: Final = "lane in ('redelivery', 'witness')"
+
+
+def repeated(answers: DataFrame) -> DataFrame:
+    """Rows of `repeated`, from `answered`.
+
+    A start does not know the last answers before a kill, and repeats them; so does who takes the
+    stream over. Within one boot, nothing but a redelivery or a search asks for an event again.
+    """
+    plain = f"if({_AGAIN}, null, transaction_id)"
+    boots = f"count(distinct if({_AGAIN}, null, {BOOT}))"
+    by_time = "array_sort(collect_list(struct(ms, transaction_id)))"
+    key = ("server", "room_id", "stream_ordering", "event_id", "day")
+    why = """concat_ws('; ',
+        if(senders > 1, 'another sender took the stream over', null),
+        if(boots > 1, 'a start did not know the last answers before it', null),
+        if(array_contains(lanes, 'redelivery'), 'it was to be redelivered', null),
+        if(array_contains(lanes, 'witness'), 'sent out of turn to find whose fault a refusal is',
+            null),
+        if(size(transactions) = 1, 'the same transaction, repeated', null))"""
+    return (
+        answers.groupBy(*key)
+        .agg(
+            F.expr(f"array_distinct(transform({by_time}, each -> each.transaction_id))").alias(
+                "transactions"
+            ),
+            F.min("ms").alias("first_ms"),
+            F.max("ms").alias("last_ms"),
+            F.expr(f"{boots} >= count(distinct {plain})").alias("expected"),
+            F.expr(f"{boots} as boots"),
+            F.expr("count(distinct instance) as senders"),
+            F.collect_set("lane").alias("lanes"),
+        )
+        .withColumn("why", F.expr(f"if(expected, {why}, 'again within one boot')"))
+        .select(*schemas.REPEATED.columns)
+    )
+
+
+def overtaken(pdus: DataFrame, days: Days) -> DataFrame:
+    """Rows of `stray`: live deliveries that came after that of a later event of their room.
+
+    Catch-up, redeliveries and witnesses go out of turn; another boot may repeat what it does not
+    know to be answered. So both deliveries are live, each the first of its event, and formed by
+    one boot. Their order is that of the ledger's lines.
+
+    Args:
+        pdus: all answered ones of some rooms and servers, from some stream ordering on.
+    """
+    at = ("destination", "room_id", "stream_ordering", "event_id")
+    first = "min_by(struct(at, ms, line, instance, lane, transaction_id), at) as first"
+    firsts = pdus.groupBy(*at).agg(F.expr(first)).select(*at, "first.*")
+    why = f"concat('{TOO_LATE}', later.event_id, ' at ', later.stream_ordering)"
+    return (
+        too_late(firsts)
+        .selectExpr("destination as server", *at[1:], "ms", "line", f"{why} as why")
+        .withColumn("day", F.expr(days.of("stream_ordering")))
+    )
+
+
+def too_late(pdus: DataFrame) -> DataFrame:
+    """Of these live deliveries, those that came after that of a `later` event, in one boot."""
+    before = (
+        Window.partitionBy("destination", "room_id", "instance", F.expr(BOOT))
+        .orderBy("at")
+        .rowsBetween(Window.unboundedPreceding, -1)
+    )
+    later = F.max(F.struct("stream_ordering", "event_id")).over(before)
+    live = pdus.where("lane = 'live'").withColumn("later", later)
+    return live.where("later.stream_ordering > stream_ordering")
+
+
+def strays(answers: DataFrame) -> DataFrame:
+    """Rows of `stray`, of events that are not for their server, from `answered`."""
+    named = answers.select("server", "room_id", "stream_ordering", "event_id", "day", "ms", "line")
+    return named.withColumn("why", F.lit(NOT_FOR_IT))
 
 
 def first_lines(strays: DataFrame) -> DataFrame:
@@ -447,7 +527,7 @@ def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFram
         ours: the events. Of those by which only we turn a user away, its server knows from nobody
             else (W26).
     """
-    gone = events_of(found.where("fate = 'missing'"), places)
+    gone = events_of(found.where("fate = 'missing'"), places).drop("fate")
     server = f"{intervals.server_of('state_key')} as server"
     alone = ours.where(intervals.TOLD_BY_US_ALONE).selectExpr(
         server, "stream_ordering", f"'{intervals.W26}' as weakness"

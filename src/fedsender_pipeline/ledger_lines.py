@@ -6,7 +6,8 @@ once, and a late line goes to its own day.
 """
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -148,15 +149,17 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, to
     """
     copies = commit.stage(schemas.SEGMENTS)
     copies.mkdir()
-    lines = parsed(
-        spark,
-        [
-            path if path.suffix == ".jsonl" else _copied(path, size, copies)
-            for path, size in batch.items()
-        ],
-    ).persist()
-    good, bad = lines.where("why is null"), lines.where("why is not null")
-    fresh = _unseen(spark, lake, good).persist()
+    with _file_by_file(spark):
+        lines = parsed(
+            spark,
+            [
+                path if path.suffix == ".jsonl" else _copied(path, size, copies)
+                for path, size in batch.items()
+            ],
+            tasks=sum(batch.values()) // _TASK_BYTES + 2,
+        ).persist()
+        good, bad = lines.where("why is null"), lines.where("why is not null")
+        fresh = _unseen(spark, lake, good).persist()
     attempts = commit.append_frame(schemas.ATTEMPTS, by_day(attempts_of(fresh)))
     pdus = commit.append_frame(schemas.PDUS, by_day(pdus_of(fresh)))
     rejects = _new(bad, lake.frame(spark, schemas.REJECTS)).select(
@@ -198,10 +201,40 @@ def _copied(path: Path, size: int, directory: Path) -> Path:
     return copy
 
 
-def parsed(spark: SparkSession, paths: Iterable[Path]) -> DataFrame:
+@contextmanager
+def _file_by_file(spark: SparkSession) -> Iterator[None]:
+    """Have Spark put one file into each partition that it reads in the body.
+
+    Then the number of a row in its partition is the number of a line in its file.
+    """
+    each, most = "spark.sql.files.openCostInBytes", "spark.sql.files.maxPartitionBytes"
+    before = spark.conf.get(each) or ""
+    spark.conf.set(each, spark.conf.get(most) or "")
+    try:
+        yield
+    finally:
+        spark.conf.set(each, before)
+
+
+_IN_FILE: Final = "_metadata.file_block_start + (monotonically_increasing_id() & 8589934591L)"
+"""The place of a line in its file, as SQL. A file beyond `maxPartitionBytes` is read in blocks; a
+block begins at a byte, and each line before it has one byte at least."""
+_TASK_BYTES: Final = 2**25
+_AT: Final = f"""
+    if(startswith(segment, instance || '.'),
+        cast(element_at(split(segment, '[.]'), -2) as bigint) * {2**40}L + in_file * {2**6}L, null)
+"""
+"""The place of a line among all of its instance, as SQL: 2^22 segments of 2^34 lines, with room for
+64 PDUs each. Null in a copy whose name is not one that the daemon gives."""
+
+
+def parsed(spark: SparkSession, paths: Iterable[Path], *, tasks: int = 2) -> DataFrame:
     """Every line: its text, segment and fields, and `why` it is invalid (null: it is valid).
 
     `ms` is at most `latest_ms`; `is_early`: the line has a later time.
+
+    Args:
+        tasks: that parse; small files share one.
     """
     text = spark.read.text([url(path) for path in paths], lineSep="\n")
     latest = latest_ms()
@@ -211,16 +244,20 @@ def parsed(spark: SparkSession, paths: Iterable[Path]) -> DataFrame:
     unknown = "map_filter(from_json(value, 'MAP<STRING, STRING>'), (name, value) -> "
     unknown += "array_contains(strange, name))"
     return (
-        text.select("value", F.col("_metadata.file_name").alias("segment"))
+        text.selectExpr("value", "_metadata.file_name as segment", f"{_IN_FILE} as in_file")
+        .coalesce(tasks)
         .where("value != ''")
         .withColumn("fields", F.from_json("value", f"{schema}, corrupt STRING", options))
-        .selectExpr("value", "segment", "md5(value) as line", "fields.*", f"{strange} as strange")
+        .selectExpr(
+            *("value", "segment", "in_file", "md5(value) as line", "fields.*"),
+            f"{strange} as strange",
+        )
         .withColumn("unknown_fields", F.expr(f"if(size(strange) > 0, to_json({unknown}), null)"))
-        .withColumn("why", F.expr(_WHY))
+        .withColumns({"why": F.expr(_WHY), "at": F.expr(_AT)})
         .withColumn("is_early", F.col("ms") > F.lit(latest))
         .withColumn("ms", F.least("ms", F.lit(latest)))
         .withColumn("day", F.to_date(F.timestamp_millis("ms")))
-        .drop("strange", "corrupt")
+        .drop("strange", "corrupt", "in_file")
     )
 
 
@@ -265,8 +302,9 @@ IS_ATTEMPT: Final = f"outcome not in {tuple(NOTES)}"
 def pdus_of(lines: DataFrame) -> DataFrame:
     """Rows of `pdus`, from valid lines."""
     whole = ("line", "day", "ms", "instance", "destination", "transaction_id", "attempt", "outcome")
-    return lines.selectExpr(*whole, "refused", "inline(pdus)").selectExpr(
-        *(*whole, "event_id", "room_id", "stream_ordering", "lane"),
+    each = lines.selectExpr(*whole, "at", "refused", "posexplode(pdus) as (number, pdu)")
+    return each.selectExpr(*whole, "refused", "at + least(number, 63) as at", "pdu.*").selectExpr(
+        *(*whole, "at", "event_id", "room_id", "stream_ordering", "lane"),
         "supersedes[0] as supersedes_from",
         "supersedes[1] as supersedes_to",
         "refused[event_id] as refused",

@@ -40,7 +40,7 @@ def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
     ended.labels(**sender).set(real_runtime().now_ms() / 1000)
     missing = gauge("missing", "Deliveries that no record accounts for.")
     missing.labels(**sender).set(audited.missing)
-    stray = gauge("stray", "Answered deliveries that should not have been.")
+    stray = gauge("stray", "Answered deliveries that should not have been, or not so late.")
     stray.labels(**sender).set(audited.stray)
     unproven = gauge("unproven", "1: it is not known where the ledger begins.")
     unproven.labels(**sender).set(audited.unproven is not None)

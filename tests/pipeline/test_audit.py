@@ -70,21 +70,22 @@ ONE, PARKED, CATCHING, REFUSING = "one.example", "parked.example", "catching.exa
 def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Lake:
     """One audit of some rooms that have nothing to do with each other, each with its servers."""
     directory = tmp_path_factory.mktemp("fates")
-    parts = (every_fate(), catching_up(), stand_ins(), leaks())
+    parts = (every_fate(), catching_up(), stand_ins(), leaks(), out_of_order(), repeats())
     rows: Rows = {}
     for tables, *_ in parts:
         for name, entries in tables.items():
             rows.setdefault(name, []).extend(entries)
-    lake = lake_of(directory, rows, len(rows["events"]))
+    lake = lake_of(directory, rows, 95)
     closed, last = ([line for part in parts for line in part[n]] for n in (1, 2))
-    write(directory / "ledger", "f.b.000001.jsonl", *closed)
+    write(directory / "ledger", "fedsender.b.000001.jsonl", *closed)
     ingest_ledger(spark, lake, directory)
-    write(directory / "ledger", "f.b.000002.open", *last, '{"v": 1, "ms": 17')
+    write(directory / "ledger", "fedsender.b.000002.open", *last, '{"v": 1, "ms": 17')
     told = run(spark, lake, directory)
     assert told.expected == sum(told.counts.values())
     assert told.counts == dict.fromkeys(schemas.FATES, 0) | fates_of(lake)
     assert told.is_red
-    assert told.stray == len(told.strays) == 4
+    assert told.stray == len(told.strays) == 6
+    assert [row["event_id"] for row in told.repeats] == ["$76", "$92"]
     return lake
 
 
@@ -233,9 +234,9 @@ LEFT, NEVER = "left.example", "never.example"
 
 def leaks() -> tuple[Rows, Lines, Lines]:
     """A server that leaves, and one that was never there. Of event 66 the homeserver has no row any
-    more, and 71 is above what the lake has read: nothing can be said of these."""
+    more, and 96 is above what the lake has read: nothing can be said of these."""
     rows = shared_room(65, LEFT, first=61, room="!u")
-    rows["events"] += [event(at, "!u") for at in range(67, 72)]
+    rows["events"] += [event(at, "!u") for at in (*range(67, 72), 96)]
     rows["intervals"][0]["last"] = 65
     invented = pdu(62, "!u") | {"event_id": "$invented"}
     lines: Lines = [
@@ -243,7 +244,7 @@ def leaks() -> tuple[Rows, Lines, Lines]:
         attempt(LEFT, pdu(63, "!elsewhere"), transaction_id="b"),
         attempt(NEVER, pdu(64, "!u"), transaction_id="c"),
         attempt(NEVER, pdu(65, "!u"), outcome="failing", status=500),
-        attempt(NEVER, pdu(66, "!u"), pdu(71, "!u"), transaction_id="d"),
+        attempt(NEVER, pdu(66, "!u"), pdu(96, "!u"), transaction_id="d"),
     ]
     last: Lines = [
         attempt(LEFT, invented, transaction_id="e"),
@@ -259,6 +260,7 @@ def test_what_went_where_it_should_not_is_named(audited: Lake) -> None:
         (row["server"], row["event_id"], row["room_id"], row["why"]):
             line_of[row["line"]]["transaction_id"]
         for row in audited.read(schemas.STRAY).to_pylist()
+        if row["server"] != ORDERED
     }  # fmt: skip
     not_for_it = "the event is not for this server"
     assert found == {
@@ -269,6 +271,88 @@ def test_what_went_where_it_should_not_is_named(audited: Lake) -> None:
     }
     assert fates_of(audited, LEFT) == {"delivered": 5}
     assert fates_of(audited, NEVER) == {}
+
+
+ORDERED, AGAIN = "ordered.example", "again.example"
+
+
+def live(server: str, orderings: tuple[int, ...], name: str, **more: Any) -> dict[str, Any]:
+    return attempt(server, *(pdu(at, "!o") for at in orderings), transaction_id=name, **more)
+
+
+def out_of_order() -> tuple[Rows, Lines, Lines]:
+    """75 comes after 77, and 78 after 79 of the same transaction: whatever their times are. All
+    else that comes late is as it should be: another room, what failed before, catch-up, a
+    redelivery, a repeat, and the frozen transaction of an earlier boot."""
+    rows = shared_room(90, ORDERED, first=72, room="!o")
+    rows["events"][0]["room_id"] = rows["intervals"][0]["room_id"] = "!o"
+    other = {"room_id": "!p", "server": ORDERED, "first": 72, "last": None}
+    rows["intervals"].append(other)
+    rows["events"][8]["room_id"] = "!p"  # 80
+    late = START_MS + 99 * EVENT_MS
+    lines: Lines = [
+        live(ORDERED, (72, 74), "c0.1", ms=late),
+        live(ORDERED, (73,), "c0.2", outcome="failing", status=500),
+        attempt(ORDERED, pdu(73, "!o", "redelivery"), transaction_id="c0.3"),
+        live(ORDERED, (76, 77), "c0.4", ms=late),
+        live(ORDERED, (75, 79, 78), "c0.5"),
+    ]
+    last: Lines = [
+        live(ORDERED, (82,), "c0.6"),
+        attempt(ORDERED, pdu(80, "!p"), transaction_id="c0.7"),
+        live(ORDERED, (76,), "c0.8"),
+        attempt(ORDERED, pdu(81, "!o", "catch_up"), transaction_id="c0.9"),
+        live(ORDERED, (84, *range(86, 91)), "c1.1"),
+        live(ORDERED, (83,), "c0.10"),
+        attempt(ORDERED, pdu(85, "!o", "witness"), transaction_id="c1.2"),
+    ]
+    return rows, lines, last
+
+
+def test_what_came_after_a_later_event_is_named(audited: Lake) -> None:
+    found = {
+        (row["event_id"], row["why"])
+        for row in audited.read(schemas.STRAY).to_pylist()
+        if row["server"] == ORDERED
+    }
+    assert found == {("$75", "it came after $77 at 77"), ("$78", "it came after $79 at 79")}
+    assert fates_of(audited, ORDERED) == {"delivered": 18, "delivered_again": 1}
+
+
+def repeats() -> tuple[Rows, Lines, Lines]:
+    """Each delivered twice; of one, nothing says why."""
+    rows = shared_room(95, AGAIN, first=91, room="!o")
+    lines: Lines = [
+        live(AGAIN, (91, 92), "c0.20"),
+        live(AGAIN, (92,), "c0.21"),
+        live(AGAIN, (93,), "c0.22"),
+        live(AGAIN, (94,), "c0.23"),
+        live(AGAIN, (95,), "c0.24"),
+    ]
+    last: Lines = [
+        attempt(AGAIN, pdu(94, "!o", "redelivery"), transaction_id="c0.25", ms=NOW_MS),
+        live(AGAIN, (91,), "c1.26", ms=NOW_MS),
+        live(AGAIN, (93,), "d0.1", ms=NOW_MS, instance="other"),
+        live(AGAIN, (95,), "c0.24", ms=NOW_MS),
+    ]
+    return rows, lines, last
+
+
+def test_what_was_delivered_again_is_named(audited: Lake) -> None:
+    """Under which transactions, and why: expected at the border of a boot or a take-over."""
+    found = {
+        row["event_id"]: (row["transactions"], row["expected"], row["why"])
+        for row in audited.read(schemas.REPEATED).to_pylist()
+        if row["server"] == AGAIN
+    }
+    start = "a start did not know the last answers before it"
+    assert found == {
+        "$91": (["c0.20", "c1.26"], True, start),
+        "$92": (["c0.20", "c0.21"], False, "again within one boot"),
+        "$93": (["c0.22", "d0.1"], True, f"another sender took the stream over; {start}"),
+        "$94": (["c0.23", "c0.25"], True, "it was to be redelivered"),
+        "$95": (["c0.24"], True, "the same transaction, repeated"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class Life:
 
     def _write(self, lines: list[Any]) -> None:
         """Write to the open segment, and close it or leave it, perhaps with half a line."""
-        path = self.directory / "ledger" / f"f.b.{self.segment:06d}.open"
+        path = self.directory / "ledger" / f"fedsender.b.{self.segment:06d}.open"
         text = self.torn + "".join(json.dumps(line) + "\n" for line in lines)
         end = len(text)
         if closes := self.random.random() < 0.5:
@@ -235,7 +235,13 @@ def findings(lake: Lake) -> dict[str, Any]:
             for name in fates.COUNTS:
                 sums[*(row[each] for each in key), name] += row[name]
         found[table.name] = {each: n for each, n in sums.items() if n}
-    for table in (schemas.MISSING, schemas.STRAY, schemas.SUPERSEDED, schemas.DAYS):
+    for table in (
+        schemas.MISSING,
+        schemas.STRAY,
+        schemas.REPEATED,
+        schemas.SUPERSEDED,
+        schemas.DAYS,
+    ):
         found[table.name] = sorted(map(str, lake.read(table).to_pylist()))
     return found
 

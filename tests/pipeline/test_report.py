@@ -174,7 +174,7 @@ def test_the_first_sentence_is_green_or_red() -> None:
     assert answer(lost).startswith("answer bad: 1 delivery is missing.")
     both = answer(page(replace(quiet, fates=FATES | {"missing": 1}, stray=2)))
     assert both.startswith(
-        "answer bad: 1 delivery is missing. 2 deliveries went where they should not."
+        "answer bad: 1 delivery is missing. 2 deliveries went astray or out of order."
     )
     before = replace(quiet, fates=FATES | {"before_ledger": 2}, expected=7)
     said = "Nothing is lost of 5 deliveries; 2 cannot be judged: they are older than the ledger."
