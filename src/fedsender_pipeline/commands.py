@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
-from fedsender.console import Mistake, safe, say, say_answer, say_text, show
+from fedsender.console import Mistake, say, say_answer, say_text
 from fedsender_pipeline import Busy, PipelineError, Usage
 
 if TYPE_CHECKING:
@@ -147,68 +147,6 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
 
 
 # --- for other programs ---------------------------------------------------------------------------
-
-
-@app.command()
-def sql(
-    query: Annotated[str, typer.Argument(metavar="QUERY", help='"SELECT ...", "SHOW TABLES".')],
-    config: ConfigFile,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many rows.")] = 1_000,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="CSV, with names in the first line.")
-    ] = False,
-    as_json: AsJson = False,
-) -> int:
-    """Ask the lake's tables in Spark's SQL; it changes nothing."""
-    from rich.table import Table
-
-    from fedsender.admin.display import plain
-    from fedsender_pipeline import query as module
-
-    if as_csv and as_json:
-        raise Mistake("--csv and --json: one at a time")
-    with job("sql", config) as (spark, lake, _, steps), steps.spark("query", spark):
-        answer = module.select(spark, lake, query)
-        # The names, too, while there is a Java to ask.
-        names, rows = answer.columns, list(module.values(answer.limit(limit + 1)))
-    if as_csv or as_json:
-        for line in (module.as_csv if as_csv else module.as_json)(names, rows[:limit]):
-            say(line)
-    else:
-        table = Table(*map(safe, names), box=None, pad_edge=False)
-        for row in rows[:limit]:
-            table.add_row(*(plain(module.plain(value)) for value in row))
-        show(table)
-    if len(rows) > limit:
-        say(f"the first {limit} rows: `--limit N` shows more", error=True)
-    return DONE
-
-
-@app.command()
-def export(
-    name: Annotated[str, typer.Argument(metavar="TABLE", help="As `pipeline schemas` names it.")],
-    config: ConfigFile,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="A file, or a directory for it.")
-    ] = Path(),
-    kind: Annotated[
-        str, typer.Option("--format", help="parquet, csv, or json: an object a line.")
-    ] = "parquet",
-) -> int:
-    """Write a table of the lake to one file."""
-    from fedsender_pipeline import query as module
-    from fedsender_pipeline.schemas import TABLES
-
-    if name not in TABLES:
-        raise Mistake(f"{name[:100]!r} is none of the tables: {', '.join(TABLES)}")
-    if kind not in module.FORMATS:
-        raise Mistake(f"--format: must be one of {', '.join(module.FORMATS)}")
-    path = (output / f"{name}.{kind}" if output.is_dir() else output).absolute()
-    _check_target("-o", path)
-    with job("export", config) as (spark, lake, _, steps), steps.spark(f"writing {path}", spark):
-        module.export(module.rows_of(spark, lake, TABLES[name]), path, kind)
-    say(path)
-    return DONE
 
 
 @app.command()

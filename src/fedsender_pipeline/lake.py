@@ -1,6 +1,7 @@
 """The lake: Parquet files, and one manifest that lists the valid ones.
 
     MANIFEST.json                  the files of every table, and the position of each source
+    views.sql                      the same files as views for DuckDB
     LOCK                           held by the one job that writes, from its start to its end
     READERS                        held by each job, at the byte of the commit that it reads
     events/part=0/00000003-0001.parquet, attempts/day=2026-01-31/..., intervals/..., ...
@@ -128,6 +129,49 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Put the manifest in place of the one on disk, by rename, durable."""
     with replaced(directory / MANIFEST) as file:
         file.write(_MANIFEST.dump_json(manifest).decode())
+
+
+VIEWS: Final = "views.sql"
+_SQL_TYPES: Final = {
+    "STRING": "VARCHAR",
+    "BINARY": "BLOB",
+    "MAP<STRING,BIGINT>": "MAP(VARCHAR, BIGINT)",
+}
+
+
+def _sql_type(kind: str) -> str:
+    if kind.startswith("ARRAY<"):
+        return f"{_sql_type(kind[6:-1])}[]"
+    return _SQL_TYPES.get(kind, kind)
+
+
+def write_views(directory: Path, manifest: Manifest) -> None:
+    """Write the tables of a commit as views for DuckDB: `duckdb -init views.sql`.
+
+    Of a row that was written again, the newest one is seen. A column that no file has is null.
+    """
+    lines = [f"-- commit {manifest.commit} of {directory}: replaced by the next one"]
+    for table in TABLES.values():
+        columns = (f'NULL::{_sql_type(kind)} AS "{name}"' for name, kind in table.columns.items())
+        query = f"SELECT {', '.join(columns)} WHERE false"
+        if files := manifest.tables.get(table.name):
+            paths = ", ".join(f"'{_quoted(str(directory / file.path))}'" for file in files)
+            query += (
+                f" UNION ALL BY NAME SELECT * FROM read_parquet([{paths}],"
+                " union_by_name = true, hive_partitioning = false)"
+            )
+        if table.is_versioned:
+            newest = f"PARTITION BY {', '.join(table.key)} ORDER BY coalesce(version, 0) DESC"
+            query = f"SELECT * FROM ({query}) QUALIFY row_number() OVER ({newest}) = 1"
+        if table.name == "intervals":
+            query = f"SELECT * FROM ({query}) WHERE last IS NULL OR first <= last"
+        lines.append(f"CREATE OR REPLACE VIEW {table.name} AS {query};")
+    with replaced(directory / VIEWS) as file:
+        file.write("\n".join([*lines, ""]))
+
+
+def _quoted(text: str) -> str:
+    return text.replace("'", "''")
 
 
 STAGING: Final = "staging"
@@ -408,6 +452,7 @@ class Commit:
         self._faults = faults
         self._dropped: list[str] = []
         self._changed: set[Path] = set()
+        self._written: set[tuple[str, str]] = set()
         self._files = 0
         self._manifest = replace(
             base,
@@ -446,7 +491,15 @@ class Commit:
         Columns that the rows do not have are null; `version` is this commit's.
         """
         groups = (self._complete(table, rows) for rows in _in_groups(batches))
-        return self._write(table, (each for rows in groups for each in _by_part(table, rows)))
+        parts = (each for rows in groups for each in _by_part(table, rows))
+        return self._write(table, self._noted(table, parts))
+
+    def _noted(
+        self, table: LakeTable, groups: Iterable[tuple[str, pa.Table]]
+    ) -> Iterator[tuple[str, pa.Table]]:
+        for part, rows in groups:
+            self._written.add((table.name, part))
+            yield part, rows
 
     def append_rows(self, table: LakeTable, rows: Sequence[Mapping[str, object]]) -> int:
         """Add a few rows, as `append` does."""
@@ -460,10 +513,18 @@ class Commit:
         part: str,
         only: pc.Expression | None = None,
     ) -> None:
-        """Put the rows of these files into one, in batches; `only`: the rows that stay."""
+        """Put the rows of these files into one, in batches; `only`: the rows that stay.
+
+        Raises:
+            PipelineError: rows that should stay have got lost, or come twice.
+        """
         rows = self._lake.dataset(table, files).scanner(filter=only, batch_readahead=2)
         self._drop(table, files)
-        self._write(table, ((part, group) for group in _in_groups(rows.to_batches())))
+        number = self._write(table, ((part, group) for group in _in_groups(rows.to_batches())))
+        if only is None and number != (before := sum(file.rows for file in files)):
+            raise PipelineError(
+                f"{table.name}: {before} rows of {len(files)} files became {number}"
+            )
 
     def _complete(self, table: LakeTable, rows: pa.Table) -> pa.Table:
         nothing, version = pa.nulls(rows.num_rows), pa.repeat(self.version, rows.num_rows)
@@ -514,6 +575,7 @@ class Commit:
         total = 0
         for path in sorted(staging.rglob("*.parquet")):
             part = "" if table.part is None else path.parent.name.removeprefix("_part=")
+            self._written.add((table.name, part))
             total += self._adopt(table, path, part)
         return total
 
@@ -540,8 +602,39 @@ class Commit:
         self._faults(f"{table.name}: written")
         return rows
 
+    def _check_keys(self, table: LakeTable, part: str) -> None:
+        """Hold that no row of a part is there twice.
+
+        PDUs are those of lines that are there once: their number is compared where they are made.
+
+        Raises:
+            PipelineError: one is.
+        """
+        if not table.key or table.is_versioned or table.name == "pdus":
+            return
+        known = self._manifest.tables.get(table.name, [])
+        files = [file for file in known if part.startswith(file.part)]
+        if not files:
+            return
+        # A file may have the days of a month.
+        value = None if table.part is None else pa.scalar(part).cast(table.part_type)
+        wanted = None if value is None else ds.field(table.part) == value
+        rows = self._lake.dataset(table, files).to_table(columns=[*table.key], filter=wanted)
+        number = len(rows.group_by([*table.key], use_threads=False).aggregate([]))
+        if number != len(rows):
+            raise PipelineError(
+                f"{table.name} {part}: {len(rows) - number} rows have the {', '.join(table.key)} of"
+                " another one: nothing was committed; this is a fault of fedsender"
+            )
+
     def finish(self) -> Manifest:
-        """Put the new manifest in the old one's place."""
+        """Put the new manifest in the old one's place.
+
+        Raises:
+            PipelineError: a row would be there twice.
+        """
+        for name, part in sorted(self._written):
+            self._check_keys(TABLES[name], part)
         now_ms = real_runtime().now_ms()
         self._manifest.dropped += [(path, now_ms, self.version) for path in self._dropped]
         for directory in self._changed:
@@ -549,6 +642,7 @@ class Commit:
         self._faults("before commit")
         write_manifest(self._directory, self._manifest)
         self._faults("after commit")
+        write_views(self._directory, self._manifest)
         return self._manifest
 
 
@@ -588,7 +682,7 @@ def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
-        known = {"LOCK", "READERS", STAGING, CHECKPOINTS, LOG_NAME, *TABLES}
+        known = {"LOCK", "READERS", VIEWS, STAGING, CHECKPOINTS, LOG_NAME, *TABLES}
         strange = sorted(
             path.name
             for path in directory.iterdir()

@@ -169,9 +169,15 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, to
     live = F.expr(
         "array_min(transform(filter(pdus, p -> p.lane = 'live'), p -> p.stream_ordering))"
     )
-    counted = fresh.agg(F.count("unknown_fields").alias("unknown"), F.min(live).alias("live"))
+    counted = fresh.agg(
+        F.count("unknown_fields").alias("unknown"),
+        F.min(live).alias("live"),
+        F.expr("coalesce(sum(greatest(size(pdus), 0)), 0) as pdus"),
+    )
     row = counted.first()
     assert row is not None
+    if row["pdus"] != pdus:
+        raise PipelineError(f"{pdus} PDUs became rows, of {row['pdus']} in the lines")
     if row["live"] is not None:
         commit.set_position(FIRST_LIVE, min(row["live"], lake.position(FIRST_LIVE, row["live"])))
     fresh.unpersist()

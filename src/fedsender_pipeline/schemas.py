@@ -53,9 +53,20 @@ class LakeTable:
     part: str | None = None
     key: tuple[str, ...] = ()
 
+    @property
+    def is_versioned(self) -> bool:
+        """Whether a row may be written again, with a newer `version`."""
+        # A line of the ledger is never written twice.
+        return "version" in self.columns and bool(self.key) and "line" not in self.key
+
     def only(self, *columns: str) -> "LakeTable":
         """The same table for a reader of these columns alone."""
         return replace(self, columns={name: self.columns[name] for name in columns})
+
+    @property
+    def part_type(self) -> Any:
+        """The type of the part column, for pyarrow."""
+        return _arrow_type(self.columns[self.part or ""])
 
     @property
     def ddl(self) -> str:

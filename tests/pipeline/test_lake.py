@@ -1,5 +1,6 @@
 """The lake: what a commit shows, what a crash leaves, and what is said of a damaged one."""
 
+import datetime
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
@@ -25,10 +27,12 @@ from fedsender_pipeline.lake import (
     KEEP_DROPPED_MS,
     MANIFEST,
     STAGING,
+    VIEWS,
     Lake,
     open_lake,
 )
 from fedsender_pipeline.schemas import (
+    ATTEMPTS,
     AUDIT,
     AUDIT_BY_SERVER,
     AUDITS,
@@ -38,6 +42,7 @@ from fedsender_pipeline.schemas import (
     FATES,
     HEALTH,
     HEALTH_DAYS,
+    INTERVALS,
     PAGE,
     ROOM_SERVERS,
     SEGMENTS,
@@ -390,3 +395,116 @@ def test_some_rows_of_a_table_wherever_they_are(
 
 def three_and_five(rows: pa.RecordBatch) -> pa.RecordBatch:
     return rows.filter(pc.is_in(rows["bytes"], pa.array([3, 5])))
+
+
+# --- for other programs ---------------------------------------------------------------------------
+
+_READER = """
+import json, sys, time
+from pathlib import Path
+import duckdb, polars
+
+lake, seen = Path(sys.argv[1]), set()
+while len(seen) < 5:
+    with duckdb.connect() as reader:
+        reader.execute((lake / "views.sql").read_text())
+        (shown,) = reader.sql(
+            "SELECT list(destination), (SELECT list(name) FROM segments) FROM destinations"
+        ).fetchall()
+    tables = json.loads((lake / "MANIFEST.json").read_text())["tables"]
+    named = tuple(
+        polars.read_parquet(
+            [lake / file["path"] for file in tables[name]], hive_partitioning=False
+        )[column].to_list()
+        for name, column in (("destinations", "destination"), ("segments", "name"))
+    )
+    for names, others in shown, named:
+        assert names == others, (names, others)
+        seen.add(*names)
+    print(len(seen), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_other_programs_read_the_tables_of_one_commit_while_commits_go_on(tmp_path: Path) -> None:
+    """DuckDB by `views.sql` and polars by the manifest, in processes of their own: whenever they
+    look, two tables that are written together are of one commit."""
+    lake = open_lake(tmp_path, US, create=True)
+
+    def write(name: str) -> None:
+        with lake.commit() as commit:
+            for table, column in ((DESTINATIONS, "destination"), (SEGMENTS, "name")):
+                commit.clear(table)
+                row = {column: name} | ({"bytes": 1} if table is SEGMENTS else {})
+                commit.append_rows(table, [row])
+
+    write("0")
+    command = [sys.executable, "-c", _READER, str(tmp_path)]
+    readers = [subprocess.Popen(command) for _ in range(2)]
+    number = 0
+    try:
+        while any(reader.poll() is None for reader in readers):
+            number += 1
+            write(str(number))
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+    assert [reader.returncode for reader in readers] == [0, 0]
+
+
+def test_the_views_of_a_commit(tmp_path: Path) -> None:
+    """Each table has its columns and types, also without a file; of a key the newest row is seen;
+    a day is the rows' own and no directory's."""
+    lake = open_lake(tmp_path, US, create=True)
+    span = {"room_id": "!r", "server": "a", "first": 1}
+    for last in (None, 5):
+        with lake.commit() as commit:
+            commit.append_rows(INTERVALS, [span | {"last": last, "version": commit.version}])
+            gone = span | {"server": f"b{last}", "last": 0}
+            commit.append_rows(INTERVALS, [gone])
+    day = datetime.date(2026, 1, 31)
+    line = {
+        "line": "l", "segment": "s", "day": day, "ms": 1, "instance": "i", "destination": "d",
+        "attempt": 1, "outcome": "delivered", "edus": {"m.typing": 2}, "outbox": [7],
+    }  # fmt: skip
+    with lake.commit() as commit:
+        commit.append_rows(ATTEMPTS, [line])
+    with lake.commit() as commit:
+        commit.rewrite(ATTEMPTS, lake.files(ATTEMPTS), "2026-01")
+    with duckdb.connect() as reader:
+        reader.execute((tmp_path / VIEWS).read_text())
+        for table in TABLES.values():
+            assert reader.sql(f"SELECT * FROM {table.name}").columns == [*table.columns]
+        assert reader.sql("SELECT server, last FROM intervals").fetchall() == [("a", 5)]
+        (row,) = reader.sql("SELECT day, edus, outbox FROM attempts").fetchall()
+        assert row == (day, {"m.typing": 2}, [7])
+
+
+def test_a_commit_with_a_row_twice_is_refused(tmp_path: Path) -> None:
+    """A line in a day that has it, in the same commit or another one, also once its days are
+    merged; the same line of another day is another matter. Rows that a newer version replaces may
+    come again."""
+    lake = open_lake(tmp_path, US, create=True)
+
+    def write(*days: int) -> None:
+        rows = [
+            {"line": "l", "segment": "s", "day": datetime.date(2026, 1, day), "ms": 1,
+             "instance": "i", "destination": "d", "attempt": 1, "outcome": "delivered"}
+            for day in days
+        ]  # fmt: skip
+        with lake.commit() as commit:
+            commit.append_rows(ATTEMPTS, rows)
+            commit.append_rows(ROOM_SERVERS, [{"room_id": "!r", "server": "a", "joined": 1}])
+
+    write(1, 2)
+    for again in ((3, 3), (2,)):
+        with pytest.raises(PipelineError, match=rf"attempts 2026-01-0{again[0]}: 1 rows have the"):
+            write(*again)
+    with lake.commit() as commit:
+        commit.rewrite(ATTEMPTS, lake.files(ATTEMPTS), "2026-01")
+    with pytest.raises(PipelineError, match="line of another one: nothing was committed"):
+        write(1)
+    write(3)
+    assert lake.rows(ATTEMPTS) == 3
+    assert lake.rows(ROOM_SERVERS) == 2

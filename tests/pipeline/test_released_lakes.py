@@ -36,13 +36,21 @@ VALUES: dict[str, Any] = {
 }
 
 
+def rows_of(table: LakeTable) -> list[dict[str, Any]]:
+    """Two rows, of two keys."""
+    row = {name: VALUES[kind] for name, kind in table.columns.items()}
+    other = dict(row)
+    for name in table.key:
+        other[name] = {"x": "y", 7: 8}.get(row[name], row[name])
+    return [row, other]
+
+
 def lake_of(release: dict[str, Any], directory: Path, tables: dict[str, LakeTable]) -> Lake:
     """A lake as that version left it, with two files in each table, of one row each."""
     lake = open_lake(directory, US, create=True)
     with lake.commit() as commit:
         for table in tables.values():
-            row = {name: VALUES[kind] for name, kind in table.columns.items()}
-            for _ in range(2):
+            for row in rows_of(table):
                 commit.append_rows(table, [row])
     manifest = json.loads((directory / MANIFEST).read_text())
     (directory / MANIFEST).write_text(json.dumps(manifest | {"lake": release["lake"]}))
@@ -55,7 +63,9 @@ def test_a_lake_of_a_released_version(
 ) -> None:
     release = json.loads(path.read_text())
     tables = {
-        name: LakeTable(name, given["columns"], tuple(given["required"]), given["part"])
+        name: LakeTable(
+            name, given["columns"], tuple(given["required"]), given["part"], TABLES[name].key
+        )
         for name, given in release["tables"].items()
     }
     for name, table in tables.items():
@@ -70,11 +80,9 @@ def test_a_lake_of_a_released_version(
     monkeypatch.setattr(vacuum, "MANY_FILES", 2)
     for _ in range(2):
         for table in TABLES.values():
-            old = tables[table.name].columns if table.name in tables else {}
-            row = {
-                name: VALUES[kind] if name in old else None for name, kind in table.columns.items()
-            }
-            expected = [row] * 2 if old else []
+            old = tables.get(table.name)
+            nothing = dict.fromkeys(table.columns)
+            expected = [] if old is None else [nothing | row for row in rows_of(old)]
             assert lake.read(table).to_pylist() == expected, table.name
             frame = lake.frame(spark, table)
             assert frame.columns == list(table.columns)

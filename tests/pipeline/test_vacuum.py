@@ -38,10 +38,10 @@ def attempt_of(day: datetime.date, hour: int) -> dict[str, Any]:
     }
 
 
-def add_hours(lake: Lake, days: list[datetime.date], hours: int) -> None:
+def add_hours(lake: Lake, days: list[datetime.date], hours: int, first: int = 0) -> None:
     with lake.commit() as commit:
         for day in days:
-            for hour in range(hours):
+            for hour in range(first, first + hours):
                 commit.append_rows(ATTEMPTS, [attempt_of(day, hour)])
 
 
@@ -72,7 +72,7 @@ def test_days_become_one_file_each_and_then_one_for_their_month(tmp_path: Path) 
         assert some.count_rows() <= 3 * 31
     assert vacuum(lake).merged == 0
     # A line that comes late goes to its day, and then to its month.
-    add_hours(lake, [days[99]], 1)
+    add_hours(lake, [days[99]], 1, first=3)
     assert vacuum(lake).merged == 2
     assert len(lake.files(ATTEMPTS)) == len(files)
     assert len(rows(lake)) == len(before) + 1
@@ -108,7 +108,7 @@ def test_a_file_of_some_size_is_not_written_again_for_a_few_rows(
     day = TODAY - datetime.timedelta(days=3)
     with lake.commit() as commit:
         commit.append_rows(ATTEMPTS, [attempt_of(day, n) for n in range(3_000)])
-    add_hours(lake, [day], 1)
+    add_hours(lake, [day], 1, first=3_000)
     small, large = sorted(file.bytes for file in lake.files(ATTEMPTS))
     assert large > 2 * small
     monkeypatch.setattr(module, "LITTLE_BYTES", 0)
