@@ -59,6 +59,8 @@ class Audited:
         shown: the first of the missing events, as dictionaries.
         stray: the number of answered deliveries that should not have been, or not so late.
         strays: the first of them.
+        purged: events in the ledger that the homeserver had no row of, and that may have been
+            purged before they were read.
         repeats: the first events that were answered more than once without a good reason.
         began: the last event before the ledger's start; None: it has not started.
         unproven: why it is not known where the ledger begins, so that `before_ledger` may hide what
@@ -73,6 +75,7 @@ class Audited:
     stray: int = 0
     strays: list[dict[str, Any]] = field(default_factory=list)
     repeats: list[dict[str, Any]] = field(default_factory=list)
+    purged: int = 0
     began: int | None = None
     unproven: str | None = None
 
@@ -94,6 +97,8 @@ class Audited:
         if self.expected > self.judged:
             begins = f": the ledger begins after event {self.began}" if self.began else ""
             lost += f"; {self.expected - self.judged} cannot be judged{begins}"
+        if self.purged:
+            lost += f"; {self.purged} events were purged before they were read"
         return lost + (f"; {self.unproven}" if self.unproven else "")
 
     @property
@@ -171,6 +176,7 @@ _FINDINGS: Final = (
     schemas.MISSING,
     schemas.STRAY,
     schemas.REPEATED,
+    schemas.PURGED,
     schemas.SUPERSEDED,
 )
 
@@ -210,7 +216,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
     every = view.keep(fates.split_by_day(view.stretches(), view.places))
     found = every.where(f"fate != '{fates.STRAY}'")
     answers = view.answered(every)
-    strays = view.strays(answers, anew=anew)
+    wrong, purged = view.misnamed(anew=anew)
+    strays = view.strays(answers).unionByName(wrong)
     again = fates.repeated(answers.where("fate = 'delivered_again'"))
     newest, first, late = view.out_of_order(anew=anew)
     for source, at in newest.items():
@@ -231,6 +238,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
         before = lake.frame(spark, schemas.REPEATED)
         again = again.unionByName(among(before, units, "left_anti"))
         commit.clear(schemas.REPEATED)
+        purged = purged.unionByName(lake.frame(spark, schemas.PURGED)).distinct()
+        commit.clear(schemas.PURGED)
     if units is not None:
         before = among_rows(spark, lake, schemas.AUDIT, units)
         counts = fates.summed(
@@ -251,6 +260,7 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
         strays = strays.unionByName(late)
     commit.append_frame(schemas.STRAY, fates.first_lines(strays).coalesce(1))
     commit.append_frame(schemas.REPEATED, again.coalesce(1))
+    commit.append_frame(schemas.PURGED, purged.coalesce(1))
     counts.unpersist()
     every.unpersist()
     view.places.unpersist()
@@ -301,6 +311,7 @@ def summed_up(
         lake.rows(schemas.STRAY),
         _first(lake, schemas.STRAY, shown, since),
         _first(lake, schemas.REPEATED, shown, since, ~ds.field("expected")),
+        lake.rows(schemas.PURGED),
         start,
         _unproven(lake, config.instance_name, start) if totals[fates.EXPECTED] else None,
     )
@@ -741,21 +752,40 @@ class View:
         found = fates.overtaken(among(rows, pairs), self.look.days)
         return newest, first, found.where(f"stream_ordering <= {lake.position('intervals')}")
 
-    def strays(self, answers: DataFrame, *, anew: bool) -> DataFrame:
-        """Rows of `stray`, of what is looked at, but for what is out of order.
+    def strays(self, answers: DataFrame) -> DataFrame:
+        """Rows of `stray`, from `answered`: what is not for its server."""
+        return fates.strays(answers.where(f"fate = '{fates.STRAY}'"))
 
-        What a line names wrongly was said when the line was new.
+    def misnamed(self, *, anew: bool) -> tuple[DataFrame, DataFrame]:
+        """Rows of `stray` and of `purged`: lines whose event, or whose room, the homeserver lacks.
 
-        Args:
-            answers: of `answered`.
+        What a line names was judged when the line, or its event, was new.
         """
         spark, lake, look = self._spark, self._lake, self.look
-        found = fates.strays(answers.where(f"fate = '{fates.STRAY}'"))
         at, upto = ds.field("stream_ordering"), lake.position("intervals")
         wanted = (at > look.after) & (at <= upto)
         if not anew:
             new = ds.field("version") > lake.position("audit_version")
             wanted |= new & (at >= lake.position("audit_from")) & (at <= upto)
-        pdus = lake.some(spark, _NAMED, wanted)
-        wrong = fates.misnamed(pdus, lake.frame(spark, schemas.EVENTS), look.days)
-        return found.unionByName(wrong)
+        sent = lake.some(spark, _NAMED, wanted & (ds.field("outcome") == "delivered")).where(
+            f"outcome = 'delivered' and stream_ordering <= {upto}"
+        )
+        named = ("stream_ordering", "event_id", "room_id")
+        # Far fewer than the deliveries, before anything is spread.
+        each = few(sent.select(*named))
+        events = among_rows(spark, lake, schemas.EVENTS, each.only("stream_ordering"))
+        wrong = kept(fates.misnamed(each.frame, events))
+        absent, others = wrong.where("why is null").drop("why"), wrong.where("why is not null")
+        if not absent.isEmpty():
+            if self._config.homeserver.kind == "synapse":
+                never = fates.never_there(absent, lake.frame(spark, schemas.EVENTS))
+            else:
+                never = absent  # Nothing is ever purged there.
+            never = kept(never)
+            others = others.unionByName(never.withColumn("why", F.lit(fates.NEVER_THERE)))
+            absent = absent.join(never, on=[*named], how="left_anti")
+        day = F.expr(look.days.of("stream_ordering"))
+        strays = sent.join(others.hint("broadcast"), on=[*named], how="inner").selectExpr(
+            "destination as server", *named, "ms", "line", "why"
+        )
+        return strays.withColumn("day", day), absent.withColumn("day", day)

@@ -289,27 +289,47 @@ NOT_FOR_IT: Final = "the event is not for this server"
 TOO_LATE: Final = "it came after "
 
 
-def misnamed(pdus: DataFrame, events: DataFrame, days: Days) -> DataFrame:
-    """Rows of `stray`: deliveries whose event, or whose room, is not the homeserver's.
+def misnamed(named: DataFrame, events: DataFrame) -> DataFrame:
+    """stream_ordering, event_id, room_id, why: where the homeserver has another event, or room.
 
-    Where the homeserver has no event of ours at that stream ordering, nothing can be said: it may
-    have been purged, or be another server's, sent as a forward extremity.
+    Why is null where it has no event at that stream ordering.
+
+    Args:
+        named: stream_ordering, event_id, room_id, as lines have them.
     """
-    named = ("stream_ordering", "event_id", "room_id")
-    sent = pdus.where("outcome = 'delivered'")
     theirs = events.selectExpr("stream_ordering", "event_id as its_id", "room_id as its_room")
-    why = "if(its_id != event_id, concat('the homeserver has no such event, but ', its_id),"
-    why += " concat('the event is of the room ', its_room)) as why"
-    wrong = (
-        # Far fewer than the deliveries, before anything is spread.
-        sent.select(*named)
-        .distinct()
-        .join(theirs.hint("shuffle_hash"), on="stream_ordering", how="inner")
-        .where("its_id != event_id or its_room != room_id")
-        .selectExpr(*named, why)
+    why = (
+        "case when its_id != event_id then concat('the homeserver has no such event, but ', its_id)"
     )
-    return sent.join(wrong, on=[*named], how="inner").selectExpr(
-        "destination as server", *named, f"{days.of('stream_ordering')} as day", "ms", "line", "why"
+    why += " when its_room != room_id then concat('the event is of the room ', its_room) end as why"
+    return (
+        named.join(theirs.hint("shuffle_hash"), on="stream_ordering", how="left")
+        .where("its_id is null or its_id != event_id or its_room != room_id")
+        .selectExpr("stream_ordering", "event_id", "room_id", why)
+    )
+
+
+NEVER_THERE: Final = "the homeserver never had this event"
+
+
+def never_there(absent: DataFrame, events: DataFrame) -> DataFrame:
+    """Of events that the homeserver had no row of, those that were not purged: they never were.
+
+    A purge takes a room's history from its beginning. Where one read of the homeserver found a
+    message of ours before a place, and went beyond it, the purge has not come so far.
+
+    Args:
+        events: all, with the `version` of the read.
+    """
+    messages = events.where("ours and state_key is null").groupBy("room_id", "version")
+    lowest = messages.agg(F.min("stream_ordering").alias("lowest"))
+    reads = events.groupBy("version").agg(F.max("stream_ordering").alias("highest"))
+    return (
+        absent.join(lowest.hint("shuffle_hash"), on="room_id", how="inner")
+        .join(reads.hint("shuffle_hash"), on="version", how="inner")
+        .where("lowest < stream_ordering and stream_ordering < highest")
+        .select("stream_ordering", "event_id", "room_id")
+        .distinct()
     )
 
 

@@ -56,8 +56,8 @@ class LakeTable:
     @property
     def is_versioned(self) -> bool:
         """Whether a row may be written again, with a newer `version`."""
-        # A line of the ledger is never written twice.
-        return "version" in self.columns and bool(self.key) and "line" not in self.key
+        # Elsewhere it only says which commit wrote the row.
+        return "version" in self.columns and bool(self.key) and self.part is None
 
     def only(self, *columns: str) -> "LakeTable":
         """The same table for a reader of these columns alone."""
@@ -151,6 +151,7 @@ AUDIT_BY_SERVER: Final = TABLES["audit_by_server"]
 MISSING: Final = TABLES["missing"]
 STRAY: Final = TABLES["stray"]
 REPEATED: Final = TABLES["repeated"]
+PURGED: Final = TABLES["purged"]
 SUPERSEDED: Final = TABLES["superseded"]
 CLAIMS: Final = TABLES["claims"]
 DAYS: Final = TABLES["days"]

@@ -181,6 +181,7 @@ def _event_batch(
     columns = {
         name: given[name] if name in given else [each.get(name) for each in own]
         for name in schemas.EVENTS.columns
+        if name != "version"
     }
     return _batch(schemas.EVENTS, columns)
 

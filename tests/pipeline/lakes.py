@@ -29,9 +29,11 @@ Rows = dict[str, list[dict[str, Any]]]
 """The rows of a lake's tables, by the table's name."""
 
 
-def config_of(directory: Path) -> Config:
+def config_of(directory: Path, kind: str = "embedded") -> Config:
     """A configuration whose lake and ledger are in this directory."""
-    return from_values({"server_name": US, "signing_key": "key"}, directory=directory)
+    homeserver = {"kind": kind, "database": "sqlite:///homeserver.db"}
+    values = {"server_name": US, "signing_key": "key", "homeserver": homeserver}
+    return from_values(values, directory=directory)
 
 
 def lake_of(directory: Path, rows: Rows, upto: int) -> Lake:

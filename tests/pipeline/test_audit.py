@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 SERVERS = ("a.example", "b.example", "c.example", "d.example")
 
 
-def run(spark: "SparkSession", lake: Lake, directory: Path, **options: Any) -> Audited:
+def run(
+    spark: "SparkSession", lake: Lake, directory: Path, kind: str = "embedded", **options: Any
+) -> Audited:
     """As the command does it."""
     ingest_ledger(spark, lake, directory)
     with showing(quiet=True) as steps:
-        return audit(spark, lake, config_of(directory), steps, **options)
+        return audit(spark, lake, config_of(directory, kind), steps, **options)
 
 
 def missing(lake: Lake) -> dict[tuple[str, str], list[str]]:
@@ -80,11 +82,12 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     write(directory / "ledger", "fedsender.b.000001.jsonl", *closed)
     ingest_ledger(spark, lake, directory)
     write(directory / "ledger", "fedsender.b.000002.open", *last, '{"v": 1, "ms": 17')
-    told = run(spark, lake, directory)
+    told = run(spark, lake, directory, "synapse")
     assert told.expected == sum(told.counts.values())
     assert told.counts == dict.fromkeys(schemas.FATES, 0) | fates_of(lake)
     assert told.is_red
-    assert told.stray == len(told.strays) == 6
+    assert told.stray == len(told.strays) == 7
+    assert "; 1 events were purged before they were read" in str(told)
     assert [row["event_id"] for row in told.repeats] == ["$76", "$92"]
     return lake
 
@@ -233,8 +236,9 @@ LEFT, NEVER = "left.example", "never.example"
 
 
 def leaks() -> tuple[Rows, Lines, Lines]:
-    """A server that leaves, and one that was never there. Of event 66 the homeserver has no row any
-    more, and 96 is above what the lake has read: nothing can be said of these."""
+    """A server that leaves, and one that was never there. Of both events at 66 the homeserver has
+    no row: a purge would have taken what is before $66, and nothing is left of the other one's
+    room. 96 is above what the lake has read: nothing can be said of it."""
     rows = shared_room(65, LEFT, first=61, room="!u")
     rows["events"] += [event(at, "!u") for at in (*range(67, 72), 96)]
     rows["intervals"][0]["last"] = 65
@@ -245,6 +249,7 @@ def leaks() -> tuple[Rows, Lines, Lines]:
         attempt(NEVER, pdu(64, "!u"), transaction_id="c"),
         attempt(NEVER, pdu(65, "!u"), outcome="failing", status=500),
         attempt(NEVER, pdu(66, "!u"), pdu(96, "!u"), transaction_id="d"),
+        attempt(LEFT, pdu(66, "!purged") | {"event_id": "$purged"}, transaction_id="d"),
     ]
     last: Lines = [
         attempt(LEFT, invented, transaction_id="e"),
@@ -266,9 +271,12 @@ def test_what_went_where_it_should_not_is_named(audited: Lake) -> None:
     assert found == {
         (LEFT, "$63", "!elsewhere", "the event is of the room !u"): "b",
         (NEVER, "$64", "!u", not_for_it): "c",
+        (NEVER, "$66", "!u", "the homeserver never had this event"): "d",
         (LEFT, "$invented", "!u", "the homeserver has no such event, but $62"): "e",
         (LEFT, "$68", "!u", not_for_it): "f",
     }
+    (purged,) = audited.read(schemas.PURGED).to_pylist()
+    assert (purged["event_id"], purged["room_id"]) == ("$purged", "!purged")
     assert fates_of(audited, LEFT) == {"delivered": 5}
     assert fates_of(audited, NEVER) == {}
 

@@ -101,7 +101,12 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     yield "superseded", view.superseded(by_day)
     yield "missing", view.missing(by_day)
     pdus = lake.frame(spark, schemas.PDUS)
-    yield "named wrongly", fates.misnamed(pdus, events, dates)
+    named = pdus.select("stream_ordering", "event_id", "room_id")
+    yield "named wrongly", fates.misnamed(named, events)
+    yield "never there", fates.never_there(named, events)
+    yield "out of order", fates.overtaken(pdus, dates)
+    odd = named.selectExpr("*", "'a' as server", "current_date() as day", "'x' as fate")
+    yield "repeated", fates.repeated(fates.answered(odd, pdus))
     yield "reasons", audit._explained(spark, lake, lake.frame(spark, schemas.MISSING))
     lines = ledger_lines.parsed(spark, (lake.directory.parent / "ledger").iterdir())
     yield "new lines", ledger_lines.pdus_of(ledger_lines._unseen(spark, lake, lines))
@@ -121,7 +126,7 @@ def test_no_table_is_held_against_all_of_another_and_nothing_runs_in_python(
         assert not FORBIDDEN.findall(text), f"{name}: {text}"
         assert bool(SPELT_OUT.search(text)) == (name == "missing"), f"{name}: {text}"
         seen += 1
-    assert seen == 14
+    assert seen == 17
 
 
 def test_the_ledger_is_spread_once_and_so_are_ranges(
