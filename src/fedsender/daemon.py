@@ -37,6 +37,7 @@ from fedsender.federation.proxy import proxies_in
 from fedsender.federation.signing import KeyRing, SigningKey, keys_of
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
+from fedsender.outcomes import Outcomes
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.admission import Admission
@@ -397,6 +398,7 @@ def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager
             store=daemon.store.sender,
             feed=daemon.feed,
             ledger=daemon.ledger,
+            outcomes=Outcomes(daemon.ledger, runtime),
             gate=daemon.admission.gate,
             runtime=runtime,
             metrics=daemon.metrics,

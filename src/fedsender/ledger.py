@@ -55,8 +55,9 @@ from fedsender.waiting import Signal, Watermark, again
 LINE_VERSION = 2
 EVERY_SERVER = "*"
 """In place of a destination: the line is about all of them."""
-NOTES = ("owned", "handed_over", "denied", "purged", "dropped", "discarded")
-"""Outcomes of notes: lines about the range that is this sender's, and about items it gave up."""
+NOTES = ("owned", "handed_over", "denied", "purged", "quarantined", "dropped", "discarded")
+"""Outcomes of notes: lines about the range that is this sender's, and about items it gave up or put
+aside."""
 SWEEP_SECONDS = 3600.0
 RETRY_SECONDS = 10.0
 """Seconds between two tries of a disk that refused a line."""

@@ -16,6 +16,7 @@ from fedsender.admin.page import Page
 from fedsender.config import Policies
 from fedsender.federation.signing import KeyRing, signing_key_from_seed
 from fedsender.http.server import Admin, Doorkeeper
+from fedsender.outcomes import Outcomes
 from fedsender.streams import FeedStatus
 
 TOKEN = "the admin token"
@@ -80,6 +81,7 @@ def context_of(world: World, standing: Standing) -> AdminContext:
         store=world.store.sender,
         feed=standing,
         ledger=standing,
+        outcomes=Outcomes(world.sender.context.ledger, world.runtime),
         gate=standing,
         runtime=world.runtime,
         metrics=world.metrics,

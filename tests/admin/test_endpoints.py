@@ -667,6 +667,44 @@ async def test_a_released_item_is_sent_again(world: World, autojump_clock: MockC
         assert (await desk.get("quarantine"))["items"] == []
 
 
+async def test_outcomes_go_on_from_a_cursor_and_wait_for_the_next(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """With every feed: what was delivered, refused by an attempt, put into quarantine and dropped,
+    each with its server, its time and its transaction."""
+    async with open_desk(world) as desk:
+        item, event_id = await quarantine_one(desk)
+        page = await desk.get("outcomes")
+        of_event = [each for each in page["outcomes"] if each["event_id"] == event_id]
+        assert {each["server"] for each in of_event} == {A, B}
+        at_b = [each for each in of_event if each["server"] == B]
+        *attempts, quarantined = at_b
+        assert {each["outcome"] for each in attempts} == {"rejecting"}
+        assert quarantined["outcome"] == "quarantined"
+        assert quarantined["transaction_id"] == attempts[-1]["transaction_id"]
+        assert quarantined["reason"]
+        assert all(each["ms"] > 0 and each["transaction_id"] for each in page["outcomes"])
+        more: list[dict[str, Any]] = []
+
+        async def wait() -> None:
+            answer = await desk.get(f"outcomes?after={page['cursor']}&wait_s=60")
+            more.extend(answer["outcomes"])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await trio.sleep(5)
+            assert not more
+            await desk.post("quarantine/drop", {"ids": [item]})
+        (dropped,) = more
+        assert (dropped["event_id"], dropped["server"], dropped["outcome"]) == (
+            *(event_id, B, "dropped"),
+        )
+        gap = await desk.get("outcomes?after=b00t-1-0", 410)
+        assert gap["errcode"] == "FEDSENDER_GAP"
+        assert gap["oldest"]
+        await desk.get("outcomes?after=x", 400)
+
+
 async def test_a_dropped_item_is_gone(world: World, autojump_clock: MockClock) -> None:
     async with open_desk(world) as desk:
         item, event_id = await quarantine_one(desk)

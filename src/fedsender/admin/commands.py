@@ -34,6 +34,7 @@ USAGE: Final = 2
 """Exit codes: done; it ran and found something wrong; usage or configuration."""
 
 PAIRS_AT_ONCE: Final = 1_000
+OUTCOMES_AT_ONCE: Final = 1_000
 TAIL_SECONDS: Final = 0.25
 """Between two looks of `tail` at the ledger."""
 
@@ -304,9 +305,20 @@ def tail(
     config: ConfigFile,
     pattern: Annotated[str, typer.Argument(metavar="[GLOB]", help="Only these servers.")] = "*",
     failed: Annotated[bool, typer.Option("--failed", help="Only those that failed.")] = False,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CURSOR",
+            help="With --json: what became of each event, from there on; oldest: from the first.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Print attempts as they end, one a line, until Ctrl-C."""
+    """Print attempts as they end, one a line, until Ctrl-C.
+
+    With `--json --since CURSOR`, an object for each event and attempt from there on. Each has
+    the `cursor` from which to go on after it: what follows may come again, and none is left out.
+    """
     import time
     from dataclasses import asdict
 
@@ -314,7 +326,12 @@ def tail(
     from fedsender.admin.attempts import Follower
     from fedsender.config import load
 
-    directory = load(config).ledger.directory
+    loaded = load(config)
+    directory = loaded.ledger.directory
+    if since is not None:
+        if not as_json:
+            raise Mistake("--since goes with --json")
+        return _tail_outcomes(directory, loaded.instance_name, since, pattern, failed=failed)
     with suppress(KeyboardInterrupt), Follower(directory, pattern, failed=failed) as follower:
         while True:
             for attempt in follower.new():
@@ -322,6 +339,41 @@ def tail(
                 if not say_live(json_line(entry) if as_json else display.attempt(entry)):
                     return DONE  # Its reader has left.
             time.sleep(TAIL_SECONDS)
+    return DONE
+
+
+def _tail_outcomes(
+    directory: "Path", instance: str, since: str, pattern: str, *, failed: bool
+) -> int:
+    """Print the outcomes of events from a cursor on, until Ctrl-C; 1: there is a gap."""
+    import time
+
+    from fedsender.matrix import matches
+    from fedsender.outcomes import BadCursor, Cursor, Gap, read_page
+
+    try:
+        cursor = None if since == "oldest" else Cursor.parse(since)
+    except BadCursor as bad:
+        raise Mistake(f"--since: {bad}") from None
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                page = read_page(directory, instance, cursor, limit=OUTCOMES_AT_ONCE)
+            except Gap as gap:
+                begins = f"; it begins at {gap.oldest}" if gap.oldest else ""
+                say(f"fedsender: tail: --since: {gap}{begins}", error=True)
+                return WRONG
+            before, cursor = cursor, page.cursor
+            for left, entry in zip(reversed(range(len(page.outcomes))), page.outcomes, strict=True):
+                if failed and entry["outcome"] == "delivered":
+                    continue
+                if not matches(pattern, entry["server"]):
+                    continue
+                on_from = before or "oldest" if left else cursor
+                if not say_live(json_line(entry | {"cursor": str(on_from)})):
+                    return DONE  # Its reader has left.
+            if page.at_end:
+                time.sleep(TAIL_SECONDS)
     return DONE
 
 

@@ -8,6 +8,7 @@ import trio
 
 from fedsender.config import Config, Policies
 from fedsender.federation.signing import KeyRing
+from fedsender.outcomes import Outcomes
 from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
@@ -51,6 +52,7 @@ class AdminContext:
         gate: shut while this daemon may not send.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
+        outcomes: of the ledger, for readers that wait.
         began: the start, on Trio's clock.
         hour: the last hour, the latest minute last.
     """
@@ -62,6 +64,7 @@ class AdminContext:
     store: SenderStore
     feed: Follows
     ledger: Failing
+    outcomes: Outcomes
     gate: Gate
     runtime: Runtime
     metrics: Metrics

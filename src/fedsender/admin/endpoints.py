@@ -7,6 +7,7 @@ from typing import Annotated
 
 import structlog
 from fastapi import APIRouter, Depends, Query
+from starlette.responses import Response
 
 from fedsender.admin.attempts import MAX_ATTEMPTS, Attempts, read_attempts
 from fedsender.admin.bodies import (
@@ -41,6 +42,8 @@ from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.http.application import DESCRIBED, Error
+from fedsender.http.outcomes import MAX_OUTCOMES, After, WaitS, answer_outcomes
+from fedsender.http.outcomes import Limit as OutcomesLimit
 from fedsender.http.server import Refusal, not_found
 from fedsender.sender.operations import UNKNOWN, Freed, NotSent
 from fedsender.store.records import Quarantined
@@ -187,6 +190,21 @@ async def attempts(
         return await context.runtime.run_sync(read, limiter=context.ledger_reading)
     except OSError as error:
         raise Refusal(503, "M_UNKNOWN", f"the ledger cannot be read: {error}") from None
+
+
+@router.get("/outcomes", summary="What became of events at each server")
+async def outcomes(
+    context: Reach, after: After = "", limit: OutcomesLimit = MAX_OUTCOMES, wait_s: WaitS = 0.0
+) -> Response:
+    """`{"outcomes": [{"event_id", "token", "server", "outcome", "ms", "transaction_id", "reason",
+    "supersedes"}], "cursor": "..."}`, in the order of the ledger: an entry for each attempt and
+    event, and for each event that went into quarantine or was dropped. `token` is the event's
+    stream ordering.
+
+    410 FEDSENDER_GAP: the ledger is not kept back to `after`; `oldest` is where it begins now. 503
+    FEDSENDER_BUSY: too many readers.
+    """
+    return await answer_outcomes(context.outcomes, after, limit, wait_s)
 
 
 # --- quarantine -----------------------------------------------------------------------------------

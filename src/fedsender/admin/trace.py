@@ -117,6 +117,8 @@ class Found:
             fate = self._fate(destination, line, pdu) if isinstance(pdu, dict) else None
             if fate is None:
                 continue
+            if outcome == "quarantined":
+                continue  # The database knows what is in quarantine now.
             if outcome == "dropped":
                 in_quarantine = pdu.get("lane") == "quarantine"
                 reason = "dropped from quarantine" if in_quarantine else line.get("reason")

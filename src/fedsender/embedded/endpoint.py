@@ -1,12 +1,13 @@
 """The endpoint that a homeserver appends to, over HTTP."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import trio
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Security
+from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.security import HTTPBearer
 from pydantic import Field
 from starlette.responses import Response
@@ -21,7 +22,6 @@ from fedsender.embedded.facts import (
     Outdated,
     id_of,
 )
-from fedsender.embedded.feedback import BadCursor, Cursor, Feedback, Gap
 from fedsender.embedded.intake import (
     MAX_APPENDS,
     Append,
@@ -32,8 +32,20 @@ from fedsender.embedded.intake import (
     Waiting,
 )
 from fedsender.http.application import Body, Error, json_answer, new_app
-from fedsender.http.server import Admin, Bounds, MakeTls, Refusal, bad_param, not_found, serve_app
+from fedsender.http.outcomes import (
+    MAX_OUTCOMES,
+    RETRY_AFTER_MS,
+    After,
+    Limit,
+    WaitS,
+    answer_outcomes,
+)
+from fedsender.http.server import Admin, Bounds, MakeTls, Refusal, not_found, serve_app
+from fedsender.outcomes import Outcomes
 from fedsender.runtime import Runtime
+
+if TYPE_CHECKING:
+    from fedsender.sender.registry import Progress
 
 PREFIX: Final = "/_fedsender/intake/v1"
 OPENAPI_PATH: Final = f"{PREFIX}/openapi.json"
@@ -43,12 +55,22 @@ BOUNDS: Final = Bounds(
     requests=128,
     setting="intake token_file",
 )
-RETRY_AFTER_MS: Final = 1000
-MAX_OUTCOMES: Final = 1000
-MAX_WAIT_S: Final = 60.0
 ANSWER_S: Final = 30.0
 """A request that the database has not answered by then is told to come again."""
 PROGRESS: Final = ("fanned_out", "delivered", "servers", "behind")
+
+
+@dataclass(slots=True)
+class Feedback:
+    """What the sender that takes the appends says of them.
+
+    Attributes:
+        progress: says how far it is; None while it does not know its backlog.
+    """
+
+    progress: "Callable[[], Progress | None]"
+    outcomes: Outcomes
+
 
 router = APIRouter(
     prefix=PREFIX,
@@ -192,16 +214,7 @@ async def position(request: Request, intake: AnyReach) -> Response:
 
 @router.get("/outcomes", summary="What became of events at each server")
 async def outcomes(
-    request: Request,
-    after: Annotated[
-        str, Query(max_length=100, description="The cursor of the last answer; none: the oldest.")
-    ] = "",
-    limit: Annotated[
-        int, Query(ge=1, le=MAX_OUTCOMES, description="Events; an attempt is not cut in two.")
-    ] = MAX_OUTCOMES,
-    wait_s: Annotated[
-        float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait, if there is nothing new.")
-    ] = 0.0,
+    request: Request, after: After = "", limit: Limit = MAX_OUTCOMES, wait_s: WaitS = 0.0
 ) -> Response:
     """`{"outcomes": [{"event_id", "token", "server", "outcome", "ms", "transaction_id", "reason",
     "supersedes"}], "cursor": "..."}`, in the order of the ledger: an entry for each attempt.
@@ -212,17 +225,7 @@ async def outcomes(
     feedback: Feedback | None = request.app.state.feedback
     if feedback is None:
         raise Refusal(404, "M_NOT_FOUND", "a relay sends nothing; ask its senders")
-    try:
-        cursor = Cursor.parse(after) if after else None
-        with _refusals(wait_s + ANSWER_S):
-            page = await feedback.outcomes(cursor, limit, wait_s)
-    except BadCursor as bad:
-        raise bad_param(f"after: {bad}") from bad
-    except Gap as gap:
-        oldest = {"oldest": None if gap.oldest is None else str(gap.oldest)}
-        raise Refusal(410, "FEDSENDER_GAP", str(gap), oldest) from gap
-    at = None if page.cursor is None else str(page.cursor)
-    return json_answer({"outcomes": page.outcomes, "cursor": at})
+    return await answer_outcomes(feedback.outcomes, after, limit, wait_s)
 
 
 @router.get("/rooms/{room_id:path}", summary="Which servers are in a room, as far as it was said")
@@ -306,7 +309,7 @@ async def serve_intake(
             yield served
         finally:
             if feedback is not None:
-                feedback.end()
+                feedback.outcomes.end()
 
 
 def description() -> dict[str, Any]:

@@ -205,11 +205,11 @@ class PushFeed(Feed):
     ) -> AsyncIterator[Sequence[Admin]]:
         """The endpoint that the homeserver appends to."""
         # With all that serves HTTP.
-        from fedsender.embedded.endpoint import serve_intake
-        from fedsender.embedded.feedback import Feedback
+        from fedsender.embedded.endpoint import Feedback, serve_intake
+        from fedsender.outcomes import Outcomes
 
         push, make_tls = config.feed.push, partial(config.server_tls, "feed", "push")
-        feedback = Feedback(progress, ledger, self._runtime)
+        feedback = Feedback(progress, Outcomes(ledger, self._runtime))
         async with serve_intake(
             self.intake, push.listen, push.token_file, self._runtime, make_tls, feedback
         ) as endpoint:

@@ -6,7 +6,14 @@ from typing import Protocol
 
 from fedsender.config import Presence, Sending
 from fedsender.federation.client import FederationClient
-from fedsender.ledger import AttemptLog, Ledger
+from fedsender.ledger import (
+    EVERY_SERVER,
+    AttemptLog,
+    Ledger,
+    Line,
+    SentPdu,
+    TransactionRecord,
+)
 from fedsender.runtime import Runtime, SteadyClock
 from fedsender.sender.admission import Admission
 from fedsender.sender.edus.receipts import ReceiptPage
@@ -83,9 +90,28 @@ class Context:
     receipts_unsaved: Signal = field(default_factory=Signal)
     troubles: dict[str, float] = field(default_factory=dict)
 
-    async def quarantine(self, bad: Bad, destination: str | None = None) -> None:
-        """Put an event that cannot be sent into the quarantine of one server, or of all (None)."""
+    async def quarantine(
+        self, bad: Bad, destination: str | None = None, transaction_id: str | None = None
+    ) -> None:
+        """Put an event that cannot be sent into the quarantine of one server, or of all (None).
+
+        A line of the ledger says so first: a kill in between has it said twice, and never not.
+
+        Args:
+            transaction_id: of the transaction that the server refused for it.
+        """
         self.metrics.quarantined.inc()
+        pdu = SentPdu(bad.event_id, bad.room_id, bad.stream_ordering, "quarantine")
+        self.ledger.record(
+            Line(
+                self.runtime.now_ms(),
+                destination or EVERY_SERVER,
+                "quarantined",
+                transaction_id,
+                record=TransactionRecord([pdu]),
+                reason=bad.reason,
+            )
+        )
         await self.store.quarantine_item(
             destination=destination,
             kind="pdu",

@@ -809,7 +809,8 @@ class Outbox:
     async def quarantine(self, transaction: Transaction, reason: str) -> None:
         """Put the transaction's single item into quarantine, durably, and go on behind it."""
         for pdu in transaction.pdus:
-            await self.quarantine_pdu(Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, reason))
+            bad = Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, reason)
+            await self.quarantine_pdu(bad, transaction.id)
             if pdu.supersedes is not None and pdu.lane != "redelivery":
                 # What it stood in for is still owed; the rest of its gap goes without it.
                 return
@@ -823,7 +824,7 @@ class Outbox:
             self._context.metrics.quarantined.inc()
         await self.settle(transaction, quarantined=True)
 
-    async def quarantine_pdu(self, bad: Bad) -> None:
+    async def quarantine_pdu(self, bad: Bad, transaction_id: str | None = None) -> None:
         """Put this PDU into this server's quarantine, with a reason, until an operator decides."""
         now = trio.current_time()
         tells = now >= self._tells_at
@@ -838,7 +839,7 @@ class Outbox:
         )
         if self._catch_up is not None:
             self._catch_up.refused.add(bad.event_id)
-        await self._context.quarantine(bad, self.destination)
+        await self._context.quarantine(bad, self.destination, transaction_id)
 
     async def _quarantine_row(self, row_id: int, content: str, reason: str) -> None:
         await self._context.store.quarantine_item(

@@ -1,6 +1,8 @@
 """What became of events, read from the ledger by a cursor: each line once, in order, or a GAP."""
 
+import json
 import os
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,20 +17,22 @@ from tests.lab.test_intake_client import ANY_PORT, TOKEN
 from tests.service import PATIENCE_S, open_world
 from trio.testing import MockClock
 
+from fedsender import outcomes as module
+from fedsender.cli import run_command
 from fedsender.config.sections import Ledger as Settings
-from fedsender.embedded import feedback as module
-from fedsender.embedded.endpoint import PREFIX, serve_intake
-from fedsender.embedded.feedback import (
+from fedsender.embedded.endpoint import PREFIX, Feedback, serve_intake
+from fedsender.embedded.intake import Intake
+from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledger
+from fedsender.outcomes import (
     MAX_READERS,
     BadCursor,
     Cursor,
-    Feedback,
     Gap,
+    Outcomes,
     Page,
+    TooMany,
     read_page,
 )
-from fedsender.embedded.intake import Busy, Intake
-from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledger
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.registry import Progress
@@ -216,20 +220,20 @@ async def test_an_answer_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @asynccontextmanager
-async def waiting(directory: Path) -> AsyncIterator[tuple[Feedback, Ledger]]:
+async def waiting(directory: Path) -> AsyncIterator[tuple[Outcomes, Ledger]]:
     async with opened(directory) as ledger:
-        yield Feedback(lambda: Progress(9, 8, 42, 1), ledger, RUNTIME), ledger
+        yield Outcomes(ledger, RUNTIME), ledger
 
 
 async def test_a_reader_that_waits_is_woken_by_the_next_answer(tmp_path: Path) -> None:
     """Lines without events do not end its wait."""
     got: list[list[int]] = []
-    async with waiting(tmp_path) as (feedback, ledger), trio.open_nursery() as nursery:
+    async with waiting(tmp_path) as (outcomes, ledger), trio.open_nursery() as nursery:
 
         async def read() -> None:
-            page = await feedback.outcomes(None, 100, 60)
+            page = await outcomes.read(None, 100, 60)
             got.append(tokens(page))
-            page = await feedback.outcomes(page.cursor, 100, 60)
+            page = await outcomes.read(page.cursor, 100, 60)
             got.append(tokens(page))
 
         nursery.start_soon(read)
@@ -248,29 +252,29 @@ async def test_a_reader_that_waits_is_woken_by_the_next_answer(tmp_path: Path) -
 
 
 async def test_a_wait_has_an_end_and_a_stop_ends_it_at_once(tmp_path: Path) -> None:
-    async with waiting(tmp_path) as (feedback, _):
-        assert (await feedback.outcomes(None, 100, 0.05)).at_end
+    async with waiting(tmp_path) as (outcomes, _):
+        assert (await outcomes.read(None, 100, 0.05)).at_end
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(feedback.outcomes, None, 100, 60)
+                nursery.start_soon(outcomes.read, None, 100, 60)
                 await trio.sleep(0.1)
-                feedback.end()
-            await feedback.outcomes(None, 100, 60)
+                outcomes.end()
+            await outcomes.read(None, 100, 60)
 
 
 async def test_readers_are_few_and_leave_their_places(tmp_path: Path) -> None:
     """Who waits must not keep out those that append."""
-    async with waiting(tmp_path) as (feedback, ledger):
+    async with waiting(tmp_path) as (outcomes, ledger):
         for _ in range(2):
             async with trio.open_nursery() as nursery:
                 for _ in range(MAX_READERS):
-                    nursery.start_soon(feedback.outcomes, None, 100, 60)
+                    nursery.start_soon(outcomes.read, None, 100, 60)
                 await trio.sleep(0.1)
-                with pytest.raises(Busy):
-                    await feedback.outcomes(None, 100, 0)
+                with pytest.raises(TooMany):
+                    await outcomes.read(None, 100, 0)
                 nursery.cancel_scope.cancel()
         tell(ledger, 1)
-        assert tokens(await feedback.outcomes(None, 100, 0)) == [1]
+        assert tokens(await outcomes.read(None, 100, 0)) == [1]
 
 
 # --- over HTTP ------------------------------------------------------------------------------------
@@ -289,7 +293,8 @@ class Recorder:
 async def served(directory: Path) -> AsyncIterator[tuple[str, Ledger, Feedback]]:
     secret = directory / "token"
     secret.write_text(TOKEN)
-    async with waiting(directory / "ledger") as (feedback, ledger):
+    async with waiting(directory / "ledger") as (outcomes, ledger):
+        feedback = Feedback(lambda: Progress(9, 8, 42, 1), outcomes)
         intake = Intake(Recorder(), RUNTIME, lambda row: None)  # type: ignore[arg-type]
         async with serve_intake(intake, ANY_PORT, secret, RUNTIME, feedback=feedback) as endpoint:
             yield str(endpoint.address), ledger, feedback
@@ -354,8 +359,49 @@ async def test_who_waits_is_answered_when_the_endpoint_closes(tmp_path: Path) ->
 
     async with trio.open_nursery() as nursery, served(tmp_path) as (address, _, feedback):
         nursery.start_soon(ask, address)
-        await until(lambda: feedback._waits)
+        await until(lambda: feedback.outcomes._waits)
     assert answers == [200]
+
+
+# --- on the command line --------------------------------------------------------------------------
+
+
+async def test_tail_goes_on_from_a_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of a page has the cursor behind it; those before it one from which none is lost."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"server_name: hs\nsigning_key: key\ninstance_name: {FED1}\n"
+        f"ledger:\n  directory: {tmp_path / 'ledger'}\n"
+    )
+
+    def tail(since: str, *options: str) -> list[dict[str, Any]]:
+        command = ["tail", *options, "-c", str(config), "--json", "--since", since]
+        assert run_command(command) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    def interrupted(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    async with opened(tmp_path / "ledger") as ledger:
+        tell(ledger, 1, 2)
+        tell(ledger, 3, outcome="failing")
+        monkeypatch.setattr(time, "sleep", interrupted)
+        first = tail("oldest")
+        assert [each["event_id"] for each in first] == ["$e1", "$e2", "$e3"]
+        assert first[0]["cursor"] == "oldest"
+        assert tail(first[-1]["cursor"]) == []
+        tell(ledger, 4)
+        (fourth,) = tail(first[-1]["cursor"])
+        assert (fourth["event_id"], fourth["server"]) == ("$e4", "b.example")
+        assert [each["outcome"] for each in tail("oldest", "--failed")] == ["failing"]
+        assert tail("oldest", "*.other") == []
+    command = ["tail", "-c", str(config), "--json", "--since"]
+    assert run_command([*command, "b00t-1-0"]) == 1
+    assert "does not reach back to this cursor; it begins at " in capsys.readouterr().err
+    assert run_command([*command, "x"]) == 2
+    assert run_command(["tail", "-c", str(config), "--since", "oldest"]) == 2
 
 
 # --- of a daemon ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Feedback to a homeserver on its appends: the position, and the outcome of each event.
+"""What became of each event at each server, in the order of the ledger, from a cursor on.
 
 Outcomes are read from the files of the ledger, from where the reader says that it is. The daemon
 keeps nothing for a reader, so that a slow one costs nothing, and one that is away for longer than
@@ -7,22 +7,18 @@ the ledger is kept is told so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import orjson
 import trio
 
-from fedsender.embedded.intake import Busy
 from fedsender.ledger import LINE_VERSION, Ledger
 from fedsender.runtime import Runtime
 from fedsender.segments import Segment, open_segment, segments_of
-
-if TYPE_CHECKING:
-    from fedsender.sender.registry import Progress
 
 READ_BYTES: Final = 2**20
 """So much of the ledger is read for one answer, and one line more."""
@@ -35,6 +31,10 @@ GATHER_S: Final = 0.1
 
 class BadCursor(ValueError):
     """A text that is no cursor."""
+
+
+class TooMany(Exception):
+    """There are `MAX_READERS` readers already."""
 
 
 class Gap(Exception):
@@ -168,17 +168,10 @@ def _outcomes(text: bytes) -> Iterator[dict[str, Any]]:
         yield said
 
 
-class Feedback:
-    """The answers to `position` and `outcomes`.
+class Outcomes:
+    """The outcomes of one sender, for readers that wait for the next one."""
 
-    Attributes:
-        progress: says how far the sender is; None while it does not know its backlog.
-    """
-
-    def __init__(
-        self, progress: Callable[[], Progress | None], ledger: Ledger, runtime: Runtime
-    ) -> None:
-        self.progress = progress
+    def __init__(self, ledger: Ledger, runtime: Runtime) -> None:
         self._ledger = ledger
         self._runtime = runtime
         self._limiter = trio.CapacityLimiter(1)
@@ -186,18 +179,18 @@ class Feedback:
         self._waits: set[trio.CancelScope] = set()
         self._ended = False
 
-    async def outcomes(self, after: Cursor | None, limit: int, wait_s: float) -> Page:
+    async def read(self, after: Cursor | None, limit: int, wait_s: float) -> Page:
         """The outcomes of events since `after` (None: since the oldest that is kept).
 
         If that is nothing, it waits for up to `wait_s` seconds. It may come back without events and
         with a cursor that has moved.
 
-        Raises Busy (more than `MAX_READERS` readers at once), Gap, OSError.
+        Raises TooMany, Gap, OSError.
         """
         try:
             self._readers.acquire_nowait()
         except trio.WouldBlock:
-            raise Busy(f"{MAX_READERS} readers of outcomes already") from None
+            raise TooMany(f"{MAX_READERS} readers of outcomes already") from None
         try:
             return await self._next(after, limit, trio.current_time() + wait_s)
         finally:
