@@ -293,7 +293,7 @@ def out_of_order() -> tuple[Rows, Lines, Lines]:
     else that comes late is as it should be: another room, what failed before, catch-up, a
     redelivery, a repeat, and the frozen transaction of an earlier boot."""
     rows = shared_room(90, ORDERED, first=72, room="!o")
-    rows["events"][0]["room_id"] = rows["intervals"][0]["room_id"] = "!o"
+    rows["intervals"][0]["last"] = 90
     other = {"room_id": "!p", "server": ORDERED, "first": 72, "last": None}
     rows["intervals"].append(other)
     rows["events"][8]["room_id"] = "!p"  # 80

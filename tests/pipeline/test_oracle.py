@@ -1,0 +1,251 @@
+"""Thirty random worlds where everything goes wrong, judged by the audit and by another engine."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from tests.pipeline.lakes import DAY_MS, NOW_MS, note, write
+from tests.pipeline.lakes import line as ledger_line
+from tests.pipeline.oracle import LATE, NEVER, NO_SUCH, NOT_FOR_IT, ROOM, found_by_audit, judge
+from tests.pipeline.worlds import US, World
+
+from fedsender.config import from_values
+from fedsender.store import tables
+from fedsender.store.migrations import upgrade
+from fedsender_pipeline.accepted import accept
+from fedsender_pipeline.audit import audit
+from fedsender_pipeline.ingest import ingest
+from fedsender_pipeline.lake import open_lake
+from fedsender_pipeline.schemas import FATES
+from fedsender_pipeline.session import showing
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WORLDS = 30
+EVENTS = 30
+"""Of each world, in each of two rounds."""
+BEGAN = 300
+"""Before this event there is no ledger."""
+
+
+@dataclass
+class Chaos:
+    """Worlds of two rooms and three servers each, in one stream, with one ledger."""
+
+    random: Random
+    world: World
+    stays: dict[tuple[str, str], int] = field(default_factory=dict)
+    events: dict[int, list[tuple[int, str, str]]] = field(default_factory=dict)
+    transactions: int = 0
+    before: int = 0
+    free: list[int] = field(default_factory=list)
+
+    def servers(self, world: int) -> list[str]:
+        return [f"{name}{world}.example" for name in "abc"]
+
+    def round(self, boot: str) -> list[dict[str, Any]]:
+        """Events, and what the ledger gets of them."""
+        self.before = self.world.ordering
+        random, new = self.random, {world: [] for world in range(WORLDS)}  # type: ignore[var-annotated]
+        for _ in range(EVENTS):
+            for world in range(WORLDS):
+                new[world].append(self._event(world))
+        lines = []
+        for world, events in new.items():
+            self.events.setdefault(world, []).extend(events)
+            for server in self.servers(world):
+                lines += self._lines(world, server, boot)
+        random.shuffle(lines)
+        return [each | {"ms": NOW_MS - DAY_MS + n} for n, each in enumerate(lines)]
+
+    def _event(self, world: int) -> tuple[int, str, str]:
+        random, room = self.random, f"!{self.random.choice('pq')}{world}:{US}"
+        user = f"@me:{US}" if random.random() < 0.9 else "@you:other.example"
+        if random.random() < 0.03:
+            self.world.ordering += 1
+            self.free.append(self.world.ordering)
+        held = {"proactively_send": False} if random.random() < 0.05 else {}
+        event_id = self.world.event(room, "m.room.message", user, metadata=held)
+        at = self.world.ordering
+        servers = self.servers(world)
+        if random.random() < 0.1:
+            plus, minus = ([random.choice(servers)] for _ in range(2))
+            self.world.put(tables.event_servers, event_id=event_id, plus=plus, minus=minus)
+        if random.random() < 0.3:
+            server = random.choice(servers)
+            joined = self.stays.pop((room, server), None)
+            if joined is None:
+                self.stays[room, server] = at
+            else:
+                self.world.put(
+                    tables.room_servers, room_id=room, server=server, joined=joined, left=at
+                )
+        return at, event_id, room
+
+    def _pdu(self, event: tuple[int, str, str], lane: str = "live", **more: Any) -> dict[str, Any]:
+        at, event_id, room = event
+        return {"event_id": event_id, "room_id": room, "stream_ordering": at, "lane": lane, **more}
+
+    def _lines(self, world: int, server: str, boot: str) -> list[dict[str, Any]]:
+        """Of events of all rounds; whoever was in a room."""
+        random, lines = self.random, []
+        told = [each for each in self.events[world] if each[0] > BEGAN]
+        for _ in range(random.randint(4, 12)):
+            some = sorted(random.sample(told, random.randint(1, 4)))
+            if random.random() < 0.1:
+                random.shuffle(some)
+            self.transactions += 1
+            of = boot if random.random() < 0.9 else "gone0"
+            lane = random.choice(("live",) * 6 + ("redelivery", "witness", "catch_up"))
+            pdus = [self._pdu(each, lane) for each in some]
+            if lane == "catch_up":
+                pdus = pdus[:1]
+                at = pdus[0]["stream_ordering"]
+                pdus[0]["supersedes"] = [max(1, at - random.randint(0, 300)), at]
+            odd = random.random()
+            if odd < 0.03:
+                pdus[-1]["event_id"] = "$invented"
+            elif odd < 0.06 and pdus[-1]["stream_ordering"] > self.before > 0:
+                # A later audit looks for a line in the room that it names.
+                pdus[-1]["room_id"] = f"!elsewhere{world}:{US}"
+            elif odd < 0.08:
+                pdus[-1] |= {"event_id": "$nowhere", "stream_ordering": random.choice(self.free)}
+            chance = random.random()
+            outcome = "delivered" if chance < 0.7 else "unknown" if chance < 0.8 else "failing"
+            says_no = random.random() < (0.5 if lane == "catch_up" else 0.1)
+            refused = {pdus[0]["event_id"]: "no"} if says_no else {}
+            lines.append(
+                ledger_line(
+                    destination=server,
+                    transaction_id=f"{of}.{self.transactions}",
+                    pdus=pdus,
+                    refused=refused if outcome == "delivered" else {},
+                    outcome=outcome,
+                )
+            )
+        if random.random() < 0.1:
+            at = random.choice(self.events[world])[0]
+            lines.append(note("purged", at, server, lsso=max(0, at - 200)))
+        if random.random() < 0.15:
+            event = random.choice(self.events[world])
+            where = self._pdu(event, "quarantine")
+            every = random.choice((server, "*"))
+            lines.append(note("dropped", event[0], every, position=None, pdus=[where]))
+        return lines
+
+    def store(self, homeserver: sa.Engine, sender: sa.Engine) -> list[dict[str, Any]]:
+        """Write all tables anew but the events', with whatever is owed now; what is accepted."""
+        random, upto = self.random, self.world.ordering
+        for (room, server), joined in self.stays.items():
+            self.world.put(
+                tables.room_servers, room_id=room, server=server, joined=joined, left=None
+            )
+        own: dict[sa.Table, list[dict[str, Any]]] = {}
+        accepted: list[dict[str, Any]] = []
+        for world, events in self.events.items():
+            for server in self.servers(world):
+                mark = random.choice((upto, upto, random.randint(0, upto)))
+                self.world.put(
+                    tables.destinations, destination=server,
+                    last_successful_stream_ordering=random.choice((mark, mark, None)),
+                )  # fmt: skip
+                for room in sorted({room for _, _, room in events}):
+                    newest = max(at for at, _, each in events if each == room)
+                    self.world.put(
+                        tables.destination_rooms, destination=server, room_id=room,
+                        stream_ordering=newest,
+                    )  # fmt: skip
+                at, event_id, room = random.choice(events)
+                item = {"destination": server, "event_id": event_id, "room_id": room,
+                        "stream_ordering": at}  # fmt: skip
+                what = random.random()
+                if what < 0.2:
+                    own.setdefault(tables.quarantine, []).append(
+                        item | {"kind": "pdu", "reason": "poison", "at_ms": 1}
+                    )
+                elif what < 0.4:
+                    own.setdefault(tables.redeliveries, []).append(item | {"added_ms": 1})
+                elif what < 0.5:
+                    own.setdefault(tables.server_states, []).append(
+                        {"destination": server, "parked": "gone", "failures": 0, "wake_tokens": 1.0,
+                         "wake_tokens_ms": 0}
+                    )  # fmt: skip
+                elif what < 0.6:
+                    own.setdefault(tables.catch_ups, []).append(
+                        {"destination": server, "floor": at, "newest_only": False}
+                    )
+                    own.setdefault(tables.catch_up_rooms, []).append(
+                        {"destination": server, "room_id": room,
+                         "sent_to": random.randint(0, upto)}
+                    )  # fmt: skip
+                elif what < 0.7:
+                    accepted.append({"server": server, "event_id": event_id})
+                elif what < 0.8:
+                    accepted.append({"server": server, "first": at, "last": at + 200})
+        with homeserver.begin() as connection:
+            for table in (tables.destinations, tables.destination_rooms, tables.room_servers):
+                condition = table.c.left.is_(None) if table is tables.room_servers else sa.true()
+                connection.execute(sa.delete(table).where(condition))
+            self.world.store(connection)
+            position = tables.federation_stream_position
+            connection.execute(sa.delete(position))
+            row = {"type": "events", "stream_id": upto, "instance_name": "fedsender"}
+            connection.execute(sa.insert(position), [row])
+        with sender.begin() as connection:
+            for table in tables.sender.sorted_tables:
+                connection.execute(sa.delete(table))
+            for table, rows in own.items():
+                connection.execute(sa.insert(table), rows)
+        return accepted
+
+
+def test_another_engine_finds_the_same_in_thirty_worlds(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """All at first, and later what is new: losses, leaks, reorders, repeats, invented events, and
+    every fate."""
+    homeserver, sender = (tmp_path / f"{name}.db" for name in ("homeserver", "sender"))
+    engines = [sa.create_engine(f"sqlite:///{path}") for path in (homeserver, sender)]
+    with engines[0].begin() as connection:
+        upgrade(connection, "homeserver")
+    tables.sender.create_all(engines[1])
+    config = from_values(
+        {
+            "server_name": US,
+            "signing_key": "key",
+            "homeserver": {"database": f"sqlite:///{homeserver}"},
+            "sender_database": f"sqlite:///{sender}",
+        },
+        directory=tmp_path,
+    )
+    chaos = Chaos(Random(7), World(Random(7)))
+    for world in range(WORLDS):
+        for room in "pq":
+            chaos.world.put(tables.rooms, room_id=f"!{room}{world}:{US}", room_version="1")
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    begun = [note("owned", BEGAN)]
+    for number, boot in enumerate(("boot0", "boot1"), 1):
+        lines = begun + chaos.round(boot)
+        begun = []
+        write(tmp_path / "ledger", f"fedsender.{boot}.{number:06d}.jsonl", *lines)
+        accepted = chaos.store(*engines)
+        with showing(quiet=True) as steps:
+            ingest(spark, lake, config, steps)
+            accept(lake, accepted)
+            told = audit(spark, lake, config, steps)
+        expected = judge(homeserver, sender, tmp_path / "ledger", US, accepted)
+        found = found_by_audit(tmp_path / "lake")
+        assert found.missing == expected.missing
+        assert found.stray == expected.stray
+        assert found.repeated == expected.repeated
+        assert found.counts == expected.counts
+        assert told.missing == len(expected.missing)
+    fates = {fate for _, _, fate in expected.counts}
+    assert fates == set(FATES) - {"not_ours"}
+    assert {why for _, _, why in expected.stray} == {LATE, NEVER, NO_SUCH, NOT_FOR_IT, ROOM}
+    assert {expected for _, _, expected in expected.repeated} == {True, False}
+    json.dumps(told.as_json())
