@@ -9,6 +9,7 @@ import trio
 import trio.testing
 
 from fedsender.waiting import (
+    AWAKE_AT_ONCE,
     LOOKS_AT_ONCE,
     STEPS_AT_ONCE,
     Alarm,
@@ -367,7 +368,7 @@ async def test_few_steps_begin_in_one_pass_of_the_loop_of_all_that_are_ready_tog
             nursery.start_soon(loop.begin, f"awake{number}")
     trio.lowlevel.remove_instrument(loop)
     assert len(loop.begun) == 1000
-    assert max(loop.in_each()) <= 2 * STEPS_AT_ONCE
+    assert max(loop.in_each()) <= 2 * AWAKE_AT_ONCE
     assert len(loop.in_each()) <= 1000 / STEPS_AT_ONCE + 2
 
 
@@ -381,7 +382,7 @@ async def test_while_no_pass_is_full_a_step_begins_without_a_checkpoint(
             await loop.steps.begin(Signal())
         assert not scope.cancelled_caught
         # Its place was taken once in this pass, and is free again in others.
-        for number in range(10 * STEPS_AT_ONCE):
+        for number in range(10 * AWAKE_AT_ONCE):
             await loop.begin(f"{number}")
             await trio.testing.wait_all_tasks_blocked()
 

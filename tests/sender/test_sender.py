@@ -22,7 +22,7 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import FrozenRecord, Lagging
 from fedsender.store.sender import SenderStore
 from fedsender.streams import RedactionRow
-from fedsender.waiting import STEPS_AT_ONCE, Signal, Steps
+from fedsender.waiting import AWAKE_AT_ONCE, Signal, Steps
 
 R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
 A, B, C = "a.example", "b.example", "c.example"
@@ -445,7 +445,7 @@ async def test_an_event_for_many_servers_wakes_few_of_them_in_one_pass_of_the_lo
             await settle()
         trio.lowlevel.remove_instrument(instrument)
     assert all(world.servers[name].got == ["first", "second"] for name in servers)
-    assert max(passes) <= 2 * STEPS_AT_ONCE
+    assert max(passes) <= 2 * AWAKE_AT_ONCE
 
 
 async def test_retry_after_is_kept(world: World, autojump_clock: MockClock) -> None:
