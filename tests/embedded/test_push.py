@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -518,10 +518,10 @@ def _listed(value: Any) -> Any:
     return value
 
 
-@pytest.mark.slow
-def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
-    """Whatever a homeserver says: a record is refused with a reason, or it is stored."""
-    taken = 0
+@cache
+def taken_records() -> list[list[Record]]:
+    """Batches of whatever a homeserver says that the intake takes."""
+    batches: list[list[Record]] = []
 
     @settings(
         max_examples=100,
@@ -530,29 +530,29 @@ def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(st.lists(rows, min_size=1, max_size=3), min_size=20, max_size=20))
-    def check(records: list[list[Any]]) -> None:
+    def draw(records: list[list[Any]]) -> None:
         good = []
         for record in records:
             try:
                 good.append(prepare(_listed(record)))
             except BadRow:
                 continue
-        nonlocal taken
-        taken += len(good)
-        wanted.append([replace(each, key=each.checksum.to_bytes(16)) for each in good])
+        batches.append([replace(each, key=each.checksum.to_bytes(16)) for each in good])
 
-    wanted: list[list[Record]] = []
-    check()
+    draw()
+    return batches
 
-    async def store_all() -> None:
-        async with open_store(config, real_runtime()) as store:
-            assert await own_store(store.homeserver).begin_intake("0" * 16)
-            for batch in wanted:
-                answers = await own_store(store.homeserver).append_records(batch)
-                assert all(isinstance(each, int | Outdated) for each in answers)
-            # And what was stored can be read.
-            for event in await store.homeserver.read_events(0, 2**62, 10_000):
-                json.loads(event.json)
 
-    trio.run(store_all)
-    assert taken > 100
+@pytest.mark.slow
+async def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
+    """Whatever a homeserver says: a record is refused with a reason, or it is stored."""
+    batches = taken_records()
+    assert sum(map(len, batches)) > 100
+    async with open_store(config, real_runtime()) as store:
+        assert await own_store(store.homeserver).begin_intake("0" * 16)
+        for batch in batches:
+            answers = await own_store(store.homeserver).append_records(batch)
+            assert all(isinstance(each, int | Outdated) for each in answers)
+        # And what was stored can be read.
+        for event in await store.homeserver.read_events(0, 2**62, 10_000):
+            json.loads(event.json)
