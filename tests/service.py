@@ -210,6 +210,9 @@ class World:
         self.settings |= settings
         feed = process.push_feed(self.directory)
         values = dict(process.configuration(self.directory, feed, self.receivers.ca_file))
+        # A machine that is busy with other things is no failure of a server.
+        policy = {**values["destinations"]["defaults"], "request_timeout": f"{PATIENCE_S:.0f}s"}
+        values["destinations"] = {"defaults": policy}
         for name, value in self.settings.items():
             both = isinstance(value, dict) and isinstance(values.get(name), dict)
             values[name] = {**values[name], **value} if both else value
