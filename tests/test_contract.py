@@ -52,6 +52,7 @@ def test_the_sender_tables_are_these() -> None:
         "receipt_debts",
         "generation",
         "sender_list",
+        "walks",
         "discoveries",
         "leases",
     }

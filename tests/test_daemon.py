@@ -386,16 +386,17 @@ async def test_a_broken_file_changes_nothing_and_says_so(home: Path) -> None:
 async def test_what_needs_a_restart_is_named_and_not_in_force(
     home: Path, postgres: Databases
 ) -> None:
-    # Several senders share a store only on PostgreSQL.
-    store = {"database": postgres.create_database()}
-    async with open_world(home, homeserver=store) as world, world.service() as service:
+    """The list of senders in the file neither is in force nor will be: there is one in force."""
+    # Several senders share PostgreSQL.
+    store, own = {"database": postgres.create_database()}, postgres.create_database()
+    opening = open_world(home, homeserver=store, sender_database=own)
+    async with opening as world, world.service() as service:
         await service.manager.ready()
         others = store | {
             "federation_sender_instances": ["fedsender", "a", "b", "c", "d", "e", "f"]
         }
         world.configure(homeserver=others, sending={"drain": "7s"}, log={"level": "debug"})
-        names = "homeserver.federation_sender_instances, sending.drain"
-        assert await reload(service) == f"reloaded; waiting for a restart: {names}"
+        assert await reload(service) == "reloaded; waiting for a restart: sending.drain"
         # By then, six of seven servers would be another sender's.
         for _ in range(3):
             world.room = world.homeserver.create_room([world.servers[0].name])
@@ -743,7 +744,7 @@ async def test_a_database_that_was_set_back_is_noticed_when_the_lock_is_taken_ag
         await homeserver.apply_feed_batch([(2, [])])
         await homeserver.events_position()
         await homeserver.commit_fan_out(2, {})
-        async with daemon._hold_instance(store, config(), "boot", admission):
+        async with daemon._hold_instance(store, config(), "boot", admission, None):
             with closing(LockThief(postgres, url)) as thief, closing(sqlite3.connect(file)) as now:
                 await trio.to_thread.run_sync(thief.steal)
                 now.execute("UPDATE federation_stream_position SET stream_id = 1")
@@ -778,7 +779,7 @@ async def test_where_there_is_no_lease_nothing_is_sent_without_the_lock(
     monkeypatch.setattr(SenderStore, "renew_lock", renew_lock)
     async with (
         open_store(settings, real_runtime()) as store,
-        daemon._hold_instance(store, config(), "boot", admission),
+        daemon._hold_instance(store, config(), "boot", admission, None),
     ):
         assert admission.gate.open
         monkeypatch.setattr(store.sender._lock, "take", _refuse)

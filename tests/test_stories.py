@@ -8,7 +8,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,12 +21,12 @@ from tests.pages import ROOT
 from tests.sender.harness import HS, World, answer, ok
 from tests.servers import Databases
 from tests.service import Service, open_service
-from tests.store import synapse_schema
-from tests.switching.test_shards import config_of, settings_of, site
+from tests.switching.test_senders import settings_of, site
 from tests.test_cli import R1, A, B, Shell, open_shell, with_a_dead_server, write_config
 
-from fedsender.admin.commands import DONE, USAGE, WRONG
+from fedsender.admin.commands import DONE, WRONG
 from fedsender.federation.client import Unreachable
+from fedsender.matrix import shard_of
 from fedsender.streams import FeedStatus
 from fedsender.telemetry import Metrics
 from fedsender_lab.demo.process import write_signing_key
@@ -286,60 +286,52 @@ async def test_encrypted_messages_cannot_be_read_at_one_server(
         story.end()
 
 
-async def test_we_moved_a_shard(
+async def test_we_changed_the_senders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], postgres: Databases
 ) -> None:
-    """The senders are processes, each with a sender_database of its own."""
+    """The senders are processes; their servers do not answer while fed3 takes the place of fed2."""
     before, after = ["fed1", "fed2"], ["fed1", "fed3"]
     (tmp_path / "token").write_text(TOKEN)
-    async with site(tmp_path, postgres.create_schema(synapse_schema.create)) as it:
+    async with site(tmp_path, postgres) as it, AsyncExitStack() as stack:
         starts = itertools.count()
 
-        def config_file(name: str, senders: Sequence[str]) -> Path:
-            own = str(tmp_path / f"{name}.db")
-            values = settings_of(tmp_path, name, senders, it.homeserver, own, it.receivers.ca_file)
+        async def start(name: str, senders: Sequence[str]) -> Service:
+            args = (it.homeserver, it.own, it.receivers.ca_file)
+            values = settings_of(tmp_path, name, senders, *args)
             values["admin"] = {"listen": f"unix:{tmp_path}/{name}.sock", "token_file": "token"}
             path = tmp_path / f"{name}.yaml"
             path.write_text(yaml.safe_dump(values))
-            return path
-
-        def start(name: str, senders: Sequence[str]) -> AbstractAsyncContextManager[Service]:
-            arguments = ["run", "-c", str(config_file(name, senders))]
-            return open_service(tmp_path, arguments, next(starts))
+            opening = open_service(tmp_path, ["run", "-c", str(path)], next(starts))
+            return await stack.enter_async_context(opening)
 
         it.become(well=False)
-        async with start("fed1", before) as fed1, start("fed2", before) as fed2:
-            await until(it.all_have(500))
-            for each in (fed1, fed2):
-                assert await each.stop() == 0
-        old = config_of(tmp_path, "fed2", before, it.homeserver, "x")
-        server = next(name for name in it.receivers.servers if old.handles(name))
-        story = Story("We moved a shard", SERVER=server)
+        fed1, fed2 = await start("fed1", before), await start("fed2", before)
+        await until(it.all_have(500))
         # Its world is not used: the senders run as processes.
-        fed1_shell, fed2_shell, fed3_shell = (
-            Shell(capsys, tmp_path / f"{name}.yaml", World(tmp_path))
-            for name in ("fed1", "fed2", "fed3")
+        story = Story("We changed the senders")
+        shell, fed3_shell = (
+            Shell(capsys, tmp_path / f"{name}.yaml", World(tmp_path)) for name in ("fed1", "fed3")
         )
-
-        async with start("fed1", after) as fed1, start("fed3", after) as fed3:
-            story.elsewhere("systemctl start fedsender@fed1 fedsender@fed3")
-            assert (await fed1.ended(), await fed3.ended()) == (USAGE, USAGE)
-            story.elsewhere("journalctl -u fedsender@fed3 -o cat -n 5")
-            assert "fed2 sent to servers that are ours by this list" in fed3.log_file.read_text()
-            story.hear(fed3.log_file.read_text())
-        await story.next(fed1_shell, f"{server}: allowed; the federation sender fed3 handles it")
-        await story.next(fed2_shell, f"{server}: transaction ", "say --accept-repeats", code=WRONG)
-        await story.next(fed2_shell, "handed back: ")
-        async with AsyncExitStack() as stack:
-            for name in after:
-                await stack.enter_async_context(start(name, after))
-            it.become(well=True)
-            await until(it.all_have(200))
-            handler = "federation sender fed3 handles it"
-            await story.also(fed1_shell, "why", server, printed=[handler])
-            await story.also(fed1_shell, "wake", server, printed=[handler], code=WRONG)
-            await story.next(fed3_shell, "Up to date")
-            async with start("fed2", before) as fed2:
-                assert await fed2.ended() == WRONG
-                story.hear(fed2.log_file.read_text())
+        assert await shell("senders", "set", "fed1,fed3") == WRONG
+        story.hear(shell.err)
+        story.elsewhere("systemctl start fedsender@fed3")
+        fed3 = await start("fed3", after)
+        await until(lambda: fed3.logged("standing_by"))
+        await story.next(shell, "in force: fed1, fed3")
+        await until(lambda: len(fed3.logged("ready")) == 1)
+        await story.next(shell, "fed1: sends", "fed3: sends", "fed2: stands by")
+        story.hear(fed2.log_file.read_text())
+        it.become(well=True)
+        for name in it.receivers.servers:
+            assert await (shell, fed3_shell)[shard_of(name, 2)]("wake", name) == DONE
+        await until(it.all_have(200))
+        story.elsewhere("systemctl disable --now fedsender@fed2")
+        assert await fed2.stop() == 0
+        server = next(name for name in it.receivers.servers if shard_of(name, 2) == 1)
+        story.commands = [each.replace("SERVER", server) for each in story.commands]
+        await story.next(fed3_shell, "Up to date")
+        for each in (fed1, fed3):
+            assert await each.stop() == 0
+        for sent in (each.transactions for each in it.receivers.servers.values()):
+            assert len({each.transaction_id for each in sent}) == 1
     story.end()

@@ -384,6 +384,35 @@ senders = typer.Typer(help="The senders of one database.", no_args_is_help=True)
 app.add_typer(senders, name="senders")
 
 
+@senders.command("list")
+def list_senders(config: ConfigFile) -> int:
+    """Print the list of senders in force, and who runs."""
+    import trio
+
+    from fedsender.config import load
+    from fedsender.runtime import real_runtime
+    from fedsender.switching.senders import describe_list
+
+    for line in trio.run(describe_list, load(config), real_runtime()):
+        say(line)
+    return DONE
+
+
+@senders.command("set")
+def set_senders(names: str, config: ConfigFile) -> int:
+    """Have the running senders go by the list NAMES, such as a,b,c: one that is new must run."""
+    import trio
+
+    from fedsender.config import load
+    from fedsender.runtime import real_runtime
+    from fedsender.switching.senders import change_list_of
+
+    wanted = tuple(names.split(","))
+    trio.run(change_list_of, load(config), real_runtime(), wanted)
+    say(f"in force: {', '.join(wanted)}")
+    return DONE
+
+
 @senders.command("free")
 def free_name(name: str, config: ConfigFile) -> int:
     """Say that the machine that ran NAME is dead, so that another one may go on as NAME."""

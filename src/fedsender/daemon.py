@@ -41,7 +41,6 @@ from fedsender.outcomes import Outcomes
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.admission import Admission
-from fedsender.sender.fan_out import AlreadyOwed
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.signals import Signals
 from fedsender.store import (
@@ -56,8 +55,7 @@ from fedsender.store import (
 from fedsender.store.connections import checked_url
 from fedsender.store.engine import Faults
 from fedsender.store.leases import RENEWAL_S, LeaseLost, Waits
-from fedsender.store.lock import SendersDiffer
-from fedsender.switching.shards import take_shard
+from fedsender.switching.senders import DRAIN_S, until_changed, until_member
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging, note_start
 from fedsender.waiting import again
@@ -78,7 +76,12 @@ WRITE_DOWN_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """The context of a running daemon, for the admin endpoint and for tests."""
+    """The context of a running daemon, for the admin endpoint and for tests.
+
+    Attributes:
+        config: with the list of senders in force.
+        changes: set when that list is about to change: then this daemon is to stop.
+    """
 
     config: Config
     keys: KeyRing
@@ -89,6 +92,7 @@ class Daemon:
     ledger: Ledger
     metrics: Metrics
     admission: Admission
+    changes: trio.Event
 
     def serve_feed(self) -> "AbstractAsyncContextManager[Sequence[Admin]]":
         """The endpoints of the feed: see `Feed.serve`."""
@@ -103,11 +107,13 @@ async def open_core(
     store_settings: StoreConfig | None = None,
     faults: Faults | None = None,
     waits: Waits | None = None,
+    standby: bool = False,
 ) -> AsyncIterator[Daemon]:
     """A daemon without its admin endpoint: it sends from entry on, and has drained at the exit.
 
     Args:
-        waits: stand by while another daemon runs under our instance name; it is told why we wait.
+        waits: told why we wait: the list of senders in force does not name us, or changes.
+        standby: wait, too, while another daemon runs under our instance name.
         store_settings: in place of the configuration's, for simulations.
         faults: called at every commit point, for simulations.
 
@@ -115,7 +121,6 @@ async def open_core(
         ConfigError: a file that the configuration names cannot be used, such as the signing key.
         LockHeld: another daemon runs under our instance name.
         LeaseLost: ours has ended; raised out of the body.
-        SendersDiffer: another one runs with another list of senders.
         StoreError: a database is not one that we know.
         InstanceTaken: another process uses our name on Redis; raised out of the body.
     """
@@ -123,7 +128,7 @@ async def open_core(
     keys = KeyRing(*keys_of(config))
     metrics = Metrics(config.server_name, config.metrics.per_destination)
     metrics.build_info.labels(version(), config.instance_name).set(1)
-    policies = Policies(config)
+    waits = waits or _note_waiting
     admission = Admission(
         max_in_flight=config.sending.max_in_flight,
         handshakes_per_second=config.sending.handshakes_per_second,
@@ -134,7 +139,8 @@ async def open_core(
         open_store(
             store_settings or store_config(config), runtime, faults=faults, metrics=metrics
         ) as store,
-        _hold_instance(store, config, boot_id, admission, waits) as already_owed,
+        _hold_instance(store, config, boot_id, admission, waits if standby else None),
+        _join(store, config, runtime, waits) as (config, changes),
         open_ledger(
             config.ledger, config.instance_name, boot_id, runtime, metrics.ledger_failures
         ) as ledger,
@@ -142,7 +148,7 @@ async def open_core(
             config.federation, runtime, config.server_name, keys, metrics, store.sender
         ) as client,
         open_sender(
-            policies=policies,
+            policies=(policies := Policies(config)),
             runtime=runtime,
             store=store,
             client=client,
@@ -150,7 +156,6 @@ async def open_core(
             metrics=metrics,
             admission=admission,
             announcer=announcer,
-            already_owed=already_owed,
         ) as sender,
         open_feed(
             config,
@@ -165,7 +170,13 @@ async def open_core(
         announcer.feed = feed
         if config.lists():
             _note_lists(ledger, config, runtime, await store.homeserver.events_position())
-        yield Daemon(config, keys, policies, store, sender, feed, ledger, metrics, admission)
+        yield Daemon(
+            config, keys, policies, store, sender, feed, ledger, metrics, admission, changes
+        )
+
+
+def _note_waiting(why: str) -> None:
+    log.info("standing_by", reason=why)
 
 
 def _note_lists(ledger: Ledger, config: Config, runtime: Runtime, position: int) -> None:
@@ -193,8 +204,8 @@ class _Announcer:
 
 @asynccontextmanager
 async def _hold_instance(
-    store: Store, config: Config, boot_id: str, admission: Admission, waits: Waits | None = None
-) -> AsyncIterator[AlreadyOwed | None]:
+    store: Store, config: Config, boot_id: str, admission: Admission, waits: Waits | None
+) -> AsyncIterator[None]:
     """Hold the lock of this instance name.
 
     While it is lost, no attempt starts, if there is no lease: with one, attempts go on until it
@@ -203,7 +214,7 @@ async def _hold_instance(
     Raises LeaseLost out of the body.
     """
     instance = config.instance_name
-    already_owed = await take_shard(store, config, boot_id, waits)
+    await store.sender.take_lock(boot_id, waits)
     admission.gate.over = lambda: store.sender.over
 
     async def keep() -> None:
@@ -219,7 +230,7 @@ async def _hold_instance(
                 # We give up only if we must not send at all; any other error may pass.
                 (StoreError, OSError),
                 RENEWAL_S,
-                unless=(LockHeld, SchemaDiffers, SendersDiffer),
+                unless=(LockHeld, SchemaDiffers),
                 note=_note_lock_refused,
             )
             log.info("instance_lock_retaken", instance=instance)
@@ -231,7 +242,25 @@ async def _hold_instance(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep, name="instance lock")
         nursery.start_soon(store.sender.until_lost, name="lease")
-        yield already_owed
+        yield
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _join(
+    store: Store, config: Config, runtime: Runtime, waits: Waits
+) -> AsyncIterator[tuple[Config, trio.Event]]:
+    """The configuration with the list of senders in force, once that names us; and an event that is
+    set when the list is about to change."""
+    senders, changes = await until_member(store, config, runtime, waits), trio.Event()
+
+    async def watch() -> None:
+        await until_changed(store, senders)
+        changes.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch, name="list of senders")
+        yield config.with_senders(senders), changes
         nursery.cancel_scope.cancel()
 
 
@@ -407,7 +436,7 @@ def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager
 
 
 async def _run_until_told(run: _Run, config: Config, *, standby: bool) -> None:
-    """Run the daemon, and again whenever it has lost its lease."""
+    """Run the daemon, and again whenever it has lost its lease, or the list of senders changes."""
     run.notifier.status("starting")
     while not run.signals.stop.is_set():
         try:
@@ -415,21 +444,19 @@ async def _run_until_told(run: _Run, config: Config, *, standby: bool) -> None:
         except* LeaseLost:
             log.warning("lease_lost", instance=config.instance_name)
             run.notifier.status("its lease has ended: it is taken again, once nobody else has it")
-            # Whoever waits has nothing to drain: told to stop, it ends at once.
-            standby, run.signals.started = True, False
+        # Its list of senders changes, or another process of its name goes on. Whoever waits has
+        # nothing to drain: told to stop, it ends at once.
+        standby, run.signals.started = True, False
 
 
 async def _run_once(run: _Run, config: Config, *, standby: bool) -> None:
     """Run the daemon, from opening its files to its drain. Raises LeaseLost."""
     async with AsyncExitStack() as stack:
-        waiting = None
-        if standby:
-            waiting = await stack.enter_async_context(_open_waiting(run, config))
+        waiting = await stack.enter_async_context(_open_waiting(run, config, at_once=standby))
         daemon = await stack.enter_async_context(
-            open_core(config, run.runtime, waits=None if waiting is None else waiting.waits)
+            open_core(config, run.runtime, waits=waiting.waits, standby=standby)
         )
-        if waiting is not None:
-            await waiting.end()
+        await waiting.end()
         run.signals.started = True
         watch = LoopWatch(daemon.metrics)
         trio.lowlevel.add_instrument(watch)
@@ -445,31 +472,44 @@ async def _run_once(run: _Run, config: Config, *, standby: bool) -> None:
                 nursery.start_soon(collect_all_garbage)
                 nursery.start_soon(_announce_ready, daemon, run.notifier, ready)
                 nursery.start_soon(_reload_when_told, run, daemon, endpoints, ready)
+                nursery.start_soon(_stop_for_change, daemon, nursery.cancel_scope)
                 await run.signals.stop.wait()
                 nursery.cancel_scope.cancel()
-            run.notifier.stopping("draining")
+            if run.signals.stop.is_set():
+                run.notifier.stopping("draining")
+
+
+async def _stop_for_change(daemon: Daemon, running: trio.CancelScope) -> None:
+    """End the daemon when the list of senders is about to change, with a short drain."""
+    await daemon.changes.wait()
+    log.info("stops_for_change")
+    daemon.sender.drain_s = min(daemon.sender.drain_s, DRAIN_S)
+    running.cancel()
 
 
 class _Waiting:
     """A daemon that stands by, as the service manager and the admin endpoint see it."""
 
-    def __init__(self, run: _Run, config: Config) -> None:
+    def __init__(self, run: _Run, config: Config, *, at_once: bool) -> None:
         self._run, self._config = run, config
         self._scope = trio.CancelScope()
-        self._ended = trio.Event()
+        self._waits, self._ended = trio.Event(), trio.Event()
         self.why = "the database has not answered yet"
+        if at_once:
+            self._waits.set()
 
     def waits(self, why: str) -> None:
         """Note why it waits."""
         self.why = why
+        self._waits.set()
         log.info("standing_by", reason=why)
         self._run.notifier.ready(f"standing by: {why}")
 
-    async def serve(self, task_status: trio.TaskStatus[None]) -> None:
-        """Answer as one that stands by, until `end`."""
+    async def serve(self) -> None:
+        """Answer as one that stands by, from when it waits until `end`."""
         with self._scope:
+            await self._waits.wait()
             async with open_standby(self, self._config, self._run.runtime):
-                task_status.started()
                 await trio.sleep_forever()
         self._ended.set()
 
@@ -480,10 +520,11 @@ class _Waiting:
 
 
 @asynccontextmanager
-async def _open_waiting(run: _Run, config: Config) -> AsyncIterator[_Waiting]:
-    waiting = _Waiting(run, config)
+async def _open_waiting(run: _Run, config: Config, *, at_once: bool) -> AsyncIterator[_Waiting]:
+    """`at_once`: it stands by from the start, whether it has to wait or not."""
+    waiting = _Waiting(run, config, at_once=at_once)
     async with trio.open_nursery() as nursery:
-        await nursery.start(waiting.serve)
+        nursery.start_soon(waiting.serve)
         yield waiting
         nursery.cancel_scope.cancel()
 
@@ -528,7 +569,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
     from fedsender.http.server import read_files
 
     def read() -> tuple[Config, Sequence[SigningKey]]:
-        newer = load(run.path)
+        newer = load(run.path).with_senders(daemon.config.senders)
         if problems := newer.file_problems("destinations"):
             raise ConfigError(*problems)
         return newer, keys_of(newer)

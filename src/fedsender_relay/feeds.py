@@ -71,5 +71,5 @@ def _line_settings(config: Config, feed: TcpFeed) -> LineSettings:
 
 def _shard(config: Config) -> Shard:
     """The servers that we send to, as a share of all senders' (`Config.handles`)."""
-    senders = config.homeserver.federation_sender_instances or (config.instance_name,)
+    senders = config.senders
     return Shard(senders.index(config.instance_name), len(senders))

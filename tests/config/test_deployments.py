@@ -211,6 +211,7 @@ def test_containers(tmp_path: Path) -> None:
     homeserver, redis, http = config.homeserver, config.feed.redis, config.feed.http
     assert homeserver.database == "postgresql+psycopg://synapse@pg_main/s?sslmode=prefer"
     assert homeserver.state_database == "postgresql+psycopg://synapse@pg_state/state"
+    assert config.sender_database == "postgresql+psycopg://synapse@pg_main/fedsender?sslmode=prefer"
     assert homeserver.event_writers == ("persister-0", "persister-1")
     assert config.allow == ("lon.example.com",)
     assert not homeserver.presence.enabled

@@ -59,16 +59,18 @@ def test_what_contradicts_itself_is_named(feed: dict[str, Any], error: str) -> N
 
 
 @pytest.mark.parametrize("database", ["sqlite:///hs.db", "postgresql://db/hs"])
-def test_several_senders_are_pushed_to_on_postgresql_only(database: str) -> None:
+@pytest.mark.parametrize("own", ["sqlite:///own.db", "postgresql://db/own"])
+def test_several_senders_are_pushed_to_on_postgresql_only(database: str, own: str) -> None:
     values = {
         "server_name": "hs.example",
         "signing_key": "key",
         "instance_name": "a",
         "homeserver": {"database": database, "federation_sender_instances": ["a", "b"]},
+        "sender_database": own,
         "feed": {"kind": "push", "push": {"token_file": "x"}},
     }
-    if database.startswith("sqlite"):
-        with pytest.raises(ConfigError, match=r"push they need a PostgreSQL"):
+    if "sqlite" in database + own:
+        with pytest.raises(ConfigError, match=r"must be one PostgreSQL for all senders"):
             from_values(values, directory=Path("/etc/fedsender"))
     else:
         from_values(values, directory=Path("/etc/fedsender"))

@@ -24,7 +24,7 @@ from fedsender_lab.demo import process
 from fedsender_lab.demo.process import DaemonProcess, open_daemon_process
 from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.clock import until
-from fedsender_lab.testing.receiver import open_receivers
+from fedsender_lab.testing.receiver import failing, healthy, open_receivers
 from fedsender_lab.testing.rooms import new_timeline
 from fedsender_lab.testing.rules import pdu_reader
 
@@ -166,7 +166,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
         def taken_over(times: int) -> bool:
             return sum(each.count("takes_appends") for each in daemons.values()) > times
 
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(2 * PATIENCE_S):
             async with IntakeClient.at(addresses, TOKEN) as client, trio.open_nursery() as nursery:
                 nursery.start_soon(talk, client)
                 await until(partial(more_than, 0))
@@ -196,5 +196,125 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
             )
         assert not receivers.violations.first
         assert [line for each in daemons.values() for line in each.errors()] == []
+        for each in daemons.values():
+            await each.stop()
+
+
+async def test_the_list_of_senders_changes_under_load(tmp_path: Path, postgres: Databases) -> None:
+    """From one to two and three, while one server is away, and back to one, with `kill -9` of the
+    only one to stay, or of one that goes, in the middle of a change: every server gets all that was
+    said, in order."""
+    (tmp_path / "tls").mkdir()
+    runtime = real_runtime()
+    signer = process.write_signing_key(tmp_path / "tls", b"k" * 32)
+    timeline = new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
+    timeline.append(
+        "m.room.create", USER, {"room_version": VERSION}, signer=signer, now_ms=0, state_key=""
+    )
+    database, own = postgres.create_database(), postgres.create_database()
+    said: list[str] = []
+    receiving = open_receivers(
+        6,
+        [signer.origin],
+        pdu_reader(lambda _: VERSION),
+        directory=tmp_path / "tls",
+        now_ms=runtime.now_ms(),
+    )
+    async with AsyncExitStack() as stack:
+        receivers = await stack.enter_async_context(receiving)
+        daemons: dict[str, DaemonProcess] = {}
+
+        async def open_sender(name: str) -> None:
+            directory = tmp_path / name
+            directory.mkdir()
+            process.write_signing_key(directory, b"k" * 32)
+            daemons[name] = await stack.enter_async_context(
+                daemon_in(
+                    directory,
+                    {"listen": f"unix:{directory}/append.sock"},
+                    receivers.ca_file,
+                    instance_name=name,
+                    homeserver={"database": database},
+                    sender_database=own,
+                )
+            )
+
+        async def set_senders(*names: str) -> int:
+            command = [*process.DAEMON, "senders", "set", ",".join(names)]
+            command += ["-c", str(tmp_path / "a" / "config.yaml")]
+            return (await trio.run_process(command, check=False)).returncode
+
+        async def change(*names: str) -> None:
+            assert await set_senders(*names) == 0
+            await more()
+
+        async def more() -> None:
+            before = len(said)
+            await until(lambda: len(said) > before + 20, seconds=PATIENCE_S)
+
+        async def talk(client: IntakeClient) -> None:
+            await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
+            while True:
+                event = timeline.append(
+                    "m.room.message",
+                    USER,
+                    {"n": len(said)},
+                    signer=signer,
+                    now_ms=runtime.now_ms(),
+                )
+                about = {"room_version": VERSION}
+                row = ["pdu", [event.room_id, event.event_id, event.content, about]]
+                await client.append([row], id=event.event_id)
+                said.append(event.event_id)
+                await trio.sleep(0.02)
+
+        await open_sender("a")
+        await until(lambda: daemons["a"].count("takes_appends"), seconds=PATIENCE_S)
+        for name in "bc":
+            await open_sender(name)
+            await until(partial(daemons[name].count, "standing_by"), seconds=PATIENCE_S)
+        addresses = [f"unix:{tmp_path}/{name}/append.sock" for name in NAMES]
+        async with IntakeClient.at(addresses, TOKEN) as client, trio.open_nursery() as nursery:
+            nursery.start_soon(talk, client)
+            await more()
+            first, *_ = receivers.servers.values()
+            first.become(failing())
+            await change("a", "b")
+            await change("c", "a", "b")
+            first.become(healthy())
+            for victim, names in (("b", ("b", "c", "a")), ("a", ("c",))):
+                done = trio.Event()
+
+                async def set_them(names: tuple[str, ...], done: trio.Event) -> None:
+                    # Withdrawn, it is tried again.
+                    while await set_senders(*names) != 0:  # noqa: ASYNC110
+                        await trio.sleep(1)
+                    done.set()
+
+                nursery.start_soon(set_them, names, done)
+                stops = daemons[victim].count("stops_for_change")
+                await until(
+                    lambda: daemons[victim].count("stops_for_change") > stops,  # noqa: B023
+                    seconds=PATIENCE_S,
+                )
+                await daemons[victim].kill()
+                receivers.origin_killed(HS)
+                await daemons[victim].start()
+                with trio.fail_after(PATIENCE_S):
+                    await done.wait()
+                await more()
+            nursery.cancel_scope.cancel()
+        with psycopg.connect(database) as connection:
+            query = "SELECT event_id FROM events ORDER BY stream_ordering"
+            stored = [row[0] for row in connection.execute(query)]
+            query = "SELECT instance_name FROM federation_stream_position WHERE type = 'events'"
+            assert connection.execute(query).fetchall() == [("c",)]
+        assert stored[: len(said)] == said
+        for server in receivers.servers.values():
+            await until(
+                lambda: list(server.received) == stored,  # noqa: B023
+                seconds=PATIENCE_S,
+            )
+        assert not receivers.violations.first
         for each in daemons.values():
             await each.stop()

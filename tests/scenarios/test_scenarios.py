@@ -60,9 +60,10 @@ async def shard(directory: Path, senders: list[str], name: str) -> World:
         instance_name=name,
         homeserver={
             "kind": "synapse",
-            "database": "sqlite:///x",
+            "database": "postgresql://db/x",
             "federation_sender_instances": senders,
         },
+        sender_database="postgresql://db/y",
         feed={"kind": "redis"},
     )
     async with world.run() as sender:

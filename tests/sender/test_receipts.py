@@ -387,9 +387,9 @@ async def test_receipts_survive_failures_and_the_newest_of_each_is_sent(
         server.reply = ok
         sender.registry.wake([A], by_admin=True)
         await trio.sleep(10)
-        assert await world.store.receipts.load("fedsender") is not None
+        assert await world.store.receipts.load("fedsender", lambda _: True) is not None
         await trio.sleep(30)
-        assert (await world.store.receipts.load("fedsender")).debts == {}
+        assert (await world.store.receipts.load("fedsender", lambda _: True)).debts == {}
         before = len(server.answered)
         await world.read(R1, BOB, "$live")
         await trio.sleep(1)
@@ -594,6 +594,6 @@ async def test_a_server_whose_policy_has_no_receipts_is_owed_none(
         await world.read(R1, ALICE)
         await trio.sleep(10)
         assert sender.registry.status(A) is None
-        assert (await world.store.receipts.load("fedsender")).debts == {}
+        assert (await world.store.receipts.load("fedsender", lambda _: True)).debts == {}
 
     assert [name for _, name in world.pushes()] == [B]

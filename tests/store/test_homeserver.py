@@ -16,6 +16,7 @@ from fedsender.runtime import real_runtime
 from fedsender.store import debts, edus, positions, tables
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
+from fedsender.store.positions import NEVER_ACKED
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
 from fedsender.store.synapse import SynapseEdus, SynapseStore
 
@@ -225,7 +226,11 @@ async def test_the_position_is_never_moved_back(open_synapse: OpenSynapse) -> No
 # --- positions ------------------------------------------------------------------------------------
 
 
-async def test_a_new_sender_starts_at_the_smallest_position(open_synapse: OpenSynapse) -> None:
+@pytest.mark.parametrize(("begins_at", "at"), [(None, 30), (45, 45)])
+async def test_a_new_sender_starts_where_its_walk_ends_or_at_the_smallest_position(
+    open_synapse: OpenSynapse, begins_at: int | None, at: int
+) -> None:
+    """And the rows of those who are not in the list go."""
     async with open_synapse(instances=("fed1", "fed2")) as synapse:
         await put(
             synapse,
@@ -241,11 +246,12 @@ async def test_a_new_sender_starts_at_the_smallest_position(open_synapse: OpenSy
             )
         )
 
-        assert await synapse.store.events_position() == 30
+        synapse.store.use_list(("fed1", "fed2"), begins_at)
+        assert await synapse.store.events_position() == at
         assert await rows(synapse, POSITIONS, "type", "instance_name", "stream_id") == [
-            ("events", "fed1", 30),
+            ("events", "fed1", at),
             ("events", "fed2", 40),
-            ("federation", "fed1", 2),
+            ("federation", "fed1", NEVER_ACKED),
             ("federation", "fed2", 3),
         ]
 

@@ -179,7 +179,7 @@ async def test_a_start_after_a_kill_does_not_wait_on_the_same_machine(
     with pytest.raises(LockHeld, match="another daemon runs as 'fed1'"):
         await q.sender.take_lock("Q")
     p.die()
-    await q.sender._lock.evict()
+    await q.sender._lock.evict(q.sender._instance)
     began = trio.current_time()
     await q.sender.take_lock("Q")
     assert trio.current_time() == began
@@ -196,13 +196,13 @@ async def test_a_start_that_was_killed_before_it_had_the_lease_changes_nothing(
     q.on(p.machine)
     await q.sender.take_lock("before")
     q.die()
-    await q.sender._lock.evict()
+    await q.sender._lock.evict(q.sender._instance)
     with monkeypatch.context() as patch:
         patch.setattr(Lease, "_swap", _never)
         with pytest.raises(NotImplementedError):
             await p.sender.take_lock("P")
     p.die()
-    await p.sender._lock.evict()
+    await p.sender._lock.evict(p.sender._instance)
     again = trio.current_time()
     await p.sender.take_lock("again")
     assert trio.current_time() == again
@@ -218,7 +218,7 @@ async def test_elsewhere_nobody_takes_a_lease_that_does_not_end_before_it_is_fre
     """Its sessions are gone, and nobody can tell from afar whether it has ended or is cut off."""
     p, q = two
     await p.sender.take_lock("P")
-    await q.sender._lock.evict()
+    await q.sender._lock.evict(q.sender._instance)
     with pytest.raises(LockHeld, match="if its machine is dead, run `fedsender senders free fed1`"):
         await q.sender.take_lock("Q")
     # It reaches the database again: it has the lease still.
@@ -292,7 +292,7 @@ async def test_after_a_failover_every_lease_is_void_and_watched_anew(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(q.stand_by)
         await trio.sleep(5)
-        monkeypatch.setattr(module, "_PLACE", text("SELECT 'the replica'"))
+        monkeypatch.setattr(module, "PLACE", text("SELECT 'the replica'"))
         with pytest.raises(LeaseLost):
             await p.sender.renew_lock()
         await trio.sleep(5)
@@ -308,7 +308,7 @@ async def test_after_a_failover_nobody_takes_what_was_free_before_it(
     p, q = two
     await p.sender.take_lock("P", p.said.append)
     await p.sender.give_lock_back()
-    monkeypatch.setattr(module, "_PLACE", text("SELECT 'the replica'"))
+    monkeypatch.setattr(module, "PLACE", text("SELECT 'the replica'"))
     began = trio.current_time()
     await q.sender.take_lock("Q")
     assert trio.current_time() - began == pytest.approx(LEASE_S, abs=1)
@@ -339,7 +339,7 @@ async def test_a_row_that_a_failover_has_brought_back_is_known_to_its_machine(
     with engine.begin() as connection:
         connection.execute(text("UPDATE leases SET holder = 'one'"))
     engine.dispose()
-    monkeypatch.setattr(module, "_PLACE", text("SELECT 'the replica'"))
+    monkeypatch.setattr(module, "PLACE", text("SELECT 'the replica'"))
     await p.sender.take_lock("four")
 
 

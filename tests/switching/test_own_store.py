@@ -13,7 +13,7 @@ from fedsender.matrix import shard_of
 from fedsender.runtime import real_runtime
 from fedsender.store import open_store, store_config
 from fedsender.switching.handback import Findings, hand_back
-from fedsender.switching.shards import take_shard
+from fedsender.switching.senders import until_member
 
 OURS, THEIRS = "a.test", "c.test"
 BOTH = ["s1", "s2"]
@@ -33,7 +33,8 @@ def config(directory: Path, senders: Sequence[str]) -> Config:
 async def start(directory: Path, senders: Sequence[str]) -> None:
     settings = config(directory, senders)
     async with open_store(store_config(settings), real_runtime()) as store:
-        await take_shard(store, settings, "boot")
+        await store.sender.take_lock("boot")
+        await until_member(store, settings, real_runtime(), print)
 
 
 def owe(directory: Path, server: str, *, kind: str) -> None:

@@ -27,9 +27,6 @@ def upgrade() -> None:
             nullable=False,
             comment="stream ordering answered in this room",
         ),
-        sa.Column(
-            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
-        ),
         sa.PrimaryKeyConstraint("destination", "room_id"),
     )
     op.create_table(
@@ -37,15 +34,6 @@ def upgrade() -> None:
         sa.Column("destination", sa.Text(), nullable=False),
         sa.Column("floor", sa.BigInteger(), nullable=False, comment="LSSO when it began"),
         sa.Column("newest_only", sa.Boolean(), nullable=False, comment="LSSO was unknown: no gaps"),
-        sa.Column(
-            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
-        ),
-        sa.Column(
-            "taken_from",
-            sa.Text(),
-            nullable=True,
-            comment="who wrote it, if its holder took it over as it is",
-        ),
         sa.PrimaryKeyConstraint("destination"),
     )
     op.create_table(
@@ -77,15 +65,6 @@ def upgrade() -> None:
         ),
         sa.Column("frozen_ms", sa.BigInteger(), nullable=False),
         sa.Column("attempts", sa.Integer(), nullable=False),
-        sa.Column(
-            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
-        ),
-        sa.Column(
-            "taken_from",
-            sa.Text(),
-            nullable=True,
-            comment="who wrote it, if its holder took it over as it is",
-        ),
         sa.PrimaryKeyConstraint("destination"),
     )
     op.create_table(
@@ -116,6 +95,12 @@ def upgrade() -> None:
             nullable=False,
             comment="system and timeline in which it was taken",
         ),
+        sa.Column(
+            "stopped",
+            sa.Text(),
+            nullable=True,
+            comment="its holder has stopped for this change of the list",
+        ),
         sa.PrimaryKeyConstraint("instance_name"),
     )
     op.create_table(
@@ -141,9 +126,7 @@ def upgrade() -> None:
         ),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("at_ms", sa.BigInteger(), nullable=False),
-        sa.Column(
-            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
-        ),
+        sa.Column("instance_name", sa.Text(), nullable=True, comment="its sender; NULL: unknown"),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint(
             "destination", "event_id", name=op.f("quarantine_destination_event_id_key")
@@ -160,9 +143,6 @@ def upgrade() -> None:
             sa.BigInteger(),
             nullable=False,
             comment="it is owed receipts above this one",
-        ),
-        sa.Column(
-            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
         ),
         sa.PrimaryKeyConstraint("destination"),
     )
@@ -185,9 +165,6 @@ def upgrade() -> None:
         sa.Column("room_id", sa.Text(), nullable=False),
         sa.Column("stream_ordering", sa.BigInteger(), nullable=False),
         sa.Column("added_ms", sa.BigInteger(), nullable=False),
-        sa.Column(
-            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
-        ),
         sa.PrimaryKeyConstraint("destination", "event_id"),
     )
     op.create_index(
@@ -195,14 +172,23 @@ def upgrade() -> None:
     )
     op.create_table(
         "sender_list",
-        sa.Column("instance_name", sa.Text(), nullable=False),
+        sa.Column("id", ROW_ID, autoincrement=True, nullable=False, comment="1"),
         sa.Column(
-            "place",
-            sa.Integer(),
-            nullable=False,
-            comment="in the list by which all senders last ran",
+            "in_force", sa.JSON(), nullable=False, comment="the names of all senders, in order"
         ),
-        sa.PrimaryKeyConstraint("instance_name"),
+        sa.Column(
+            "change",
+            sa.Text(),
+            nullable=True,
+            comment="random, of the change under way; NULL: there is none",
+        ),
+        sa.Column(
+            "wanted",
+            sa.JSON(none_as_null=True),
+            nullable=True,
+            comment="the list that it leads to",
+        ),
+        sa.PrimaryKeyConstraint("id"),
     )
     op.create_table(
         "server_states",
@@ -268,14 +254,35 @@ def upgrade() -> None:
             comment="owed events that were gone by then",
         ),
         sa.Column("given_up_ms", sa.BigInteger(), nullable=True, comment="when that happened last"),
-        sa.Column(
-            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
-        ),
         sa.PrimaryKeyConstraint("destination"),
+    )
+    op.create_table(
+        "walks",
+        sa.Column("instance_name", sa.Text(), nullable=False, comment="who gained servers"),
+        sa.Column(
+            "after",
+            sa.BigInteger(),
+            nullable=False,
+            comment="up to here all is noted as owed",
+        ),
+        sa.Column(
+            "upto",
+            sa.BigInteger(),
+            nullable=False,
+            comment="the last event that it has to look at",
+        ),
+        sa.Column(
+            "before",
+            sa.JSON(none_as_null=True),
+            nullable=True,
+            comment="the list before: what was its own by that one is not gained; NULL: all is",
+        ),
+        sa.PrimaryKeyConstraint("instance_name"),
     )
 
 
 def downgrade() -> None:
+    op.drop_table("walks")
     op.drop_table("server_states")
     op.drop_table("sender_list")
     op.drop_table("redeliveries")

@@ -65,6 +65,7 @@ from fedsender.config.values import (
     TcpAddress,
     UnixAddress,
     database_url,
+    is_instance_name,
     parse_duration,
     parse_size,
     read_secret,
@@ -92,6 +93,7 @@ __all__ = [
     "UnixAddress",
     "database_url",
     "from_values",
+    "is_instance_name",
     "load",
     "loads",
     "read_secret",
@@ -193,14 +195,32 @@ class Config(Section):
             return {}
         return {"allow": list(self.allow), "deny": list(self.deny)}
 
+    @property
+    def shares_database(self) -> bool:
+        """Whether several senders would be on one homeserver.database: a feed that each of them
+        follows by itself fills one for each."""
+        return self.homeserver.kind == "synapse" or self.feed.kind == "push"
+
     def handles(self, server: str) -> bool:
         """Whether `server` is ours among the federation senders, by Synapse's hash."""
         return self.sender_of(server) == self.instance_name
 
     def sender_of(self, server: str) -> str:
         """Which of the federation senders handles `server`."""
-        senders = self.homeserver.federation_sender_instances or (self.instance_name,)
+        senders = self.senders
         return senders[shard_of(server, len(senders))]
+
+    @property
+    def senders(self) -> tuple[str, ...]:
+        """The names of all federation senders, in order."""
+        return self.homeserver.federation_sender_instances or (self.instance_name,)
+
+    def with_senders(self, senders: tuple[str, ...]) -> "Config":
+        """This configuration with the list of senders that is in force."""
+        update = {"federation_sender_instances": senders}
+        mixed = self.model_copy(update={"homeserver": self.homeserver.model_copy(update=update)})
+        mixed._document = self._document
+        return mixed
 
     def with_reloadable(self, newer: "Config") -> "Config":
         """This configuration, with those settings of `newer` that can change while running.
@@ -302,10 +322,15 @@ class Config(Section):
         if self.homeserver.kind == "synapse" and self.feed.kind in ("relay", "push"):
             place = ("feed", "kind")
             yield place, f"{self.feed.kind} fills tables of ours: homeserver.kind must be embedded"
-        several = len(self.homeserver.federation_sender_instances) > 1
-        if self.feed.kind == "push" and several and _file_of(self.homeserver.database) is not None:
-            place = ("homeserver", "federation_sender_instances")
-            yield place, "has several senders: with feed.kind push they need a PostgreSQL database"
+        if len(self.senders) > 1 and self.shares_database:
+            databases: dict[Location, str] = {
+                ("sender_database",): self.sender_database,
+                ("homeserver", "database"): self.homeserver.database,
+            }
+            for where, url in databases.items():
+                if _file_of(url) is not None:
+                    names = "homeserver.federation_sender_instances"
+                    yield where, f"must be one PostgreSQL for all senders: {names} has several"
         if self.feed.kind == "relay" and not re.search(CONSUMER_NAME, self.instance_name):
             yield ("instance_name",), "must be 1 to 64 of a-z 0-9 _ . - where feed.kind is relay"
         senders = self.homeserver.federation_sender_instances

@@ -119,7 +119,7 @@ def from_synapse(
     made = _Making(settings, Converted(), secrets)
     roles = roles_of(settings, instance, made.done.notes)
     values = made.values(roles)
-    values |= {} if state is None else _kept_in(state.absolute(), values)
+    values = values if state is None else _kept_in(state.absolute()) | values
     if admin is not None:
         new = random.token_urlsafe(32)
         token = made.secret("admin.token_file", "admin.token", new, ours=True)
@@ -155,7 +155,7 @@ def write_secrets(secrets: Sequence[Secret]) -> None:
             file.write(secret.value + "\n")
 
 
-def _kept_in(state: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _kept_in(state: Path) -> dict[str, Any]:
     """The files that the daemon writes, below one directory: the only one that its unit lets it
     write to."""
     return {
@@ -208,7 +208,8 @@ class _Making:
             "server_name": server_name,
             "instance_name": roles.instance,
             "signing_key": path,
-            "homeserver": self.homeserver(roles),
+            "homeserver": (homeserver := self.homeserver(roles)),
+            **(self.shared(homeserver) if len(roles.senders) > 1 else {}),
             "feed": {"kind": "redis", "redis": self.redis()} | self.http(roles),
             "federation": federation_of(settings, self.note) | self.proxy(),
             "destinations": destinations_of(settings, self.note),
@@ -257,6 +258,13 @@ class _Making:
         for setting in database.left_out:
             self.note(setting, "is left out")
         return values
+
+    def shared(self, homeserver: dict[str, Any]) -> dict[str, Any]:
+        """The database that several senders share: beside Synapse's own, on the same server."""
+        url = urlsplit(homeserver["database"])._replace(path="/fedsender").geturl()
+        self.note("sender_database", "all senders share it: make the database fedsender there")
+        password = homeserver.get("database_password_file")
+        return {"sender_database": url, "sender_database_password_file": password}
 
     def presence(self) -> dict[str, Any]:
         section = self.settings.section("presence")

@@ -267,11 +267,6 @@ def roles_of(settings: Settings, wanted: str | None, notes: list[str]) -> Roles:
     _refuse_other_duties(settings, instance)
     writers = settings.section("stream_writers")
     event_writers = _names(writers, "events") or (MAIN,)
-    if len(senders) > 1:
-        notes.append(
-            "sender_database: there are several federation senders; where more than one is ours,"
-            " let them share one PostgreSQL database, or drain each before the list changes"
-        )
     return Roles(instance, senders, event_writers, _peers(settings, writers, notes))
 
 

@@ -472,6 +472,10 @@ CredentialPath = Annotated[Path, PlainValidator(_resolve_credential)]
 Database = Annotated[str, Field(min_length=1), AfterValidator(_database)]
 ServerName = Annotated[str, AfterValidator(_server_name)]
 ServerPattern = Annotated[str, AfterValidator(_pattern)]
-InstanceName = Annotated[
-    str, BeforeValidator(_from_environment), Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")
-]
+_INSTANCE_NAME: Final = r"^[A-Za-z0-9_.-]{1,100}$"
+InstanceName = Annotated[str, BeforeValidator(_from_environment), Field(pattern=_INSTANCE_NAME)]
+
+
+def is_instance_name(text: str) -> bool:
+    """Whether a sender may have this name."""
+    return re.search(_INSTANCE_NAME, text) is not None

@@ -36,6 +36,7 @@ from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed, parse_row
 from fedsender.store.engine import StoreError
 from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
+from fedsender.store.membership import Walk
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
 from fedsender.waiting import BeginAnew, Watermark, right_of_way
 
@@ -54,10 +55,6 @@ NEWEST = 2**63
 
 
 REDACT_EVENTS = ("redact_events", "org.matrix.msc4293.redact_events")
-
-
-AlreadyOwed = Callable[[str, int], bool]
-"""Whether an event of this stream ordering was noted as owed to this server before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +78,7 @@ class FanOut:
         handing_over: held from a commit until all PDUs of its chunk are offered.
     """
 
-    def __init__(
-        self, context: Context, registry: Registry, already_owed: AlreadyOwed | None = None
-    ) -> None:
-        """`already_owed`: events that are not sent again after the position has gone back."""
+    def __init__(self, context: Context, registry: Registry) -> None:
         self._context = context
         self._homeserver = context.homeserver
         self._router = context.router
@@ -95,7 +89,10 @@ class FanOut:
         self._redacted: set[str] = set()
         self._chunk = self._fit = CHUNK
         self._pool = context.pdu_pool
-        self._already_owed = already_owed
+        # Events up to `upto` of the servers that it has gained are noted as owed by the walk alone.
+        self._walk: Walk | None = None
+        self._gained: Callable[[str], bool] = lambda _: False
+        self._walks = False
         # Held by a step, while an event is passed over, and while a room is freed.
         self._turn = trio.Lock()
         self._one_by_one = 0
@@ -132,12 +129,13 @@ class FanOut:
         if not self._registry.complete.is_set():
             await sweep()
             self._registry.complete.set()
-        position = (await self._homeserver.generation()).position
+        position = await self._at()
         # What was passed over after `position` was read stays so.
         self.position = max(position, self.position)
         try:
             await self.look_again()
             while True:
+                await self._end_walk()
                 if events.value <= self.position:
                     self._behind_since = None
                 upto = await events.wait_past(self.position)
@@ -151,6 +149,53 @@ class FanOut:
         except Exception:
             self._registry.spill_all()
             raise
+
+    async def walk(self) -> None:
+        """Note what the servers are owed that we have gained by a change of the list of senders.
+
+        The sender that had them may not have been as far as another one. Nothing is sent before:
+        what is noted as owed later would be passed. May be repeated.
+        """
+        senders, position = self._context.store.senders, await self._at()
+        walk = await senders.walk()
+        self._walk, self._gained = walk, lambda _: False
+        if walk is None:
+            return
+        self._gained = walk.of(self._context.instance)
+        if walk.after < walk.upto:
+            log.info("walk_begun", after=walk.after, upto=walk.upto, position=position)
+        self._walks, self.position = True, walk.after
+        try:
+            await self.look_again()
+            while self.position < walk.upto:
+                async with self._turn:
+                    await self._step_or_stand(walk.upto)
+        finally:
+            self._walks, self.position = False, -1
+
+    async def _at(self) -> int:
+        return (await self._homeserver.generation()).position
+
+    async def _end_walk(self) -> None:
+        """Forget the walk once our own position is past it."""
+        if self._walk is not None and self.position >= self._walk.upto:
+            await self._context.store.senders.end_walk()
+            self._walk = None
+
+    async def _note(
+        self,
+        position: int,
+        owed: Mapping[tuple[str, str], int],
+        first: Mapping[str, int],
+        newest: str | None,
+    ) -> set[str]:
+        """Commit what is owed, and how far we are; returns the rooms that are gone."""
+        if not self._walks:
+            return await self._homeserver.commit_fan_out(position, owed, first, newest)
+        # Our events position stays: the walk has one of its own, and may be repeated from there.
+        gone = await self._homeserver.commit_fan_out(await self._at(), owed, first, newest)
+        await self._context.store.senders.walked(position)
+        return gone
 
     async def _hear_anew(self, events: Watermark, reason: NotGiven) -> None:
         """Let go of the position that we heard of, and have the feed ask for the present ones.
@@ -168,7 +213,7 @@ class FanOut:
         # Else an operator's skip could move the position, by a token that is void.
         async with self._turn:
             self.position = position
-            self._one_by_one, self.standstill, self._already_owed = 0, None, None
+            self._one_by_one, self.standstill = 0, None
             self._behind_since = self._received_ms = None
             self._emptied += 1
 
@@ -206,7 +251,7 @@ class FanOut:
                 return None
             event, reason = stands.event, f"skipped by an operator: {stands}"
             await self._sort_out([Bad(event.event_id, event.room_id, token, reason, event.json)])
-            await self._homeserver.commit_fan_out(token, {}, {})
+            await self._note(token, {}, {}, None)
             self.position = token
             self.standstill, self.skipped = None, stands
             return stands
@@ -244,6 +289,8 @@ class FanOut:
             gone_rooms, aside, again = await self._commit(position, owed, first, routed, newest)
             # From here on nothing may wait: whoever sees the new position also sees the PDUs.
             self.position = position
+            if self._walks:
+                return  # Nobody is there yet to be offered anything.
             received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
             self._received_ms = received[-1] if received else self._received_ms
             for item in routed:
@@ -295,7 +342,7 @@ class FanOut:
         events = Counter[str]()
         while True:
             try:
-                gone = await self._homeserver.commit_fan_out(position, owed, first, newest)
+                gone = await self._note(position, owed, first, newest)
             except RoomsLocked as error:
                 pairs = error.pairs
             else:
@@ -326,11 +373,12 @@ class FanOut:
         return set_aside
 
     def _without(self, item: Routed) -> Collection[str]:
-        """The servers of this event, without those for which it was noted as owed before."""
-        already_owed = self._already_owed
-        if already_owed is None:
+        """The servers of this event that it is now noted as owed to."""
+        if self._walks:
+            return [name for name in item.servers if self._gained(name)]
+        if self._walk is None or item.pdu.stream_ordering > self._walk.upto:
             return item.servers
-        return [name for name in item.servers if not already_owed(name, item.pdu.stream_ordering)]
+        return [name for name in item.servers if not self._gained(name)]
 
     async def _sort_out(self, items: Sequence[Routed | Bad]) -> list[Routed]:
         """Quarantine the bad events and all later ones of their rooms; return the others."""

@@ -54,7 +54,9 @@ async def take_over(
     moved = await takeover.moved_without_us(left, newest)
     await takeover.note_well()
     if moved is None:
-        await _for_each(ledger.last_words.values(), takeover.settle)
+        words = ledger.last_words.values()
+        ours = [each for each in words if in_our_shard(each["destination"])]
+        await _for_each(ours, takeover.settle)
     else:
         await takeover.note_other_sender(left, newest)
         await takeover.void(moved, len(ledger.last_words))
@@ -162,7 +164,7 @@ class _Recovery:
 
     async def look_at_frozen(self) -> tuple[dict[str, int | None], int]:
         """By server the LSSO when its transaction was frozen; and the stream ordering of the newest
-        event in those that we froze ourselves (-1: none)."""
+        event in those (-1: none)."""
         frozen: dict[str, int | None] = {}
         newest, after = -1, ""
         while page := await self.store.sender.frozen_page(after, PAGE):
@@ -170,8 +172,7 @@ class _Recovery:
             for each in page:
                 if self.in_our_shard(each.destination):
                     frozen[each.destination] = each.manifest["lsso_before"]
-                    if each.ours:
-                        newest = max(newest, TransactionRecord.from_json(each.manifest).newest)
+                    newest = max(newest, TransactionRecord.from_json(each.manifest).newest)
         return frozen, newest
 
     async def moved_without_us(
@@ -189,7 +190,9 @@ class _Recovery:
         if there.mark is not None and there.mark != left.mark:
             return "the homeserver's database is not the one that we left"
         known = max(left.events_position, newest_frozen, await self._newest_settled())
-        if there.position < known:
+        # Who had servers of ours before may have been ahead of us.
+        walk = await self.store.sender.senders.walk()
+        if max(there.position, -1 if walk is None else walk.upto) < known:
             return f"the events position went back to {there.position} from {known}"
         return None
 
@@ -212,10 +215,7 @@ class _Recovery:
             )
 
     async def _newest_settled(self) -> int:
-        """The newest event answered by the catch-ups on record and the ledger's last words.
-
-        Records that another sender left do not count: it may have been ahead of us.
-        """
+        """The newest event answered by the catch-ups on record and the ledger's last words."""
         marks = (await self.store.sender.catch_up_marks()).items()
         caught_up = (mark for name, mark in marks if self.in_our_shard(name))
         lines = self.ledger.last_words.values()
@@ -259,6 +259,10 @@ class _Recovery:
         )
         floors = await self.store.sender.catch_up_floors()
         await _for_each([name for name in floors if self.in_our_shard(name)], self.catch_up_anew)
+        there = await self.store.homeserver.senders()
+        if len(there) > 1:
+            places = {name: each.position for name, each in there.items()}
+            await self.store.sender.senders.walk_anew(places)
 
     async def own(self, instance: str, mark: str | None) -> int:
         """Accept the database as it is; returns its events position. `mark`: None: a new one."""

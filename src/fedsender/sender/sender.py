@@ -24,7 +24,7 @@ from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.edus.receipts import receipt_pages
 from fedsender.sender.failure import states_of
-from fedsender.sender.fan_out import AlreadyOwed, FanOut
+from fedsender.sender.fan_out import FanOut
 from fedsender.sender.operations import Operations
 from fedsender.sender.queues import Again, Debt, PduPool
 from fedsender.sender.recovery import begin_anew, hand_over, take_over
@@ -61,6 +61,7 @@ class Sender:
 
     Attributes:
         quarantine_items: the number of items in quarantine at the last sweep.
+        drain_s: the longest drain.
     """
 
     def __init__(
@@ -69,18 +70,18 @@ class Sender:
         policies: Policies,
         nursery: trio.Nursery,
         store: Store,
-        already_owed: AlreadyOwed | None,
     ) -> None:
         self.events = Watermark()
         self.context = context
         self.registry = Registry(context, policies, nursery)
         self.edus = EduFlow(context, self.registry)
-        self.fan_out = FanOut(context, self.registry, already_owed)
+        self.fan_out = FanOut(context, self.registry)
         self._policies = policies
         self._nursery = nursery
         self._store = store
         self.operations = Operations(context, self.registry, self.fan_out)
         self.quarantine_items = 0
+        self.drain_s = context.sending.drain
         self._wall_set_by_ms = 0
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
@@ -159,7 +160,7 @@ class Sender:
         except BeginAnew:
             return  # And all is looked for anew.
         self.context.debts.begin_count()
-        lagging = await self.context.homeserver.lagging()
+        lagging = await self._lagging()
         await self._note_debts(lagging)
         for lag in lagging:
             destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
@@ -168,6 +169,11 @@ class Sender:
         for server in list(self.context.receipt_debts):
             # It was denied when it was to get a receipt, and may be allowed now.
             self.registry.reach_for_edu(server)
+
+    async def _lagging(self) -> list[Lagging]:
+        """The servers of ours that are owed something."""
+        found = await self.context.homeserver.lagging()
+        return [each for each in found if self._policies.handles(each.destination)]
 
     async def _note_debts(self, lagging: Collection[Lagging]) -> None:
         """Note how much is owed and since when, as the database has it.
@@ -305,7 +311,7 @@ class Sender:
         """Put every server with owed items behind, the most useful first."""
         context = self.context
         context.debts.begin_count()
-        found = await context.homeserver.lagging()
+        found = await self._lagging()
         lagging = {lag.destination: lag for lag in found}
         answered = await context.store.catch_up_marks()
         for server in await context.store.catch_up_floors():
@@ -394,12 +400,10 @@ async def open_sender(
     metrics: Metrics,
     admission: Admission,
     announcer: Announcer,
-    already_owed: AlreadyOwed | None = None,
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
     `policies`: with the configuration of the start, which has all other settings.
-    `already_owed`: see `FanOut`.
 
     Draining takes at most `sending.drain`. A transaction that is then still unanswered, or when the
     body raises, is written down, to be repeated unchanged by the next daemon (I3).
@@ -411,7 +415,8 @@ async def open_sender(
     noted = await store.homeserver.sticky_backlog(config.server_name, policies.handles)
     await store.sender.add_redeliveries(noted)
     await store.homeserver.forget_sticky_backlog(policies.handles)
-    states = states_of(await store.sender.all_server_states())
+    found = states_of(await store.sender.all_server_states())
+    states = {name: state for name, state in found.items() if policies.handles(name)}
     boot = runtime.entropy(8)
     router = Router(
         store.homeserver,
@@ -451,7 +456,7 @@ async def open_sender(
                 in_background(context.alarms.run, context.steps.run),
                 trio.open_nursery() as nursery,
             ):
-                sender = Sender(context, policies, nursery, store, already_owed)
+                sender = Sender(context, policies, nursery, store)
                 sender.registry.take_in(states, frozen)
                 await sender.registry.open()
                 await sender.edus.load()
@@ -461,7 +466,7 @@ async def open_sender(
                 yield sender
                 loops.cancel()
                 sender.registry.begin_drain()
-                nursery.cancel_scope.deadline = trio.current_time() + sending.drain
+                nursery.cancel_scope.deadline = trio.current_time() + sender.drain_s
         except Exception:
             # Not a kill: what may have left is still known, and must come again unchanged (I3).
             if sender is not None:
@@ -491,7 +496,7 @@ async def _run_loops(
 async def _run_until_set_back(sender: Sender) -> None:
     """Run the loops, once the registry is loaded: a server that is not behind at the fan-out's
     first position is level."""
-    context, load = sender.context, sender.load_registry
+    context = sender.context
     loops: dict[str, Callable[[], Awaitable[None]]] = {
         "fan-out": partial(sender.fan_out.run, sender.events, sender.sweep),
         "ramp": sender.registry.bring_back,
@@ -500,8 +505,11 @@ async def _run_until_set_back(sender: Sender) -> None:
     }
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_end_when_set_back, context.homeserver, nursery.cancel_scope)
-        name = "the look for what is owed"
-        await supervise(load, name, context.metrics.crashes.inc, context.troubles)
+        for name, first in (
+            ("the walk", sender.fan_out.walk),
+            ("the look for what is owed", sender.load_registry),
+        ):
+            await supervise(first, name, context.metrics.crashes.inc, context.troubles)
         for name, loop in loops.items():
             nursery.start_soon(
                 supervise, loop, name, context.metrics.crashes.inc, context.troubles, name=name

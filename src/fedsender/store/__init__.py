@@ -69,14 +69,13 @@ _OPENED_BY = {
 def store_config(config: Config) -> StoreConfig:
     """The databases of this configuration, passwords included: a secret. Raises ConfigError."""
     homeserver = config.homeserver
-    instances = homeserver.federation_sender_instances or (config.instance_name,)
     password = homeserver.database_password_file
     state = homeserver.state_database
     return StoreConfig(
         homeserver=HomeserverSettings(
             homeserver.kind,
             config.instance_name,
-            instances,
+            config.senders,
             homeserver.event_writers,
             homeserver.device_names,
             shared=config.feed.kind == "push",

@@ -151,6 +151,7 @@ class HomeserverStore(ABC):
         self._now_ms = runtime.now_ms
         self._settings = settings
         self._schema = event_rows.Schema()
+        self._begins_at: int | None = None
         self.warnings: Sequence[str] = ()
         self._marks: dict[str, Mark] = {}
         self._marks_since = 0.0
@@ -228,17 +229,20 @@ class HomeserverStore(ABC):
 
     # --- positions --------------------------------------------------------------------------------
 
+    def use_list(self, senders: Sequence[str], begins_at: int | None) -> None:
+        """Go by this list of senders.
+
+        `begins_at`: the events position of a sender that has none; None: the smallest of all.
+        """
+        self._settings = replace(self._settings, instances=tuple(senders))
+        self._begins_at = begins_at
+
     async def events_position(self) -> int:
         """The events position: every event up to it is fanned out.
 
-        First reconciles the table with the configured senders, as Synapse's do at start.
-
-        If the table's instance names are not the configured ones, ours start at the smallest
-        position of each type, and rows of names that are no longer configured go. So some events
-        may be sent twice, and none is left out. A configured sender without a row gets one there.
-        Without it that sender would begin at our position at its start, and events that we pass
-        until then would be left out for its servers. If we are `alone` in this database no such row
-        is made.
+        First reconciles the table with the list of senders. One that has no position begins where
+        `use_list` says, and the rows of those who are not in the list go: nobody is to take their
+        minimum later. No row that is there is changed.
 
         Raises StoreError if a Synapse has no position at all.
         """
@@ -253,27 +257,18 @@ class HomeserverStore(ABC):
         table, shared = positions.positions, positions.SHARED
         instance, instances = self._settings.instance, self._settings.instances
         rows = connection.execute(select(table).where(table.c.type.in_(shared))).all()
-        smallest: dict[str, int] = {}
-        for row in rows:
-            smallest[row.type] = min(row.stream_id, smallest.get(row.type, row.stream_id))
-        if "events" not in smallest:
+        there = {row.instance_name: row.stream_id for row in rows if row.type == "events"}
+        if not there:
             raise positions.no_position(instance)
-        if {row.instance_name for row in rows} != set(instances):
+        if instance not in there:
+            begins_at = min(there.values()) if self._begins_at is None else self._begins_at
+            positions.set_position(connection, "events", instance, begins_at)
+            positions.set_position(connection, "federation", instance, positions.NEVER_ACKED)
+        gone = {row.instance_name for row in rows}.difference(instances)
+        if gone:
             connection.execute(
-                delete(table).where(
-                    table.c.type.in_(shared), table.c.instance_name.not_in(sorted(instances))
-                )
+                delete(table).where(table.c.type.in_(shared), table.c.instance_name.in_(gone))
             )
-            for kind, stream_id in sorted(smallest.items()):
-                positions.set_position(connection, kind, instance, stream_id)
-            others = set() if self.alone else set(instances) - {instance}
-            start = (("events", smallest["events"]), ("federation", positions.NEVER_ACKED))
-            rows_of_new = [
-                {"type": kind, "instance_name": name, "stream_id": stream_id}
-                for name in sorted(others - {row.instance_name for row in rows})
-                for kind, stream_id in start
-            ]
-            insert_rows(connection, table, rows_of_new)
         return positions.read_position(connection, "events", instance)
 
     @reading

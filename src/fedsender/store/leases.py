@@ -66,11 +66,11 @@ leases = tables.leases
 Waits = Callable[[str], None]
 """Told why a process that stands by does so."""
 
-# System and timeline: after a failover a row may be older than what was read before.
-_PLACE = text(
+PLACE = text(
     "SELECT system_identifier || ' ' || left(pg_walfile_name(pg_current_wal_lsn()), 8)"
     " FROM pg_control_system()"
 )
+"""System and timeline: after a failover a row may be older than what was read before."""
 _MARK = MARK_SESSION.replace(":key", "%s")
 
 
@@ -230,7 +230,7 @@ class Lease:
         row = {"holder": holder, "renewal": 0, "ends": ends, "asked": False, "place": seen.place}
 
         def swap(connection: Connection) -> bool:
-            if connection.scalar(_PLACE) != seen.place:
+            if connection.scalar(PLACE) != seen.place:
                 return False
             if not seen.there:
                 # Of two that do, the second fails, and looks again.
@@ -257,7 +257,7 @@ class Lease:
             self.ends_at = min(self.ends_at, asked_s + LEASE_S)
 
         def renew(connection: Connection) -> Row[tuple[bool]] | None:
-            if connection.scalar(_PLACE) != self._place:
+            if connection.scalar(PLACE) != self._place:
                 return None
             query = update(self._table).where(
                 self._table.c.instance_name == self._instance, self._table.c.holder == self._holder
@@ -279,6 +279,15 @@ class Lease:
             self._wanted = True
             log.info("lease_ends", instance=self._instance, after_s=LEASE_S)
         return True
+
+    async def let_end(self) -> None:
+        """Have the lease end unless it is renewed, and wait until its row says so.
+
+        Raises LeaseLost.
+        """
+        self._wanted = True
+        while not await self.renew():  # noqa: ASYNC110
+            await trio.sleep(LOOK_EVERY_S)
 
     async def until_lost(self) -> None:
         """Raise LeaseLost when the lease has ended."""
@@ -331,7 +340,7 @@ class Lease:
             raise self._lost_error()
 
     def _look(self, connection: Connection) -> _Seen:
-        place = connection.scalar(_PLACE)
+        place = connection.scalar(PLACE)
         row = connection.execute(self._row()).one_or_none()
         if row is None:
             return _Seen(place, NOBODY, 0, ends=False, there=False, stands=True)
@@ -397,14 +406,14 @@ class Hold:
         ends = self._ends or waits is not None
         await self.lease.take(boot_id, waits, partial(self._lock.take, instance), ends=ends)
         if self._unfenced:
-            await self._lock.evict()
+            await self._lock.evict(self._instance)
             for database in self._fenced:
                 await database.admit_writers(self.lease.admit)
             self._unfenced = False
         try:
             await self._lock.take(instance)
         except LockHeld as held:
-            await self._lock.evict()
+            await self._lock.evict(self._instance)
             raise LockUnknown("an earlier session of our name holds the lock") from held
 
     async def renew(self) -> bool:
@@ -488,10 +497,3 @@ def note_holder(connection: Connection, instance: str, holder: str) -> None:
     row = {"instance_name": instance, "holder": holder, "renewal": 0, "ends": False}
     row |= {"asked": False, "place": ""}
     replace_rows(connection, leases, ("instance_name",), [row])
-
-
-def holder_of(connection: Connection, instance: str) -> str | None:
-    """The boot id in the name's row; None: nobody ever ran under it on this database."""
-    query = select(leases.c.holder).where(leases.c.instance_name == instance)
-    holder: str | None = connection.execute(query).scalar_one_or_none()
-    return holder

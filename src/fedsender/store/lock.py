@@ -43,23 +43,15 @@ class LockUnknown(StoreError):
     """We cannot ask the database whether the lock is free."""
 
 
-class SendersDiffer(StoreError):
-    """A running federation sender has another list of senders: both may serve the same server."""
-
-
 class Lock(ABC):
-    """The locks in one database. Each call may be repeated.
-
-    By default `agree`, `say` and `is_said` do nothing: for a database of one daemon or one machine.
-    """
+    """The locks in one database. Each call may be repeated."""
 
     @abstractmethod
     async def take(self, instance: str) -> None:
         """Acquire the instance's lock, and the lock of the tables as shared.
 
         Raises LockHeld; LockUnknown if the lock's state cannot be read, or if the tables are being
-        migrated. If the locks were lost, it also publishes the list of senders again, and raises
-        SendersDiffer as `agree` does.
+        migrated.
         """
 
     @abstractmethod
@@ -67,29 +59,13 @@ class Lock(ABC):
         """Acquire the locks for a migration: against others, and, unless it is `adding` only to the
         tables, against daemons; raises as `take` does."""
 
-    async def evict(self) -> None:
-        """End the sessions of whoever else runs under our name, so that nothing of theirs is
+    async def evict(self, instance: str) -> None:
+        """End the sessions of whoever else runs under this name, so that nothing of theirs is
         committed from here on; raises LockUnknown.
 
-        Only for the holder of the lease.
+        Only for the holder of the lease, or if nobody holds it.
         """
         await trio.lowlevel.checkpoint()
-
-    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Publish our list of senders while we hold the instance's lock.
-
-        Raises SendersDiffer if another daemon has published another list, and LockUnknown.
-        """
-        await trio.lowlevel.checkpoint()
-
-    async def say(self, words: str) -> None:
-        """Publish `words` to others while we hold the instance's lock; raises LockUnknown."""
-        await trio.lowlevel.checkpoint()
-
-    async def is_said(self, words: str) -> bool:
-        """Whether any daemon has published `words`; raises LockUnknown."""
-        await trio.lowlevel.checkpoint()
-        return False
 
     @abstractmethod
     async def held(self) -> bool:
@@ -205,8 +181,6 @@ class AdvisoryLock(Lock):
         self._limiter = trio.CapacityLimiter(1)
         self._connection: Connection | None = None
         self._taken = False
-        self._list: dict[str, int] | None = None
-        self._said: set[str] = set()
 
     async def take(self, instance: str) -> None:
         if not await self.held():
@@ -215,8 +189,8 @@ class AdvisoryLock(Lock):
     async def take_tables(self, *, adding: bool = False) -> None:
         await self._runtime.run_sync(lambda: self._take_tables(adding), limiter=self._limiter)
 
-    async def evict(self) -> None:
-        await self._runtime.run_sync(self._evict, limiter=self._limiter)
+    async def evict(self, instance: str) -> None:
+        await self._runtime.run_sync(lambda: self._evict(instance), limiter=self._limiter)
 
     async def run(self, ask: Callable[[Connection], T], within_s: float = math.inf) -> T:
         """The result of `ask`, on the session that holds the locks, or will; each statement of it
@@ -248,18 +222,6 @@ class AdvisoryLock(Lock):
         with self._engine.connect() as connection:
             yield connection
 
-    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        # An advisory lock's two numbers are visible to all: here the homeserver and the list.
-        said = {"of": _number(homeserver), "list": _number("\n".join(senders))}
-        await self._runtime.run_sync(lambda: self._agree(said), limiter=self._limiter)
-
-    async def say(self, words: str) -> None:
-        await self._runtime.run_sync(lambda: self._say(words), limiter=self._limiter)
-
-    async def is_said(self, words: str) -> bool:
-        key = _halves(_key(words))
-        return await self._runtime.run_sync(lambda: self._ask(_IS_SAID, key), limiter=self._limiter)
-
     async def held(self) -> bool:
         return await self._runtime.run_sync(self._held, limiter=self._limiter)
 
@@ -275,39 +237,20 @@ class AdvisoryLock(Lock):
         if not self._try("pg_try_advisory_lock", f"instance {instance}"):
             self._close()
             raise LockHeld(f"another daemon runs as {instance!r} on this database")
-        if self._list is not None:
-            # Another daemon may have started while our list was not published.
-            self._agree(self._list)
-        for said in sorted(self._said):
-            self._say(said)
         self._taken = True
 
-    def _evict(self) -> None:
+    def _evict(self, instance: str) -> None:
         """The sessions have ended when this returns: before that they may commit."""
         if self._connection is None:
             self._open()
         if self._sessions is None:
             return
-        key = _halves(self._sessions)
+        key = _halves(session_key(instance))
         for _ in range(EVICTIONS):
             if not self._ask(_EVICT, key):
                 return
             time.sleep(EVICTION_S / EVICTIONS)
         raise LockUnknown("a session of our name's former holder does not end")
-
-    def _say(self, words: str) -> None:
-        self._try("pg_try_advisory_lock_shared", words)
-        self._said.add(words)
-
-    def _agree(self, said: dict[str, int]) -> None:
-        self._ask(_SAY_LIST, said)
-        if self._ask(_OTHER_LISTS, said):
-            self._ask(_TAKE_LIST_BACK, said)
-            raise SendersDiffer(
-                "another federation sender runs with another federation_sender_instances:"
-                " stop them all, change the list for all, start them again"
-            )
-        self._list = said
 
     def _take_tables(self, adding: bool) -> None:
         self._open()
@@ -372,11 +315,6 @@ def _of_migration(adding: bool) -> tuple[str, ...]:
     return ("migration",) if adding else ("migration", "schema")
 
 
-_IS_SAID = """
-SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted
- AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
- AND classid::bigint = :high AND objid::bigint = :low)
-"""
 _EVICT = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_locks
  WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid <> pg_backend_pid()
@@ -388,13 +326,6 @@ MARK_SESSION = "SELECT pg_advisory_lock_shared(:key)"
 EVICTIONS = 100
 EVICTION_S = 5.0
 """A session ends as soon as its process is told so, but for one that hangs in the system."""
-_SAY_LIST = "SELECT pg_try_advisory_lock_shared(:of, :list)"
-_TAKE_LIST_BACK = "SELECT pg_advisory_unlock_shared(:of, :list)"
-_OTHER_LISTS = """
-SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2 AND granted
- AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
- AND classid::bigint = :of AND objid::bigint <> :list)
-"""
 
 
 def _key(name: str) -> int:
@@ -409,12 +340,6 @@ def session_key(instance: str) -> int:
 
 def _halves(key: int) -> dict[str, int]:
     return {"high": key >> 32 & 0xFFFFFFFF, "low": key & 0xFFFFFFFF}
-
-
-def _number(name: str) -> int:
-    """A number of 31 bits, because a lock's halves are signed but pg_locks shows them unsigned."""
-    digest = hashlib.sha256(f"fedsender senders {name}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
 
 
 class InstanceLock:
@@ -433,24 +358,10 @@ class InstanceLock:
                 await self.release()
             raise
 
-    async def evict(self) -> None:
-        """End all other sessions of our name, in each database; see `Lock.evict`."""
+    async def evict(self, instance: str) -> None:
+        """End all other sessions of this name, in each database; see `Lock.evict`."""
         for lock in self._locks:
-            await lock.evict()
-
-    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Publish our list of senders in each database; see `Lock.agree`."""
-        for lock in self._locks:
-            await lock.agree(homeserver, senders)
-
-    async def say(self, words: str) -> None:
-        """Publish `words` in each database while we hold the locks."""
-        for lock in self._locks:
-            await lock.say(words)
-
-    async def is_said(self, words: str) -> bool:
-        """Whether any daemon has published `words` in any of the databases."""
-        return any([await lock.is_said(words) for lock in self._locks])
+            await lock.evict(instance)
 
     async def held(self) -> bool:
         """Whether we still hold every lock."""

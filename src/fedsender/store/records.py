@@ -330,15 +330,10 @@ class FrozenRecord:
 
 @dataclass(frozen=True, slots=True)
 class FrozenManifest:
-    """A frozen transaction's manifest, without its bytes.
-
-    Attributes:
-        ours: we froze it; else it came from another sender, which may have been ahead of us.
-    """
+    """A frozen transaction's manifest, without its bytes."""
 
     destination: str
     manifest: Mapping[str, Any]
-    ours: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,12 @@
 """The sender's own tables: records that must outlive a restart and do not concern the homeserver.
 
-Each record of a server names the instance that holds it. Where several senders share the database,
-and their list changes, servers move from one to another by the shard rule, and their records move
-with them: the next sender repeats the frozen transaction and sends the owed receipts. At its start
-a sender looks for records of servers that are not their holder's, and takes over its own. Each
-sender has an entry of its own for an event that no server got. The first sender that starts by
-another list gives these entries to all senders on that list.
+Several senders may share them. A record of a server belongs to that server: whoever sends to it
+goes by it, and none moves when the list of senders changes. Only entries in quarantine name their
+sender (`membership` sees to it). An event that no server got has one for each sender, as each fans
+it out to servers of its own.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -22,11 +20,8 @@ from sqlalchemy import (
     delete,
     exists,
     func,
-    insert,
-    literal,
     or_,
     select,
-    text,
     tuple_,
     update,
 )
@@ -35,8 +30,9 @@ from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database, reading, reading_together, writing
-from fedsender.store.leases import Hold, Lease, Waits, holder_of, note_holder
+from fedsender.store.leases import Hold, Lease, Waits, note_holder
 from fedsender.store.lock import InstanceLock, LockUnknown
+from fedsender.store.membership import Membership
 from fedsender.store.migrations import refuse_old_tables
 from fedsender.store.records import (
     CatchUp,
@@ -66,39 +62,6 @@ _LOCK_PAUSE: Final = doubling(FIRST_PAUSE_S, LAST_PAUSE_S)
 T = TypeVar("T")
 quarantine = tables.quarantine
 catch_ups, catch_up_rooms = tables.catch_ups, tables.catch_up_rooms
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """Records of servers that belong to another instance than the one that holds them.
-
-    Attributes:
-        holder: the instance that wrote them or took them over; None: not known.
-        owner: the instance that the servers belong to by the present list; None: no instance.
-        servers: number of servers.
-        records: number of rows of each table.
-    """
-
-    holder: str | None
-    owner: str | None
-    servers: int
-    records: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class TakenOver:
-    """The records that a take-over moved, and those that it could not.
-
-    Attributes:
-        taken: instance that held records of our servers -> number of servers; None: not known.
-        out_of_reach: the same for records that stay where they are. Some are of our servers, held
-            by an instance that we may not take from. Where the database is not shared, others are
-            ours (under our own name), of servers that are no longer ours: their new owner cannot
-            see them.
-    """
-
-    taken: Mapping[str | None, int] = field(default_factory=dict)
-    out_of_reach: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +109,11 @@ class StateRecord(Protocol):
 
 
 class SenderStore:
-    """Questions to the sender's tables, and changes of them. Changes share commits."""
+    """Questions to the sender's tables, and changes of them. Changes share commits.
+
+    Attributes:
+        senders: the list of senders in force.
+    """
 
     def __init__(
         self,
@@ -163,11 +130,11 @@ class SenderStore:
             lease: of this name; None: the locks alone decide who runs.
             fenced: databases in which we write only while the lease is ours.
         """
+        self.senders = Membership(database, runtime, instance)
         self._database = database
         self._now_ms = runtime.now_ms
         self._instance = instance
         self._lock = lock
-        self._boot_id = ""
         self._hold = Hold(lock, instance, lease, fenced)
 
     @property
@@ -181,7 +148,7 @@ class SenderStore:
     def load_frozen(self, connection: Connection, destination: str) -> FrozenRecord | None:
         """The destination's frozen transaction, if there is one."""
         table = tables.frozen_transactions
-        query = _record(table).where(table.c.destination == destination)
+        query = select(table).where(table.c.destination == destination)
         row = connection.execute(query).one_or_none()
         return None if row is None else FrozenRecord(**row._mapping)
 
@@ -189,7 +156,6 @@ class SenderStore:
     def save_frozen(self, connection: Connection, record: FrozenRecord) -> None:
         """Store the record in place of any other of its destination."""
         values = {item.name: getattr(record, item.name) for item in fields(record)}
-        values |= {"instance_name": self._instance, "taken_from": None}
         replace_rows(connection, tables.frozen_transactions, ("destination",), [values])
 
     @writing
@@ -198,7 +164,7 @@ class SenderStore:
         nobody has us write a megabyte anew with each failure."""
         table = tables.frozen_transactions
         query = update(table).where(table.c.destination == destination)
-        connection.execute(query.values(attempts=attempts, taken_from=None))
+        connection.execute(query.values(attempts=attempts))
 
     @writing
     def drop_frozen(self, connection: Connection, destination: str) -> None:
@@ -216,7 +182,7 @@ class SenderStore:
         """The manifests of frozen transactions of destinations above `after`, by name."""
         table = tables.frozen_transactions
         query = (
-            select(table.c.destination, table.c.manifest, table.c.taken_from.is_(None))
+            select(table.c.destination, table.c.manifest)
             .where(table.c.destination > after)
             .order_by(table.c.destination)
             .limit(limit)
@@ -272,7 +238,7 @@ class SenderStore:
     @reading
     def all_server_states(self, connection: Connection) -> dict[str, Mapping[str, Any]]:
         """By server the columns of its state: see `sender.failure.states_of`."""
-        query = _record(tables.server_states).order_by(tables.server_states.c.destination)
+        query = select(tables.server_states).order_by(tables.server_states.c.destination)
         rows = connection.execute(query)
         return {row.destination: {**row._mapping} for row in rows}
 
@@ -314,7 +280,6 @@ class SenderStore:
             {
                 **state.as_row(),
                 "reason": state.reason[:MAX_REASON] if state.reason is not None else None,
-                "instance_name": self._instance,
             }
             for _, state in sorted(newest.items())
         ]
@@ -343,7 +308,7 @@ class SenderStore:
     ) -> None:
         """Start a catch-up. If one is under way, its floor and rooms stand: it only goes on."""
         row = {"destination": destination, "floor": floor, "newest_only": newest_only}
-        insert_rows(connection, catch_ups, [{**row, "instance_name": self._instance}])
+        insert_rows(connection, catch_ups, [row])
 
     @writing
     def catch_up_sent(
@@ -351,12 +316,7 @@ class SenderStore:
     ) -> None:
         """Note up to which stream ordering each room was answered; upwards only."""
         rows = [
-            {
-                "destination": destination,
-                "room_id": room_id,
-                "sent_to": sent_to,
-                "instance_name": self._instance,
-            }
+            {"destination": destination, "room_id": room_id, "sent_to": sent_to}
             for room_id, sent_to in sorted(sent.items())
         ]
         insert_rows(connection, catch_up_rooms, rows, raising="sent_to")
@@ -375,22 +335,11 @@ class SenderStore:
 
     @reading
     def catch_up_marks(self, connection: Connection) -> dict[str, int]:
-        """By destination the newest stream ordering in its catch-up.
-
-        Catch-ups that another sender began are left out.
-        """
+        """By destination the newest stream ordering in its catch-up."""
         rooms = catch_up_rooms.c
-        begun_by_others = select(catch_ups.c.destination).where(catch_ups.c.taken_from.is_not(None))
-        query = (
-            select(rooms.destination, func.max(rooms.sent_to))
-            .where(rooms.destination.not_in(begun_by_others))
-            .group_by(rooms.destination)
-        )
+        query = select(rooms.destination, func.max(rooms.sent_to)).group_by(rooms.destination)
         found = {row[0]: row[1] for row in connection.execute(query)}
-        ours = select(catch_ups.c.destination, catch_ups.c.floor).where(
-            catch_ups.c.taken_from.is_(None)
-        )
-        for name, floor in connection.execute(ours):
+        for name, floor in connection.execute(select(catch_ups.c.destination, catch_ups.c.floor)):
             found[name] = max(floor, found.get(name, floor))
         return found
 
@@ -466,7 +415,7 @@ class SenderStore:
 
     @property
     def _held(self) -> ColumnElement[bool]:
-        """The condition for the quarantine's entries that we hold."""
+        """The condition for the quarantine's entries that are not another sender's."""
         holder = quarantine.c.instance_name
         return or_(holder == self._instance, holder.is_(None))
 
@@ -506,13 +455,6 @@ class SenderStore:
         return connection.execute(
             select(func.count()).select_from(quarantine).where(self._held)
         ).scalar_one()
-
-    @reading
-    def quarantined_for_all(self, connection: Connection) -> int:
-        """The number of quarantined events that no server got."""
-        query = select(func.count()).where(quarantine.c.destination.is_(None), self._held)
-        count: int = connection.execute(query).scalar_one()
-        return count
 
     @reading
     def quarantined_of(self, connection: Connection, destination: str) -> int:
@@ -584,8 +526,8 @@ class SenderStore:
         event that its server refuses again at once would keep its old entry, and be deleted with
         it.
         """
-        ours = {"added_ms": self._now_ms(), "instance_name": self._instance}
-        rows = {(pair.destination, pair.event_id): {**asdict(pair), **ours} for pair in pairs}
+        added = {"added_ms": self._now_ms()}
+        rows = {(pair.destination, pair.event_id): {**asdict(pair), **added} for pair in pairs}
 
         def add(connection: Connection) -> None:
             insert_rows(connection, tables.redeliveries, list(rows.values()))
@@ -703,105 +645,23 @@ class SenderStore:
         query = select(lane.destination).where(lane.event_id == event_id)
         return list(connection.execute(query.order_by(lane.destination)).scalars())
 
-    # --- whose records they are -------------------------------------------------------------------
-
     @property
     def shared(self) -> bool:
         """Whether other instances may use this database too: it is a PostgreSQL."""
         return self._database.dialect == "postgresql"
 
     @reading
-    def foreign_records(
-        self, connection: Connection, owner_of: Callable[[str], str | None]
-    ) -> list[Foreign]:
-        """Records of servers that belong to an instance other than the holder, by holder and owner.
-
-        `owner_of`: the instance that a server belongs to, by the present list; None: no instance.
-        """
-        servers: dict[tuple[str | None, str | None], set[str]] = {}
-        records: dict[tuple[str | None, str | None], dict[str, int]] = {}
-        for (server, holder), rows in _holdings(connection).items():
-            pair = (holder, owner_of(server))
-            if pair[0] == pair[1]:
-                continue
-            servers.setdefault(pair, set()).add(server)
-            counts = records.setdefault(pair, {})
-            for name, count in rows.items():
-                counts[name] = counts.get(name, 0) + count
-        return [
-            Foreign(*pair, len(servers[pair]), records[pair])
-            for pair in sorted(servers, key=lambda each: (each[0] or "", each[1] or ""))
-        ]
-
-    @reading
-    def has_been_here(self, connection: Connection, instance: str) -> bool:
-        """Whether this sender has ever run on this database."""
-        return holder_of(connection, instance) is not None
-
-    @reading
-    def last_list(self, connection: Connection) -> list[str]:
-        """The list of senders by which this database was last used, in order; []: not known."""
-        return _last_list(connection)
-
-    @writing
-    def follow_list(self, connection: Connection, senders: Sequence[str]) -> None:
-        """Store the list of senders that use this database from now on.
-
-        Where the database is shared, and the list is not the last one, each sender gets an entry
-        for each event that no server got: any earlier holder may have had its servers. (If such an
-        event is released again, a server that got it since gets it twice.) And each sender goes on
-        with receipts from the lowest position of the old senders.
-        """
-        table = tables.sender_list
-        if self.shared:
-            # Of two that start at once the second must not give out again what was released since.
-            connection.execute(text("LOCK TABLE sender_list IN SHARE ROW EXCLUSIVE MODE"))
-        before = _last_list(connection)
-        if before == list(senders):
-            return
-        if self.shared:
-            _give_to_all(connection, senders)
-            _read_on_together(connection, before, senders)
-        connection.execute(delete(table))
-        rows = [{"instance_name": name, "place": place} for place, name in enumerate(senders)]
-        insert_rows(connection, table, rows)
-
-    @writing
-    def take_over_records(
-        self, connection: Connection, in_our_shard: Callable[[str], bool], instances: Sequence[str]
-    ) -> TakenOver:
-        """Become the holder of all records of our servers that `instances` hold, as one.
-
-        Records from the time before holders were noted become ours in any database; others only
-        where it is shared. The caller makes sure that none of `instances` still sends to these
-        servers. May be repeated.
-
-        A holder may have been behind us with receipts. So where any records were taken, our
-        position in their stream goes back to the lowest of the holders' (receipts may be sent
-        twice).
-        """
-        instance, shared = self._instance, self.shared
-        reachable = {None, *(instances if shared else ())} - {instance}
-        taken: dict[str | None, set[str]] = {}
-        left: dict[str, set[str]] = {}
-        for server, holder in _holdings(connection):
-            if in_our_shard(server):
-                if holder in reachable:
-                    taken.setdefault(holder, set()).add(server)
-                elif holder is not None and holder != instance:
-                    left.setdefault(holder, set()).add(server)
-            elif not shared and holder in (None, instance):
-                left.setdefault(instance, set()).add(server)
-        servers = sorted(set().union(*taken.values()))
+    def records_of_others(
+        self, connection: Connection, handles: Callable[[str], bool]
+    ) -> dict[str, int]:
+        """By table the number of rows of servers that are not ours."""
+        found: dict[str, int] = {}
         for table in tables.PER_DESTINATION:
-            _move(connection, table, servers, instance, reachable)
-        if servers:
-            lowest = _lowest_receipt_positions(connection, (name for name in taken if name))
-            _lower_receipt_positions(connection, [instance], lowest)
-        return TakenOver(
-            {name: len(taken[name]) for name in sorted(taken, key=lambda each: each or "")},
-            {name: len(left[name]) for name in sorted(left)},
-        )
+            query = select(table.c.destination, func.count()).group_by(table.c.destination)
+            for destination, rows in connection.execute(query):
+                if destination is not None and not handles(destination):
+                    found[table.name] = found.get(table.name, 0) + rows
+        return found
 
     # --- generation and lock ----------------------------------------------------------------------
 
@@ -834,7 +694,6 @@ class SenderStore:
         Args:
             waits: told why we wait while another daemon has the name; None: we do not.
         """
-        self._boot_id = boot_id
         await again(partial(self._hold.take, boot_id, waits), LockUnknown, _LOCK_PAUSE)
         # From here on nobody can migrate them; before, somebody may have.
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
@@ -858,40 +717,16 @@ class SenderStore:
         lease = self._hold.lease
         return lease is not None and await lease.ours()
 
-    async def agree_on_senders(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Say our list of senders while we hold the lock.
+    async def let_lease_end(self) -> None:
+        """Have our lease end unless it is renewed: others are to go on without us. Waits until
+        this is on record. Raises LeaseLost."""
+        if self._hold.lease is not None:
+            await self._hold.lease.let_end()
 
-        Raises SendersDiffer if another running daemon says another list. Only PostgreSQL can tell.
-        """
-        await self._with_lock(lambda: self._lock.agree(homeserver, senders))
-
-    async def say_nothing_left(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Say, while we hold the lock, that by this list we have no records of others' servers."""
-        words = _nothing_left(homeserver, self._instance, senders)
-        await self._with_lock(lambda: self._lock.say(words))
-
-    async def has_nothing_left(
-        self, instance: str, homeserver: str, senders: Sequence[str]
-    ) -> bool:
-        """Whether another running daemon says that it has none. Only PostgreSQL can tell."""
-        words = _nothing_left(homeserver, instance, senders)
-        return await self._with_lock(lambda: self._lock.is_said(words))
-
-    async def _with_lock(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The result of `ask`, with waiting for a database that is away.
-
-        The lock is lost with the database, so it is taken again.
-        """
-
-        async def ask_with_lock() -> T:
-            try:
-                return await ask()
-            except LockUnknown as error:
-                log.warning("other_senders_unreadable", reason=str(error))
-                await self.take_lock(self._boot_id)
-                raise
-
-        return await again(ask_with_lock, LockUnknown, _LOCK_PAUSE)
+    async def evict(self, instance: str) -> None:
+        """End all sessions that write under another name, whose lease is void; waits until they
+        are gone."""
+        await again(partial(self._lock.evict, instance), LockUnknown, _LOCK_PAUSE)
 
     @property
     def leased(self) -> bool:
@@ -925,16 +760,13 @@ class ReceiptRecords:
         self._database = database
 
     @reading
-    def load(self, connection: Connection, instance: str) -> OwedReceipts:
+    def load(
+        self, connection: Connection, instance: str, handles: Callable[[str], bool]
+    ) -> OwedReceipts:
         """The last saved state, with the debts of the instance's own servers."""
         positions, debts = tables.receipt_positions, tables.receipt_debts
-        holder = debts.c.instance_name
-        rows = connection.execute(
-            select(debts.c.destination, debts.c.stream_id).where(
-                or_(holder == instance, holder.is_(None))
-            )
-        )
-        owed = {row.destination: row.stream_id for row in rows}
+        rows = connection.execute(select(debts.c.destination, debts.c.stream_id))
+        owed = {row.destination: row.stream_id for row in rows if handles(row.destination)}
         query = select(positions.c.writer, positions.c.stream_id)
         query = query.where(positions.c.instance_name == instance)
         passed = {row.writer: row.stream_id for row in connection.execute(query)}
@@ -949,7 +781,7 @@ class ReceiptRecords:
         for chunk in in_chunks(sorted(before.debts.keys() - owed.debts.keys())):
             connection.execute(delete(debts).where(debts.c.destination.in_(chunk)))
         changed = [
-            {"destination": name, "stream_id": after, "instance_name": instance}
+            {"destination": name, "stream_id": after}
             for name, after in sorted(owed.debts.items())
             if before.debts.get(name) != after
         ]
@@ -963,12 +795,6 @@ class ReceiptRecords:
         insert_rows(connection, positions, rows)
 
 
-def _record(table: Table) -> Select[Any]:
-    """A query for the columns of a record, without its owner's."""
-    ours = ("instance_name", "taken_from")
-    return select(*(column for column in table.c if column.name not in ours))
-
-
 def _destinations(connection: Connection, table: Table) -> list[str]:
     return sorted(connection.execute(select(table.c.destination).distinct()).scalars())
 
@@ -976,113 +802,3 @@ def _destinations(connection: Connection, table: Table) -> list[str]:
 def _leave_quarantine(connection: Connection, ids: Sequence[int]) -> None:
     for chunk in in_chunks(sorted(set(ids))):
         connection.execute(delete(quarantine).where(quarantine.c.id.in_(chunk)))
-
-
-def _nothing_left(homeserver: str, instance: str, senders: Sequence[str]) -> str:
-    return f"of {homeserver}, by {','.join(senders)}: nothing left at {instance}"
-
-
-# --- whose records they are -----------------------------------------------------------------------
-
-
-def _holdings(connection: Connection) -> dict[tuple[str, str | None], dict[str, int]]:
-    """(server, holder) -> number of rows of each table."""
-    found: dict[tuple[str, str | None], dict[str, int]] = {}
-    for table in tables.PER_DESTINATION:
-        query = (
-            select(table.c.destination, table.c.instance_name, func.count())
-            .where(table.c.destination.is_not(None))
-            .group_by(table.c.destination, table.c.instance_name)
-        )
-        for destination, holder, rows in connection.execute(query):
-            found.setdefault((destination, holder), {})[table.name] = rows
-    return found
-
-
-def _move(
-    connection: Connection,
-    table: Table,
-    servers: Sequence[str],
-    instance: str,
-    holders: set[str | None],
-) -> None:
-    holder = table.c.instance_name
-    named = sorted(name for name in holders if name is not None)
-    reachable: ColumnElement[bool] = or_(holder.is_(None), holder.in_(named))
-    values: dict[str, Any] = {"instance_name": instance}
-    if "taken_from" in table.c:
-        values["taken_from"] = holder
-    for chunk in in_chunks(servers):
-        connection.execute(
-            update(table).where(table.c.destination.in_(chunk), reachable).values(values)
-        )
-
-
-def _lowest_receipt_positions(
-    connection: Connection, senders: Iterable[str]
-) -> list[tuple[str, int]]:
-    """The lowest position of any of these senders for each writer."""
-    table = tables.receipt_positions
-    held = table.c.instance_name.in_(sorted(senders))
-    query = select(table.c.writer, func.min(table.c.stream_id)).where(held)
-    return [(row[0], row[1]) for row in connection.execute(query.group_by(table.c.writer))]
-
-
-def _lower_receipt_positions(
-    connection: Connection, senders: Sequence[str], lowest: Sequence[tuple[str, int]]
-) -> None:
-    table = tables.receipt_positions
-    for writer, position in lowest:
-        # A sender without a position would begin at the newest receipt.
-        rows = [
-            {"instance_name": sender, "writer": writer, "stream_id": position} for sender in senders
-        ]
-        insert_rows(connection, table, rows)
-        held = table.c.instance_name.in_(list(senders)) & (table.c.writer == writer)
-        connection.execute(
-            update(table).where(held, table.c.stream_id > position).values(stream_id=position)
-        )
-
-
-def _last_list(connection: Connection) -> list[str]:
-    table = tables.sender_list
-    query = select(table.c.instance_name).order_by(table.c.place)
-    return list(connection.execute(query).scalars())
-
-
-def _read_on_together(
-    connection: Connection, before: Sequence[str], senders: Sequence[str]
-) -> None:
-    """Set each sender's receipt positions to the lowest ones of the old list.
-
-    A sender that starts late gets one too: until then the others pass receipts for its servers.
-    """
-    table = tables.receipt_positions
-    lowest = _lowest_receipt_positions(connection, before)
-    connection.execute(delete(table).where(table.c.instance_name.not_in(list(senders))))
-    _lower_receipt_positions(connection, senders, lowest)
-
-
-def _give_to_all(connection: Connection, senders: Sequence[str]) -> None:
-    """Give each of the senders an entry of its own for each event that no server got."""
-    table = tables.quarantine
-    names = [column.name for column in table.c if column.name not in ("id", "instance_name")]
-    of_nobody = table.c.destination.is_(None)
-    first_of_each = select(func.min(table.c.id)).where(of_nobody).group_by(table.c.event_id)
-    there = table.alias()
-    for sender in senders:
-        has_it = exists().where(
-            there.c.destination.is_(None),
-            there.c.event_id == table.c.event_id,
-            there.c.instance_name == sender,
-        )
-        missing = (
-            select(*(table.c[name] for name in names), literal(sender))
-            .where(table.c.id.in_(first_of_each), ~has_it)
-            .order_by(table.c.id)
-        )
-        connection.execute(insert(table).from_select([*names, "instance_name"], missing))
-    holder = table.c.instance_name
-    connection.execute(
-        delete(table).where(of_nobody, or_(holder.is_(None), holder.not_in(list(senders))))
-    )

@@ -3,9 +3,8 @@
 `homeserver` describes only the columns that we read or write. On a Synapse they are used in place
 and never migrated. In the embedded default Alembic makes them, with some tables of our own:
 `room_servers` and `event_servers` stand in for Synapse's state groups. `sender` is in a database of
-ours, with any homeserver. Records of one server (`PER_DESTINATION`) name their holder in
-`instance_name`. Where several senders share the database, they move with the server when the list
-of senders changes.
+ours, with any homeserver. Several senders share it. A record of one server (`PER_DESTINATION`)
+belongs to that server, and whoever sends to it acts by it.
 
 Times in columns named `*_ts` and `*_ms` are milliseconds since the epoch.
 """
@@ -392,6 +391,7 @@ quarantine = Table(
     Column("content", LargeBinary, comment="an EDU's, or an event's that was skipped"),
     Column("reason", Text, nullable=False),
     Column("at_ms", BigInteger, nullable=False),
+    Column("instance_name", Text, comment="its sender; NULL: unknown"),
     UniqueConstraint("destination", "event_id"),
     # An id that an operator has read must not come to mean something else.
     sqlite_autoincrement=True,
@@ -434,8 +434,22 @@ generation = Table(
 sender_list = Table(
     "sender_list",
     sender,
-    Column("instance_name", Text, primary_key=True),
-    Column("place", Integer, nullable=False, comment="in the list by which all senders last ran"),
+    Column("id", RowId, primary_key=True, comment="1"),
+    Column("in_force", JSON, nullable=False, comment="the names of all senders, in order"),
+    Column("change", Text, comment="random, of the change under way; NULL: there is none"),
+    Column("wanted", JSON(none_as_null=True), comment="the list that it leads to"),
+)
+walks = Table(
+    "walks",
+    sender,
+    Column("instance_name", Text, primary_key=True, comment="who gained servers"),
+    Column("after", BigInteger, nullable=False, comment="up to here all is noted as owed"),
+    Column("upto", BigInteger, nullable=False, comment="the last event that it has to look at"),
+    Column(
+        "before",
+        JSON(none_as_null=True),
+        comment="the list before: what was its own by that one is not gained; NULL: all is",
+    ),
 )
 discoveries = Table(
     "discoveries",
@@ -464,6 +478,9 @@ def _leases(name: str, metadata: MetaData) -> Table:
 
 leases = _leases("leases", sender)
 relay_leases = _leases("relay_leases", homeserver)
+leases.append_column(
+    Column("stopped", Text, comment="its holder has stopped for this change of the list")
+)
 
 PER_DESTINATION = (
     frozen_transactions,
@@ -474,12 +491,6 @@ PER_DESTINATION = (
     redeliveries,
     receipt_debts,
 )
-for _table in PER_DESTINATION:
-    _table.append_column(Column("instance_name", Text, comment="whose record it is; NULL: unknown"))
-for _table in (frozen_transactions, catch_ups):
-    _table.append_column(
-        Column("taken_from", Text, comment="who wrote it, if its holder took it over as it is")
-    )
 
 # --- Synapse's alone: read where we run on a Synapse ----------------------------------------------
 

@@ -30,7 +30,7 @@ from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Redelivery, Settlement
-from fedsender.switching.shards import owed_in_words, take_shard
+from fedsender.switching.senders import owed_in_words, until_member
 from fedsender.telemetry import Metrics
 
 __all__ = ["Findings", "hand_back", "leave_to_owner", "owner_of"]
@@ -82,17 +82,16 @@ async def hand_back(
         ConfigError: there is no Synapse behind this configuration, nor another sender on its list;
             or we hold records that by that list belong to other senders, which cannot see them.
         LockHeld: the daemon is still running.
-        SendersDiffer: another sender runs, by another list of senders.
         StoreError: a database is not one that we know, or of a version outside the tested range.
     """
-    others = set(config.homeserver.federation_sender_instances) - {config.instance_name}
+    others = set(config.senders) - {config.instance_name}
     if config.homeserver.kind != "synapse" and not others:
         raise ConfigError(
             "homeserver.kind is not synapse, and homeserver.federation_sender_instances names no"
             " other sender: there is nobody to hand back to"
         )
     try:
-        async with _records(config, settings, runtime) as (store, ledger):
+        async with _records(config, settings, runtime) as (store, ledger, config):
             frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
             sticky, again = await _redeliveries(store, config)
             sticky |= await _passed_sticky(store, config)
@@ -116,16 +115,22 @@ async def hand_back(
 @asynccontextmanager
 async def _records(
     config: Config, settings: StoreConfig, runtime: Runtime
-) -> AsyncIterator[tuple[Store, Ledger]]:
-    """Open the databases and the ledger as the daemon does, in its place."""
+) -> AsyncIterator[tuple[Store, Ledger, Config]]:
+    """Open the databases and the ledger as the daemon does, in its place; the configuration is that
+    with the list of senders in force."""
     boot_id = runtime.entropy(8).hex()
     async with open_store(settings, runtime) as store:
-        await take_shard(store, config, boot_id)
+        await store.sender.take_lock(boot_id)
+        config = config.with_senders(await until_member(store, config, runtime, _refuse_to_wait))
         lost_lines = Metrics(config.server_name).ledger_failures
         async with open_ledger(
             config.ledger, config.instance_name, boot_id, runtime, lost_lines
         ) as ledger:
-            yield store, ledger
+            yield store, ledger, config
+
+
+def _refuse_to_wait(why: str) -> None:
+    raise ConfigError(f"homeserver.federation_sender_instances: {why}")
 
 
 async def _quarantined(store: Store, config: Config) -> list[str]:
@@ -212,8 +217,8 @@ async def _only_here(store: Store, config: Config) -> list[str]:
     if store.homeserver.known_to_others:
         return []
     owed = await owed_in_words(store.homeserver, config.handles)
-    receipts = (await store.receipts.load(config.instance_name)).debts
-    unread = sum(config.handles(name) for name in receipts)
+    receipts = (await store.receipts.load(config.instance_name, config.handles)).debts
+    unread = len(receipts)
     told = [f"servers that are owed receipts: {unread}"] if unread else []
     cannot = f"{_next(config)} cannot see our homeserver.database"
     return [f"{each}; {cannot}" for each in ([owed] if owed else []) + told]
@@ -254,8 +259,8 @@ async def _settle(
             await store.homeserver.settle([Settlement(each.destination, ordering - 1)])
             notes.append(f"{each.destination} was never reached; LSSO is now {ordering - 1}")
         await trio.lowlevel.checkpoint()
-    debts = (await store.receipts.load(config.instance_name)).debts
-    if owed := sum(config.handles(name) for name in debts):
+    debts = (await store.receipts.load(config.instance_name, config.handles)).debts
+    if owed := len(debts):
         notes.append(f"receipts that {owed} servers are owed are not sent")
     return [*notes, *await _held_back(store, config, runtime.now_ms())]
 

@@ -87,7 +87,7 @@ class EduFlow:
 
     async def load(self) -> None:
         """Load the saved position and debts, before any server is reached and before `run`."""
-        owed = await self._context.receipts.load(self._context.instance)
+        owed = await self._context.receipts.load(self._context.instance, self._policies.handles)
         newest = await self._context.edus.newest_receipt()
         # A first run begins now; and a database that was set back has forgotten what it said.
         self._seen = newest if owed.position is None else min(owed.position, newest)

@@ -1,0 +1,314 @@
+"""The list of senders: who sends by it, and how it is changed while senders run.
+
+Where senders share one PostgreSQL, their list in force is a row there, and a configuration's list
+counts only as long as there is none. A change is wanted by a command. Each sender of the list in
+force then stops as it does at its end: what is unanswered after a few seconds is on record, and its
+positions are written. It waits, and so does each that is new. When all old ones have stopped, or
+their leases have lapsed, and a process waits under each new name, any of them puts the list in
+force, and all go on by it. No record moves: who sends to a server goes by what is on record of it.
+
+Elsewhere each sender has databases that no other one reads (a relay feeds each of them). There the
+configuration's list counts, and it changes only when nothing is owed to a server that leaves us.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+import structlog
+import trio
+
+from fedsender.config import Config, ConfigError, is_instance_name
+from fedsender.runtime import Runtime
+from fedsender.store import Store, StoreError, store_config
+from fedsender.store.connections import checked_url
+from fedsender.store.engine import open_database
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.leases import NOBODY, Waits
+from fedsender.store.membership import Membership, Missing, Standing
+from fedsender.store.migrations import refuse_old_tables
+from fedsender.store.positions import NEVER_ACKED
+from fedsender.store.records import Generation
+
+__all__ = [
+    "DRAIN_S",
+    "NotChanged",
+    "change_list",
+    "change_list_of",
+    "describe_list",
+    "owed_in_words",
+    "until_changed",
+    "until_member",
+]
+
+
+log = structlog.get_logger()
+
+STOP_S: Final = 15.0
+"""How long a change waits for all senders to stop."""
+DRAIN_S: Final = 3.0
+"""How long a sender gives what is in flight, before it stops for a change."""
+LOOK_EVERY_S: Final = 0.5
+WATCH_EVERY_S: Final = 1.0
+NAMED: Final = 5
+"""Servers that a sentence names; it counts the others."""
+
+_WORDS: Final = {
+    "frozen_transactions": "frozen transactions",
+    "quarantine": "items in quarantine",
+    "redeliveries": "events to redeliver",
+    "receipt_debts": "servers with receipts owed",
+}
+"""Tables with rows that must not be left where their server's next sender cannot see them. It makes
+its own rows of the others (waits, catch-ups under way): it may repeat items, and loses none."""
+
+
+class NotChanged(StoreError):
+    """The list of senders was not changed."""
+
+
+def is_shared(store: Store) -> bool:
+    """Whether other senders may be on these databases."""
+    return store.sender.shared and store.homeserver.known_to_others
+
+
+async def until_member(
+    store: Store, config: Config, runtime: Runtime, waits: Waits
+) -> tuple[str, ...]:
+    """The list of senders in force, once we send by it. We hold our name's lease meanwhile.
+
+    Until then we wait, and `waits` is told why: a change is under way, or the list does not name
+    us.
+
+    Raises ConfigError if, with databases of our own, something would be left there that the next
+    sender of a server cannot see.
+    """
+    senders = store.sender.senders
+    if is_shared(store):
+        found = await _until_in_force(store, config, runtime, waits)
+        if len(found) > 1:
+            await store.sender.let_lease_end()
+    else:
+        found = await _own_list(store, config)
+    walk = await senders.walk()
+    store.homeserver.use_list(found, None if walk is None else walk.upto)
+    return found
+
+
+async def _until_in_force(
+    store: Store, config: Config, runtime: Runtime, waits: Waits
+) -> tuple[str, ...]:
+    senders, me = store.sender.senders, config.instance_name
+    said, change, began_s = "", "", 0.0
+    while True:
+        standing = await senders.standing()
+        if standing is None:
+            await senders.begin(config.senders, _places(await store.homeserver.senders()))
+            continue
+        if standing.change is None:
+            if me in standing.in_force:
+                break
+            why = f"the list of senders in force does not name us: {', '.join(standing.in_force)}"
+        else:
+            if standing.change != change:
+                change, began_s = standing.change, runtime.elapsed_s()
+                await senders.note_stopped(change)
+            missing = await _try_in_force(store, standing)
+            if missing is None:
+                continue
+            if runtime.elapsed_s() - began_s >= STOP_S and await senders.withdraw(change):
+                log.warning("senders_not_changed", reason=_in_words(missing))
+                continue
+            why = f"the list of senders becomes {', '.join(standing.wanted)}; {_in_words(missing)}"
+        if why != said:
+            said = why
+            waits(why)
+        await trio.sleep(LOOK_EVERY_S)
+    if standing.in_force != config.senders:
+        log.warning("senders_differ", in_force=standing.in_force, configured=config.senders)
+    return standing.in_force
+
+
+async def _try_in_force(store: Store, standing: Standing) -> Missing | None:
+    """Put the list that is wanted in force, if nobody is missing; else return who is."""
+    senders = store.sender.senders
+    there = await store.homeserver.senders()
+    missing = await senders.missing(
+        standing, {name: each.ours != NEVER_ACKED for name, each in there.items()}
+    )
+    if missing.running or missing.absent:
+        return missing
+    if missing.lapsed:
+        await senders.void(missing.lapsed)
+        for name in missing.lapsed:
+            # What it has under way is committed now, or never.
+            await store.sender.evict(name)
+    places = _places(await store.homeserver.senders())
+    if await senders.put_in_force(standing, places):
+        log.info("senders_changed", before=standing.in_force, now=standing.wanted)
+    return None
+
+
+def _places(there: Mapping[str, Generation]) -> dict[str, int]:
+    return {name: each.position for name, each in there.items()}
+
+
+def _in_words(missing: Missing) -> str:
+    words = []
+    if missing.running:
+        words.append(f"{', '.join(missing.running)} did not stop yet")
+    if missing.absent:
+        words.append(f"nobody waits as {', '.join(missing.absent)}")
+    return " and ".join(words) or "it is not in force yet"
+
+
+async def until_changed(store: Store, senders: Sequence[str]) -> None:
+    """Wait until the list of senders is not this one any more, or is about to change."""
+    here = Standing(tuple(senders))
+    if not is_shared(store):
+        await trio.sleep_forever()
+    while True:
+        # A database that is in trouble says so at many other places.
+        with suppress(StoreError):
+            if await store.sender.senders.standing() not in (None, here):
+                return
+        await trio.sleep(WATCH_EVERY_S)
+
+
+@asynccontextmanager
+async def _membership(config: Config, runtime: Runtime) -> AsyncIterator[Membership]:
+    """The list, for a command. Raises ConfigError where no other sender can see it."""
+    url = store_config(config).sender_url
+    if not config.shares_database or checked_url(url).get_backend_name() != "postgresql":
+        text = "must be a PostgreSQL that all senders share (and not behind a relay)"
+        raise ConfigError(config.problem(("sender_database",), text))
+    async with open_database(url, runtime, name="sender") as database:
+        await database.read(lambda connection: refuse_old_tables(connection, "sender"))
+        yield Membership(database, runtime, config.instance_name)
+
+
+async def describe_list(config: Config, runtime: Runtime) -> list[str]:
+    """The list of senders, and who runs, in lines."""
+    async with _membership(config, runtime) as senders:
+        standing, rows = await senders.standing(), await senders.holders()
+    if standing is None:
+        return ["no sender has run on this database yet"]
+    lines = [f"in force: {', '.join(standing.in_force)}"]
+    if standing.change is not None:
+        lines.append(f"wanted: {', '.join(standing.wanted)}")
+    for name in dict.fromkeys((*standing.in_force, *standing.wanted, *sorted(rows))):
+        row = rows.get(name)
+        if row is None or row.holder == NOBODY:
+            what = "does not run"
+        elif standing.change is not None and row.stopped == standing.change:
+            what = "has stopped for the change"
+        else:
+            what = "sends" if name in standing.in_force else "stands by"
+        lines.append(f"  {name}: {what}")
+    return lines
+
+
+async def change_list_of(config: Config, runtime: Runtime, wanted: Sequence[str]) -> None:
+    """Have the senders on this configuration's database go by this list; raises ConfigError, and as
+    `change_list` does."""
+    for name in wanted:
+        if not is_instance_name(name):
+            raise ConfigError(f"{name[:100]!r} is not the name of a sender")
+    if len(set(wanted)) < len(wanted):
+        raise ConfigError("the list names one sender twice")
+    async with _membership(config, runtime) as senders:
+        await change_list(senders, runtime, wanted)
+
+
+async def change_list(senders: Membership, runtime: Runtime, wanted: Sequence[str]) -> None:
+    """Have the running senders go by this list, and wait until they do.
+
+    Raises NotChanged, which says who did not stop.
+    """
+    standing = await senders.standing()
+    if standing is None:
+        raise NotChanged("no sender has run on this database yet")
+    if standing == Standing(tuple(wanted)):
+        return
+    rows = await senders.holders()
+    for name in wanted:
+        if name not in standing.in_force and (name not in rows or rows[name].holder == NOBODY):
+            raise NotChanged(f"nobody runs as {name} on this database")
+    change = runtime.entropy(8).hex()
+    if not await senders.want(change, standing.in_force, wanted):
+        raise NotChanged("another change is under way: look again in 15 s")
+    began_s, why = runtime.elapsed_s(), "at once"
+    while True:
+        await trio.sleep(LOOK_EVERY_S / 2)
+        now = await senders.standing()
+        if now is None or now.change != change:
+            if now is None or now.in_force != tuple(wanted):
+                raise NotChanged(f"the change was withdrawn: {why}")
+            return
+        why = _in_words(await senders.missing(now, {}))
+        if runtime.elapsed_s() - began_s >= STOP_S:
+            await senders.withdraw(change)
+
+
+# --- a list for databases of our own --------------------------------------------------------------
+
+
+async def _own_list(store: Store, config: Config) -> tuple[str, ...]:
+    senders, wanted = store.sender.senders, config.senders
+    standing = await senders.standing()
+    before = () if standing is None else standing.in_force
+    if before == wanted:
+        return wanted
+    _refuse_what_is_left(await store.sender.records_of_others(config.handles))
+    if before and not store.homeserver.known_to_others:
+        await _refuse_while_owed(store.homeserver, config.with_senders(before), config)
+    await senders.follow(wanted, _places(await store.homeserver.senders()))
+    return wanted
+
+
+def _refuse_what_is_left(left: Mapping[str, int]) -> None:
+    counted = ", ".join(f"{left[name]} {text}" for name, text in _WORDS.items() if name in left)
+    if counted:
+        raise ConfigError(
+            f"homeserver.federation_sender_instances: by this list {counted} belong to other"
+            " senders, who cannot see our sender_database: start once more with the old list until"
+            " they are sent, released or dropped (see `fedsender why` and `fedsender quarantine"
+            " list`)"
+        )
+
+
+async def _refuse_while_owed(homeserver: HomeserverStore, before: Config, now: Config) -> None:
+    """Refuse a list by which servers leave us that our own homeserver tables owe something to."""
+
+    def leaves(server: str) -> bool:
+        was_ours = now.instance_name not in before.senders or before.handles(server)
+        return was_ours and not now.handles(server)
+
+    if owed := await owed_in_words(homeserver, leaves):
+        raise ConfigError(
+            "homeserver.federation_sender_instances: by this list servers change hands, and their"
+            f" new sender cannot see our homeserver.database, where this is {owed}. Start once more"
+            " with the old list, the others stopped; change it when nothing is owed to these"
+            " servers (`fedsender destinations --behind`), or give it up with `fedsender purge`"
+        )
+
+
+async def owed_in_words(homeserver: HomeserverStore, concerns: Callable[[str], bool]) -> str | None:
+    """The sum of what the homeserver's tables owe to these servers, in words; None: nothing."""
+    names, rooms, messages, changes = [], 0, 0, 0
+    for each in await homeserver.lagging():
+        if not concerns(each.destination):
+            continue
+        pending = await homeserver.pending_counts(each.destination)
+        if pending.rooms or pending.to_device or pending.device_lists:
+            names.append(each.destination)
+            rooms += pending.rooms
+            messages += pending.to_device
+            changes += pending.device_lists
+    if not names:
+        return None
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return (
+        f"owed to {', '.join(names[:NAMED])}{more}: rooms with events {rooms}, to-device messages"
+        f" {messages}, device list changes {changes}"
+    )

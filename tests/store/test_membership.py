@@ -1,0 +1,266 @@
+"""The list of senders in force, as a row that several senders share, and what comes with it."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+from tests.servers import Databases
+from tests.store.ready_made import lay
+from tests.store.test_sender import config
+
+from fedsender.matrix import shard_of
+from fedsender.runtime import real_runtime
+from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.leases import DRIFT_S, LEASE_S
+from fedsender.store.membership import Missing, Standing, Walk
+from fedsender.store.sender import OwedReceipts
+
+AB, BC = ("fed1", "fed2"), ("fed2", "fed3")
+
+
+def settings(url: str, directory: Path, instance: str) -> StoreConfig:
+    return replace(
+        config(url, directory),
+        homeserver=HomeserverSettings("embedded", instance, (instance,)),
+        homeserver_url=lay(directory / f"{instance}.db", "homeserver"),
+    )
+
+
+@pytest.fixture
+async def three(postgres: Databases, tmp_path: Path) -> AsyncIterator[tuple[Store, Store, Store]]:
+    """The stores of fed1, fed2 and fed3, which share one database and hold their leases; the list
+    in force has the first two."""
+    url = postgres.create_schema("sender")
+    async with AsyncExitStack() as stack:
+        stores = []
+        for name in ("fed1", "fed2", "fed3"):
+            opening = open_store(settings(url, tmp_path, name), real_runtime())
+            stores.append(store := await stack.enter_async_context(opening))
+            await store.sender.take_lock(f"boot of {name}")
+        one, two, three = stores
+        await one.sender.senders.begin(AB, dict.fromkeys(AB, 5))
+        yield one, two, three
+
+
+async def change(*stopped: Store, places: dict[str, int], to: tuple[str, ...] = BC) -> bool:
+    """A change that these stop for."""
+    members = stopped[0].sender.senders
+    standing = await members.standing()
+    assert standing is not None
+    assert await members.want("x", standing.in_force, to)
+    for each in stopped:
+        await each.sender.senders.note_stopped("x")
+    return await members.put_in_force(Standing(standing.in_force, "x", to), places)
+
+
+def test_what_is_gained_is_what_was_not_ours() -> None:
+    names = [f"{number}.example" for number in range(50)]
+    gained = Walk(1, 5, AB).of("fed1")
+    assert {name for name in names if gained(name)} == {
+        name for name in names if shard_of(name, 2) == 1
+    }
+    assert all(map(Walk(1, 5, AB).of("fed3"), names))
+    assert all(map(Walk(1, 5, None).of("fed1"), names))
+
+
+async def test_the_first_list_is_in_force_and_a_later_one_is_not(
+    three: tuple[Store, Store, Store],
+) -> None:
+    one, two, _ = three
+    await two.sender.senders.begin(BC, {"fed1": 1, "fed2": 9})
+    assert await one.sender.senders.standing() == Standing(AB)
+    assert await two.sender.senders.walk() is None
+
+
+async def test_one_change_at_a_time_by_compare_and_swap(three: tuple[Store, Store, Store]) -> None:
+    members = three[0].sender.senders
+    assert not await members.want("x", BC, AB)
+    assert await members.want("x", AB, BC)
+    assert not await members.want("y", AB, ["fed1"])
+    assert await members.standing() == Standing(AB, "x", BC)
+    assert not await members.withdraw("y")
+    assert await members.withdraw("x")
+    assert not await members.withdraw("x")
+    assert not await members.put_in_force(Standing(AB, "x", BC), {})
+    assert await members.standing() == Standing(AB)
+
+
+async def test_a_list_comes_into_force_once_all_have_stopped(
+    three: tuple[Store, Store, Store],
+) -> None:
+    one, two, other = three
+    members = one.sender.senders
+    assert not await change(one, places={"fed1": 9, "fed2": 5})
+    standing = await members.standing()
+    assert standing is not None
+    assert await members.missing(standing, {}) == Missing(["fed2"], ["fed2", "fed3"], {})
+    await two.sender.senders.note_stopped("x")
+    await other.sender.senders.note_stopped("x")
+    assert await members.missing(standing, {}) == Missing([], [], {})
+    assert await members.put_in_force(standing, {"fed1": 9, "fed2": 5})
+    assert await members.standing() == Standing(BC)
+    # fed1 has none: it has gone.
+    assert [await each.sender.senders.walk() for each in three] == [
+        None,
+        Walk(5, 9, AB),
+        Walk(5, 9, AB),
+    ]
+
+
+async def test_who_has_not_walked_to_the_end_begins_where_it_was_and_for_all_servers(
+    three: tuple[Store, Store, Store],
+) -> None:
+    """The next change comes before fed2 has ended its walk; fed3 is new."""
+    one, two, other = three
+    await change(*three, places={"fed1": 3, "fed2": 9}, to=("fed2", "fed1"))
+    await one.sender.senders.end_walk()
+    await two.sender.senders.walked(4)
+    await two.sender.senders.walked(2)
+    assert await change(*three, places={"fed1": 20, "fed2": 20}, to=BC)
+    assert await two.sender.senders.walk() == Walk(4, 20, None)
+    assert await other.sender.senders.walk() == Walk(4, 20, ("fed2", "fed1"))
+
+
+async def test_a_lease_that_nobody_renews_lapses_and_is_void(
+    three: tuple[Store, Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fed2 is frozen: its lease ends if it is not renewed. fed1's does not end."""
+    one, two, other = three
+    await two.sender.let_lease_end()
+    members, clock = other.sender.senders, [0.0]
+    runtime = replace(real_runtime(), elapsed_s=lambda: clock[0])
+    monkeypatch.setattr(members, "_runtime", runtime)
+    assert await members.want("x", AB, ["fed3"])
+    await members.note_stopped("x")
+    standing = Standing(AB, "x", ("fed3",))
+    for clock[0] in (0.0, LEASE_S):
+        assert (await members.missing(standing, {})).running == ["fed1", "fed2"]
+    clock[0] = LEASE_S + DRIFT_S
+    missing = await members.missing(standing, {})
+    assert (missing.running, list(missing.lapsed)) == (["fed1"], ["fed2"])
+    await one.sender.senders.note_stopped("x")
+
+    # It was renewed since we looked.
+    with trio.fail_after(60):
+        assert await two.sender.renew_lock()
+    await members.void(missing.lapsed)
+    assert not await members.put_in_force(standing, {})
+    assert (await members.missing(standing, {})).running == ["fed2"]
+    clock[0] += LEASE_S + DRIFT_S
+    await members.void((await members.missing(standing, {})).lapsed)
+    assert await members.put_in_force(standing, {})
+
+
+async def test_a_name_under_which_nobody_ran_here_may_be_one_of_synapses_own_workers(
+    three: tuple[Store, Store, Store],
+) -> None:
+    members = three[0].sender.senders
+    await members.begin(AB, {})
+    standing = Standing(("fed1", "worker"), "x", ("fed1",))
+    await members.note_stopped("x")
+    assert (await members.missing(standing, {"worker": True})).running == ["worker"]
+    assert (await members.missing(standing, {"worker": False})).running == []
+
+
+async def test_receipts_go_on_where_the_last_one_was(three: tuple[Store, Store, Store]) -> None:
+    """Also for who is new; and who has gone leaves no position to come back to."""
+    one, two, _ = three
+    of_fed1 = OwedReceipts(40, passed={"slow": 8, "slower": 5})
+    await one.receipts.save("fed1", of_fed1, OwedReceipts())
+    debts = OwedReceipts(90, {"a.example": 12}, {"slow": 12})
+    await two.receipts.save("fed2", debts, OwedReceipts())
+    await change(*three, places={})
+
+    async def owed(name: str) -> OwedReceipts:
+        return await one.receipts.load(name, lambda _: name == "fed3")
+
+    assert await owed("fed1") == OwedReceipts()
+    assert await owed("fed2") == of_fed1
+    assert await owed("fed3") == replace(of_fed1, debts={"a.example": 12})
+
+
+async def hold_back(store: Store, event_id: str, stream_ordering: int = 5) -> int:
+    """An event that can be sent to nobody goes into quarantine."""
+    return await store.sender.quarantine_item(
+        destination=None,
+        kind="pdu",
+        event_id=event_id,
+        room_id="!r",
+        stream_ordering=stream_ordering,
+        reason="x",
+    )
+
+
+async def held_back(store: Store) -> list[str | None]:
+    return [item.event_id for item in await store.sender.quarantine_list(None, 99)]
+
+
+async def test_what_no_server_got_each_sender_holds_back_for_its_own(
+    three: tuple[Store, Store, Store],
+) -> None:
+    """I2: one that gives it up, or sends it after all, does so for its own servers alone."""
+    one, two, _ = three
+    first = await hold_back(one, "$n")
+    other = await hold_back(two, "$n")
+    assert await hold_back(one, "$n") == first != other
+    assert await held_back(one) == await held_back(two) == ["$n"]
+
+    assert await one.sender.quarantined([other]) == []
+    assert [item.id for item in await one.sender.drop([first, other])] == [first]
+    assert await one.sender.quarantined_rooms() == {}
+    assert await two.sender.quarantined_rooms() == {"!r": 5}
+    assert await held_back(two) == ["$n"]
+
+
+async def test_by_another_list_each_sender_holds_back_what_any_of_the_old_ones_did(
+    three: tuple[Store, Store, Store],
+) -> None:
+    """Its servers may have been those of one that has gone, or of one that gave up nothing. An
+    entry of one server goes to whoever has that server."""
+    one, two, other = three
+    await hold_back(one, "$of fed1", 5)
+    for store in (one, two):
+        await hold_back(store, "$of both", 6)
+    servers = [f"{number}.example" for number in range(8)]
+    for server in servers:
+        await one.sender.quarantine_item(
+            destination=server, kind="pdu", event_id="$of one", reason="x"
+        )
+    (before,) = await two.sender.quarantine_list(None, 9)
+    await change(*three, places={})
+
+    # What was there keeps the id that an operator may have read.
+    assert before in await two.sender.quarantine_list(None, 9)
+    assert await held_back(one) == []
+    for index, store in enumerate((two, other)):
+        items = await store.sender.quarantine_list(None, 99)
+        mine = [server for server in servers if shard_of(server, 2) == index]
+        assert {item.destination for item in items} == {None, *mine}
+        held = {item.event_id for item in items if item.destination is None}
+        assert held == {"$of fed1", "$of both"}
+        assert await store.sender.quarantined_rooms() == {"!r": 5}
+
+
+async def test_what_a_name_left_behind_says_nothing_once_it_is_back(
+    three: tuple[Store, Store, Store],
+) -> None:
+    """Its position is a new one, and that is not the database having moved without us."""
+    one, _, other = three
+    await other.sender.save_generation("fed3", 90, "mark")
+    await one.sender.save_generation("fed2", 5, "mark")
+    await change(*three, places={})
+    assert await other.sender.load_generation("fed3") is None
+    assert await one.sender.load_generation("fed2") is not None
+
+
+async def test_all_is_walked_for_when_the_homeservers_database_was_set_back(
+    three: tuple[Store, Store, Store],
+) -> None:
+    members = three[0].sender.senders
+    await members.walk_anew({"fed1": 7, "fed2": 4})
+    assert await members.walk() == Walk(4, 7, None)
+    await members.walk_anew({"fed1": 6, "fed2": 6})
+    assert await members.walk() == Walk(4, 7, None)
