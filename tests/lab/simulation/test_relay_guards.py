@@ -62,9 +62,9 @@ def test_an_epoch_that_stays(invariant: str, monkeypatch: pytest.MonkeyPatch) ->
     """What is given out by an older copy of the files has another epoch than what was before: so a
     token never means two things."""
     begin = RelayStore.begin_intake
-    monkeypatch.setattr(RelayStore, "begin_intake", lambda self, _: begin(self, "0" * 16))
+    monkeypatch.setattr(RelayStore, "begin_intake", lambda self, *_: begin(self, "0" * 16))
 
-    assert goes_red(invariant, 2, 3, 1)
+    assert goes_red(invariant, 16, 2, 3)
 
 
 def test_a_feed_that_leaves_records_out(monkeypatch: pytest.MonkeyPatch) -> None:
