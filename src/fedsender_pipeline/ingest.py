@@ -195,7 +195,8 @@ class HomeserverReader:
 
     def _range(self, readings: Sequence[Reading], after: int, upto: int, parts: int) -> list[int]:
         """Read numbers in one commit, from one snapshot; the rows of each reading."""
-        with ExitStack() as stack, self.lake.commit() as commit:
+        # The snapshots end first: if one cannot be ended, the commit is not made, and may be again.
+        with self.lake.commit() as commit, ExitStack() as stack:
             used = {source for reading in readings for source in reading.sources}
             frozen = {source: stack.enter_context(source.snapshot()) for source in used}
             found = []

@@ -334,6 +334,7 @@ def test_a_database_that_goes_away_in_the_middle(
         postgres.start()
         assert 0 < read(lake, url, config).events < world.ordering
     assert contents(lake) == contents(whole)
+    assert lake.rows(schemas.EVENTS) == world.ordering, "each once"
 
 
 def test_nothing_can_be_written_to_the_homeserver(tmp_path: Path, postgres: Databases) -> None:
