@@ -436,7 +436,7 @@ def read_claims(spark: SparkSession, lake: Lake, owned: Ownership) -> DataFrame:
         owed = pc.greater(rows["stream_ordering"], mark.combine_chunks())
         return rows.filter(pc.fill_null(owed, True))
 
-    rooms = lake.some(spark, schemas.DESTINATION_ROOMS, narrow=not_level)
+    rooms = _newest(lake.some(spark, schemas.DESTINATION_ROOMS, narrow=not_level))
     owed = fates.owed_ranges(rooms, *(lake.frame(spark, table) for table in _AS_THEY_STAND))
     at = ("room_id", "event_id", "stream_ordering as first", "stream_ordering as last")
     redeliveries = lake.frame(spark, schemas.REDELIVERIES).selectExpr(
@@ -464,6 +464,12 @@ def read_claims(spark: SparkSession, lake: Lake, owned: Ownership) -> DataFrame:
     return rows.select(*schemas.CLAIMS.columns).distinct()
 
 
+def _newest(rooms: DataFrame) -> DataFrame:
+    """Rows of `destination_rooms`, of each server and room the newest one."""
+    newest = F.max("stream_ordering").alias("stream_ordering")
+    return rooms.groupBy("destination", "room_id").agg(newest)
+
+
 _ITEMS: Final = (schemas.REDELIVERIES, schemas.QUARANTINE)
 _AS_THEY_STAND: Final = (schemas.DESTINATIONS, schemas.CATCH_UPS, schemas.SERVER_STATES)
 
@@ -471,7 +477,7 @@ _AS_THEY_STAND: Final = (schemas.DESTINATIONS, schemas.CATCH_UPS, schemas.SERVER
 def _explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
     """Rows of `missing`, from those without `reasons`."""
     pairs = few(gone.selectExpr("server as destination", "room_id"))
-    rooms = among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs)
+    rooms = _newest(among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs))
     others = (lake.frame(spark, table) for table in _AS_THEY_STAND)
     return fates.explained(gone, rooms, *others)
 

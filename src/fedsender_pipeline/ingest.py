@@ -38,6 +38,8 @@ LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
 ROOMS_READ: Final = "destination_rooms_read"
 """The position that is the day on which all of `destination_rooms` were read."""
+ROOMS_SUMS: Final = ("destination_rooms_count", "destination_rooms_sum")
+"""The positions that are the number of its rows, and the sum of their orderings."""
 MOST_NEWER: Final = 200_000
 """As many rows of `intervals` replace older ones before the table is written anew."""
 
@@ -124,8 +126,7 @@ def _as_it_was(
         if lake.position(ROOMS_READ) != _today():
             return False
         found = sources.newer_rooms(source, lake.position(table.name))
-        known = lake.read(table, ["stream_ordering"])[0]
-        return found is not None and found[1:] == (len(known), pc.sum(known).as_py() or 0)
+        return found is not None and found[1:] == tuple(map(lake.position, ROOMS_SUMS))
     columns = [name for name in table.columns if name != "version"]
     now = {repr(row) for batch in batches for row in batch.select(columns).to_pylist()}
     return now == set(map(repr, lake.read(table, columns).to_pylist()))
@@ -275,10 +276,18 @@ def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps, told
                 commit.set_position(ROOMS_READ, _today())
             commit.clear(table)
             told.snapshots[table.name] = commit.append(table, batches)
+            if table is schemas.DESTINATION_ROOMS:
+                orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
+                for name, value in zip(ROOMS_SUMS, _sums(orderings), strict=True):
+                    commit.set_position(name, value)
+
+
+def _sums(orderings: pa.ChunkedArray) -> tuple[int, int]:
+    return len(orderings), pc.sum(orderings).as_py() or 0
 
 
 def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
-    """Put newer rows of `destination_rooms` in the place of those with the same server and room.
+    """Add newer rows of `destination_rooms`: of a server and room the highest one counts.
 
     Only the fan-out's rows are newer ones. One that begins again writes older ones, and a room that
     is purged takes its rows with it: then the number of rows, or the sum of their orderings, is
@@ -288,21 +297,27 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
     Returns:
         the number of rows read; None: the table must be read whole.
     """
-    table = schemas.DESTINATION_ROOMS
+    table, key = schemas.DESTINATION_ROOMS, ["destination", "room_id"]
     files = lake.files(table)
     if not files or lake.position(ROOMS_READ) != _today():
         return None
     found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
     if found is None:
         return None
-    rows, count, total = found
-    newer = pc.binary_join_element_wise(rows["destination"], rows["room_id"], " ")
-    pair = pc.binary_join_element_wise(pc.field("destination"), pc.field("room_id"), " ")
-    commit.rewrite(table, files, "", only=~pair.isin(newer))
-    commit.append(table, [rows])
-    orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
-    same = (len(orderings), pc.sum(orderings).as_py()) == (count, total)
-    return rows.num_rows if same else None
+    rows = pa.Table.from_batches([found[0]])
+    there = lake.dataset(table, files).to_table(filter=intervals.near(rows.select(key)))
+    before = there.group_by(key).aggregate([("stream_ordering", "max")])
+    both = rows.join(before, key)
+    was, now = both["stream_ordering_max"], both["stream_ordering"]
+    newer = both.filter(pc.fill_null(pc.greater(now, was), True)).select([*key, "stream_ordering"])
+    count, total = (a - b for a, b in zip(_sums(now), _sums(was.drop_null()), strict=True))
+    sums = (lake.position(ROOMS_SUMS[0]) + count, lake.position(ROOMS_SUMS[1]) + total)
+    if pc.any(pc.less(now, was)).as_py() or sums != found[1:]:
+        return None
+    commit.append(table, newer.to_batches())
+    for name, value in zip(ROOMS_SUMS, sums, strict=True):
+        commit.set_position(name, value)
+    return int(rows.num_rows)
 
 
 def _today() -> int:
