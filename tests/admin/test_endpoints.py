@@ -687,7 +687,7 @@ async def test_outcomes_go_on_from_a_cursor_and_wait_for_the_next(
         more: list[dict[str, Any]] = []
 
         async def wait() -> None:
-            answer = await desk.get(f"outcomes?after={page['cursor']}&wait_s=60")
+            answer = await desk.get("outcomes", after=page["cursor"], wait_s=60)
             more.extend(answer["outcomes"])
 
         async with trio.open_nursery() as nursery:
@@ -699,10 +699,10 @@ async def test_outcomes_go_on_from_a_cursor_and_wait_for_the_next(
         assert (dropped["event_id"], dropped["server"], dropped["outcome"]) == (
             *(event_id, B, "dropped"),
         )
-        gap = await desk.get("outcomes?after=b00t-1-0", 410)
+        gap = await desk.get("outcomes", 410, after="b00t-1-0")
         assert gap["errcode"] == "FEDSENDER_GAP"
         assert gap["oldest"]
-        await desk.get("outcomes?after=x", 400)
+        await desk.get("outcomes", 400, after="x")
 
 
 async def test_a_dropped_item_is_gone(world: World, autojump_clock: MockClock) -> None:
