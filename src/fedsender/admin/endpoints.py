@@ -42,7 +42,7 @@ from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.http.application import DESCRIBED, Error
-from fedsender.http.outcomes import MAX_OUTCOMES, After, WaitS, answer_outcomes
+from fedsender.http.outcomes import MAX_OUTCOMES, After, OutcomesPage, WaitS, answer_outcomes
 from fedsender.http.outcomes import Limit as OutcomesLimit
 from fedsender.http.server import Refusal, not_found
 from fedsender.sender.operations import UNKNOWN, Freed, NotSent
@@ -192,7 +192,9 @@ async def attempts(
         raise Refusal(503, "M_UNKNOWN", f"the ledger cannot be read: {error}") from None
 
 
-@router.get("/outcomes", summary="What became of events at each server")
+@router.get(
+    "/outcomes", summary="What became of events at each server", response_model=OutcomesPage
+)
 async def outcomes(
     context: Reach, after: After = "", limit: OutcomesLimit = MAX_OUTCOMES, wait_s: WaitS = 0.0
 ) -> Response:

@@ -37,6 +37,7 @@ from fedsender.http.outcomes import (
     RETRY_AFTER_MS,
     After,
     Limit,
+    OutcomesPage,
     WaitS,
     answer_outcomes,
 )
@@ -212,7 +213,9 @@ async def position(request: Request, intake: AnyReach) -> Response:
     )
 
 
-@router.get("/outcomes", summary="What became of events at each server")
+@router.get(
+    "/outcomes", summary="What became of events at each server", response_model=OutcomesPage
+)
 async def outcomes(
     request: Request, after: After = "", limit: Limit = MAX_OUTCOMES, wait_s: WaitS = 0.0
 ) -> Response:

@@ -1,9 +1,10 @@
 """`GET outcomes`, as the endpoints of operators and of homeservers have it."""
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import trio
 from fastapi import Query
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from fedsender.http.application import json_answer
@@ -25,6 +26,13 @@ Limit = Annotated[
 WaitS = Annotated[
     float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait, if there is nothing new.")
 ]
+
+
+class OutcomesPage(BaseModel):
+    """What is answered, for the description of the endpoint: outcomes in the ledger's order."""
+
+    outcomes: list[dict[str, Any]]
+    cursor: str | None
 
 
 async def answer_outcomes(outcomes: Outcomes, after: str, limit: int, wait_s: float) -> Response:
