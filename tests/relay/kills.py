@@ -301,6 +301,7 @@ async def open_campaign(
     relays: list[process.DaemonProcess] = []
     victims: dict[str, tuple[Victim, float]] = {}
     url = None if postgres is None else postgres.url("postgres")
+    command = "relay" if url is None else "relay --standby"
     places = [directory / name for name in RELAYS[: 1 if url is None else None]]
     if postgres is not None:
         victims[DATABASE] = (PostgresProcess(postgres), 0.15)
@@ -312,7 +313,7 @@ async def open_campaign(
             config = process.relay_configuration(
                 place, keep_min="5s", snapshot_every="5s", **shared
             )
-            relay = process.open_daemon_process(place, config, token, "relay")
+            relay = process.open_daemon_process(place, config, token, command)
             relays.append(await stack.enter_async_context(relay))
             victims[place.name] = (relays[-1], 0.5)
         intakes = [f"unix:{place}/intake.sock" for place in places]
@@ -322,8 +323,8 @@ async def open_campaign(
         for name in CONSUMERS:
             home = directory / name
             home.mkdir()
-            command = [sys.executable, "-m", small_consumer.__name__, str(home), name, *sockets]
-            consumer = SmallProcess(command, home, nursery)
+            program = [sys.executable, "-m", small_consumer.__name__, str(home), name, *sockets]
+            consumer = SmallProcess(program, home, nursery)
             await consumer.start()
             victims[name] = (consumer, 0.3)
         writers = Writers(client, rng, figures)

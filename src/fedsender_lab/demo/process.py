@@ -120,7 +120,7 @@ class DaemonProcess:
     def __init__(
         self, directory: Path, token: str, nursery: trio.Nursery, command: str = "run"
     ) -> None:
-        """`command`: the command of fedsender, "run" or "relay"."""
+        """`command`: the command of fedsender, "run" or "relay", with options."""
         self.log_file = directory / "daemon.log"
         self.directory = directory
         self.starts = 0
@@ -133,7 +133,7 @@ class DaemonProcess:
 
     async def start(self) -> None:
         """Start it, without waiting until it is ready."""
-        command = [*DAEMON, self._command, "-c", str(self.directory / "config.yaml")]
+        command = [*DAEMON, *self._command.split(), "-c", str(self.directory / "config.yaml")]
         self._asked_to_end = False
         self.ended = trio.Event()
         self.starts += 1
