@@ -189,7 +189,8 @@ def newer(buildah: Buildah, image: Image, tmp_path_factory: pytest.TempPathFacto
         last = max(path.name.split("_")[0] for path in versions.glob("[0-9]*_*.py"))
         next_ = f"{int(last) + 1:0{len(last)}}"
         (versions / f"{next_}_later.py").write_text(
-            f'revision = "{line}_{next_}"\ndown_revision = "{line}_{last}"\n\n\n'
+            f'revision = "{line}_{next_}"\ndown_revision = "{line}_{last}"\n'
+            f"compat = {int(next_)}\n\n\n"
             "def upgrade() -> None:\n    pass\n"
         )
     return buildah.build(tree, "newer")
@@ -304,7 +305,7 @@ async def test_a_newer_image_takes_over_the_volume_and_what_is_owed_in_it(
         again = partial(image.run, etc, state)
         refused = await trio.to_thread.run_sync(again)
         assert refused.returncode != 0
-        assert "they are newer than this fedsender" in refused.stderr
+        assert "this fedsender knows 1: upgrade it" in refused.stderr
         assert "Traceback" not in refused.stderr
 
 
