@@ -25,7 +25,7 @@ from fedsender_lab.demo.process import DaemonProcess, open_daemon_process
 from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.clock import until
 from fedsender_lab.testing.receiver import failing, healthy, open_receivers
-from fedsender_lab.testing.rooms import new_timeline
+from fedsender_lab.testing.rooms import Signer, Timeline, new_timeline
 from fedsender_lab.testing.rules import pdu_reader
 
 pytestmark = pytest.mark.slow
@@ -59,6 +59,16 @@ def issue(authority: trustme.CA, directory: Path) -> ssl.SSLContext:
     context = ssl.create_default_context()
     authority.configure_trust(context)
     return context
+
+
+async def say(client: IntakeClient, timeline: Timeline, signer: Signer, said: list[str]) -> None:
+    """Append one message more; `said` has the ids of those that were stored."""
+    now_ms = real_runtime().now_ms()
+    content = {"n": len(said)}
+    event = timeline.append("m.room.message", USER, content, signer=signer, now_ms=now_ms)
+    row = ["pdu", [event.room_id, event.event_id, event.content, {"room_version": VERSION}]]
+    await client.append([row], id=event.event_id)
+    said.append(event.event_id)
 
 
 async def test_a_renewed_certificate_is_taken_up_by_a_reload(tmp_path: Path) -> None:
@@ -147,17 +157,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
         async def talk(client: IntakeClient) -> None:
             await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
             while not stop:
-                event = timeline.append(
-                    "m.room.message",
-                    USER,
-                    {"n": len(said)},
-                    signer=signer,
-                    now_ms=runtime.now_ms(),
-                )
-                about = {"room_version": VERSION}
-                row = ["pdu", [event.room_id, event.event_id, event.content, about]]
-                await client.append([row], id=event.event_id)
-                said.append(event.event_id)
+                await say(client, timeline, signer, said)
                 await trio.sleep(0.01)
 
         def more_than(count: int) -> bool:
@@ -255,17 +255,7 @@ async def test_the_list_of_senders_changes_under_load(tmp_path: Path, postgres: 
         async def talk(client: IntakeClient) -> None:
             await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
             while True:
-                event = timeline.append(
-                    "m.room.message",
-                    USER,
-                    {"n": len(said)},
-                    signer=signer,
-                    now_ms=runtime.now_ms(),
-                )
-                about = {"room_version": VERSION}
-                row = ["pdu", [event.room_id, event.event_id, event.content, about]]
-                await client.append([row], id=event.event_id)
-                said.append(event.event_id)
+                await say(client, timeline, signer, said)
                 await trio.sleep(0.02)
 
         await open_sender("a")

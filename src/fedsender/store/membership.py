@@ -82,7 +82,7 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Who keeps a change of the list from coming into force.
+    """The senders that keep a change of the list from coming into force.
 
     Attributes:
         running: names of the list in force that have not stopped.
@@ -157,7 +157,7 @@ class Membership:
         connection.execute(query.values(stopped=change))
 
     async def missing(self, standing: Standing, places: Mapping[str, bool]) -> Missing:
-        """Who keeps this change from coming into force; called again and again.
+        """The senders that keep this change from coming into force; asked again and again.
 
         A lease has lapsed if it ends, and its row has not changed for as long as we look.
 
