@@ -15,6 +15,7 @@ has come in, or for which something else than the ledger says otherwise (`_touch
 
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from typing import Any, Final
@@ -38,9 +39,9 @@ from fedsender_pipeline import (
     schemas,
 )
 from fedsender_pipeline.fates import EVERYWHERE, Days
-from fedsender_pipeline.intervals import Keys, among, among_rows, few, near
+from fedsender_pipeline.intervals import Keys, among, among_rows, few, near, servers_of
 from fedsender_pipeline.lake import LET_GO, Commit, Lake, in_days, listed
-from fedsender_pipeline.notes import NOTE_RANGE, RANK, Ownership
+from fedsender_pipeline.notes import NOTE_RANGE, RANK, SenderList, Senders
 from fedsender_pipeline.schemas import FATES
 from fedsender_pipeline.session import Steps, kept
 
@@ -141,10 +142,11 @@ def audit(
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
     with steps.spark("what may have changed", spark):
         days = read_days(lake)
-        owned = ownership(lake, config.instance_name)
-        claims = kept(read_claims(spark, lake, owned))
+        senders = read_senders(lake, config)
+        claims = kept(read_claims(spark, lake, senders))
     first = 0 if since is None else days.first_of(since)
-    look = _goes_on(spark, lake, config, days, owned, claims, first)
+    rules = senders.rules(config, upto)
+    look = _goes_on(spark, lake, config, days, senders, claims, first)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
         anew = look is None
         if look is None:
@@ -152,7 +154,7 @@ def audit(
             for table in _FINDINGS:
                 commit.clear(table)
             commit.set_position("audit_from", first)
-        view = View(spark, lake, config, owned, claims, look)
+        view = View(spark, lake, config, senders, claims, look)
         _look_at(spark, lake, commit, view, anew=anew)
         commit.clear(schemas.CLAIMS)
         commit.append_frame(schemas.CLAIMS, claims.coalesce(1))
@@ -161,7 +163,7 @@ def audit(
         commit.set_position("audit", upto)
         commit.set_position("audit_ms", real_runtime().now_ms())
         commit.set_position("audit_version", commit.version)
-        commit.set_position("audit_rules", notes.rules(began(lake, owned), owned, config, upto))
+        commit.set_position("audit_rules", rules)
         step.say("")
     with steps.spark("summing up", spark) as step:
         told = summed_up(lake, config, since=since)
@@ -186,7 +188,7 @@ def _goes_on(
     lake: Lake,
     config: Config,
     days: Days,
-    owned: Ownership,
+    senders: Senders,
     claims: DataFrame,
     first: int,
 ) -> "Look | None":
@@ -198,7 +200,7 @@ def _goes_on(
     after = lake.position("audit")
     if after < 0 or lake.position("audit_from") > first:
         return None
-    if lake.position("audit_rules") != notes.rules(began(lake, owned), owned, config, after):
+    if lake.position("audit_rules") != senders.rules(config, after):
         return None
     units = touched(spark, lake, claims, days)
     if units is None or units.rows is None:
@@ -284,8 +286,7 @@ def still_holds(lake: Lake, config: Config) -> bool:
     read += lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()
     if lake.position("audit_from") > 0 or max(read, default=0) > version:
         return False
-    owned = ownership(lake, config.instance_name)
-    rules = notes.rules(began(lake, owned), owned, config, lake.position("audit"))
+    rules = read_senders(lake, config).rules(config, lake.position("audit"))
     return lake.position("audit_rules") == rules
 
 
@@ -301,7 +302,10 @@ def summed_up(
     totals = Counter[str]()
     for rows in lake.dataset(schemas.AUDIT_BY_SERVER, files).to_batches(columns=[*fates.COUNTS]):
         totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
-    start = began(lake, ownership(lake, config.instance_name))
+    senders = read_senders(lake, config)
+    starts = (senders.owned[name].began for name in senders.lists[0].ours)
+    start = max((at for at in starts if at is not None), default=None)
+    unproven = [_unproven(lake, name, start) for name in senders.owned]
     return Audited(
         lake.position("audit"),
         totals[fates.EXPECTED],
@@ -313,7 +317,7 @@ def summed_up(
         _first(lake, schemas.REPEATED, shown, since, ~ds.field("expected")),
         lake.rows(schemas.PURGED),
         start,
-        _unproven(lake, config.instance_name, start) if totals[fates.EXPECTED] else None,
+        ("; ".join(filter(None, unproven)) or None) if totals[fates.EXPECTED] else None,
     )
 
 
@@ -393,12 +397,22 @@ class Look:
         return self.days.first_of(min(self.unit_days)) if self.unit_days else self.after + 1
 
 
-def ownership(lake: Lake, instance: str) -> Ownership:
-    """The ownership by this sender's notes in the ledger."""
-    wanted = ds.field("outcome").isin(RANK) & (ds.field("instance") == instance)
-    columns = ["ms", "position", "outcome", "destination", "lsso", "reason"]
-    rows = lake.read(schemas.ATTEMPTS, columns, wanted & ds.field("position").is_valid())
-    return notes.read_notes(rows.to_pylist())
+def read_senders(lake: Lake, config: Config) -> Senders:
+    """The senders that are judged, with their ledgers' notes."""
+    rows = lake.read(schemas.SENDERS).sort_by("version").to_pylist()
+    lists = [SenderList(row["since"], tuple(row["names"]), tuple(row["ours"])) for row in rows]
+    lists = lists or [SenderList(-1, config.senders, (config.instance_name,))]
+    wanted = ds.field("outcome").isin(RANK) & ds.field("position").is_valid()
+    columns = ["instance", "ms", "position", "outcome", "destination", "lsso", "reason"]
+    said: dict[str, list[dict[str, Any]]] = {name: [] for each in lists for name in each.ours}
+    for row in lake.read(schemas.ATTEMPTS, columns, wanted).to_pylist():
+        said.get(row["instance"], []).append(row)
+    live = lake.manifest.positions
+    owned = {
+        name: notes.read_notes(rows, live.get(ledger_lines.FIRST_LIVE + name))
+        for name, rows in said.items()
+    }
+    return Senders(lists, owned)
 
 
 def read_days(lake: Lake) -> Days:
@@ -416,17 +430,10 @@ def read_days(lake: Lake) -> Days:
     return Days.with_later(known, firsts)
 
 
-def began(lake: Lake, owned: Ownership) -> int | None:
-    """The last event before the ledger's start; None: it has not started."""
-    live = lake.manifest.positions.get(ledger_lines.FIRST_LIVE)
-    starts = (None if live is None else live - 1, owned.began)
-    return min((at for at in starts if at is not None), default=None)
-
-
 _CLAIM: Final = ("server", "room_id", "event_id", "kind")
 
 
-def read_claims(spark: SparkSession, lake: Lake, owned: Ownership) -> DataFrame:
+def read_claims(spark: SparkSession, lake: Lake, senders: Senders) -> DataFrame:
     """Rows of `claims`: what an audit takes from elsewhere than the ledger, each once."""
     lsso = "last_successful_stream_ordering"
     known = lake.read(schemas.DESTINATIONS, ["destination", lsso]).combine_chunks()
@@ -449,7 +456,7 @@ def read_claims(spark: SparkSession, lake: Lake, owned: Ownership) -> DataFrame:
         *("server", "event_id", "coalesce(first, 0) as first", "coalesce(last, 0) as last"),
         "'accepted' as kind",
     )
-    purged = listed(spark, [asdict(each) for each in owned.purged], NOTE_RANGE)
+    purged = listed(spark, [asdict(each) for each in senders.purged], NOTE_RANGE)
     frames = (
         owed,
         redeliveries,
@@ -609,7 +616,7 @@ class View:
         spark: SparkSession,
         lake: Lake,
         config: Config,
-        owned: Ownership,
+        senders: Senders,
         claims: DataFrame,
         look: Look,
     ) -> None:
@@ -620,7 +627,7 @@ class View:
         self._pdus = (
             lake.frame(spark, schemas.PDUS) if look.is_whole else kept(selected(spark, lake, look))
         )
-        self._owned = owned
+        self._senders = senders
         self.places = self.keep(places_of(spark, lake, look))
         rooms = None if look.is_whole else few(self.places.select("room_id"))
         of_rooms = claims.where("room_id is null").unionByName(
@@ -635,7 +642,7 @@ class View:
 
     def _expected(self, look: Look, rooms: Keys | None) -> DataFrame:
         """room_id, server, first, last: the part of `intervals` that is looked at."""
-        spans = intervals.sent_to(intervals.current(self._spark, self._lake, rooms), self._config)
+        spans = intervals.sent_to(intervals.current(self._spark, self._lake, rooms), self._judges)
         newer = spans.where(F.col("last").isNull() | (F.col("last") > look.after)).withColumn(
             "first", F.greatest("first", F.lit(look.after + 1))
         )
@@ -653,36 +660,46 @@ class View:
         )
         return kept(newer.unionByName(older))
 
+    def _judges(self, server: str) -> bool:
+        """Whether it may be sent to, and its sender is judged."""
+        return self._senders.judges(server) and self._config.allows(server)
+
     def stretches(self) -> DataFrame:
         """Stretches of all expected places, with their fates."""
+        servers = servers_of(self._spans)
         standing = fates.stood_in(self._pdus).drop("by", "ms", "refused")
         spans = (
             self._spans.withColumn("kind", F.lit(fates.EXPECTED))
-            .unionByName(self._before_ledger())
+            .unionByName(self._before_ledger(servers))
             .unionByName(standing)
             .unionByName(fates.claimed(self._claims, self._spans))
         )
         attempts = self._lake.frame(self._spark, schemas.ATTEMPTS)
-        gone = notes.let_go(self._owned, attempts, self._spans, self._config)
+        gone = notes.let_go(self._senders, attempts, self._spans, servers, self._config)
         if gone is not None:
             spans = spans.unionByName(gone)
-        instance = self._config.instance_name
-        told = fates.taken_out(self._claims, self._pdus, self.places, self._spans, instance)
+        senders = self._senders.owned
+        told = fates.taken_out(self._claims, self._pdus, self.places, self._spans, senders)
         proven = fates.points(fates.answers(self._pdus), self.places)
         said = fates.points(told, self.places)
         ends = fates.ends_in_places(spans, self.places)
         return fates.stretches(ends.unionByName(proven).unionByName(said))
 
-    def _before_ledger(self) -> DataFrame:
+    def _before_ledger(self, servers: Sequence[str]) -> DataFrame:
         """The ranges before the ledger's start: their events may have been delivered before it.
 
         It starts with its note that the stream became ours, or with its first live event, or after
         the lines that the lake has let go.
         """
         let_go = self._lake.position(LET_GO)
-        last = began(self._lake, self._owned) if let_go < 0 else let_go
-        end = F.lit(last).cast("bigint")
-        return self._spans.withColumns({"last": end, "kind": F.lit("before_ledger")})
+        lasts = {name: self._senders.began(name) if let_go < 0 else let_go for name in servers}
+        spans = self._spans.withColumn("kind", F.lit("before_ledger"))
+        if len(set(lasts.values())) < 2:
+            last = next(iter(lasts.values()), None)
+            return spans.withColumn("last", F.lit(last).cast("bigint"))
+        rows = [{"server": name, "last": last} for name, last in lasts.items()]
+        ends = listed(self._spark, rows, "server: STRING, last: BIGINT")
+        return spans.drop("last").join(F.broadcast(ends), on="server", how="inner")
 
     def superseded(self, found: DataFrame) -> DataFrame:
         """Rows of `superseded`."""
@@ -704,7 +721,7 @@ class View:
         """
         spark, lake, look = self._spark, self._lake, self.look
         odd = every.where(f"fate in ('{fates.STRAY}', 'delivered_again')")
-        events = fates.events_of(intervals.sent_to(odd, self._config), self.places)
+        events = fates.events_of(intervals.sent_to(odd, self._judges), self.places)
         newer = events.where(f"stream_ordering > {look.after}")
         if look.units is not None:
             older = events.where(f"stream_ordering <= {look.after}")

@@ -204,7 +204,7 @@ def audit(
     with job("audit", config, writes=True) as (spark, lake, loaded, steps):
         if rows is not None:
             accepted.accept(lake, rows)
-        read_ledger(spark, lake, loaded.ledger.directory, steps)
+        read_ledger(spark, lake, loaded, steps)
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
             pages = repair_module.missing_pairs(spark, lake, since=first)
@@ -264,7 +264,7 @@ def health(config: ConfigFile, as_json: AsJson = False) -> int:
     from fedsender_pipeline.ledger_lines import read_ledger
 
     with job("health", config, writes=True) as (spark, lake, loaded, steps):
-        read_ledger(spark, lake, loaded.ledger.directory, steps)
+        read_ledger(spark, lake, loaded, steps)
         known = module.health(spark, lake, loaded, steps)
         with steps.spark("the week, and what is usual", spark):
             level = module.service_level(spark, lake)

@@ -11,7 +11,7 @@ several fates hold for an event and server, the first of `schemas.FATES` counts.
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -391,14 +391,22 @@ def overtaken(pdus: DataFrame, days: Days) -> DataFrame:
 
     Catch-up, redeliveries and witnesses go out of turn; another boot may repeat what it does not
     know to be answered. So both deliveries are live, each the first of its event, and formed by
-    one boot. Their order is that of the ledger's lines.
+    one boot. Their order is that of the ledger's lines. Between the ledgers of two senders there is
+    no order: of an event that both delivered live, nobody knows which was the first.
 
     Args:
         pdus: all answered ones of some rooms and servers, from some stream ordering on.
     """
     at = ("destination", "room_id", "stream_ordering", "event_id")
-    first = "min_by(struct(at, ms, line, instance, lane, transaction_id), at) as first"
-    firsts = pdus.groupBy(*at).agg(F.expr(first)).select(*at, "first.*")
+    first = "min_by(struct(at, ms, line, lane, transaction_id), at) as first"
+    senders = F.count_if("is_live").over(Window.partitionBy(*at))
+    firsts = (
+        pdus.groupBy(*at, "instance")
+        .agg(F.expr(first), F.expr("bool_or(lane = 'live') as is_live"))
+        .withColumn("senders", senders)
+        .where("senders = 1")
+        .select(*at, "instance", "first.*")
+    )
     why = f"concat('{TOO_LATE}', later.event_id, ' at ', later.stream_ordering)"
     return (
         too_late(firsts)
@@ -490,7 +498,11 @@ def claimed(claims: DataFrame, spans: DataFrame) -> DataFrame:
 
 
 def taken_out(
-    claims: DataFrame, pdus: DataFrame, places: DataFrame, spans: DataFrame, instance: str
+    claims: DataFrame,
+    pdus: DataFrame,
+    places: DataFrame,
+    spans: DataFrame,
+    senders: Collection[str],
 ) -> DataFrame:
     """The claims of single events, and those that were dropped from quarantine.
 
@@ -502,7 +514,7 @@ def taken_out(
     accepted = few(claimed.where("room_id is null").select("server", "event_id", "kind"))
     placed = accepted.frame.join(places, on="event_id", how="inner")
     dropped = pdus.where(
-        (F.col("outcome") == "dropped") & (F.col("instance") == instance)
+        (F.col("outcome") == "dropped") & F.col("instance").isin(*senders)
     ).selectExpr("destination as server", *at[1:4], "'given_up' as kind")
     found = items.select(*at).unionByName(placed.select(*at)).unionByName(dropped)
     everywhere = (

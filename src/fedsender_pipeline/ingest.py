@@ -5,8 +5,9 @@ nothing. Events come first, up to the position that the fan-out had then; the la
 least as new. The last step derives the servers that should get each event.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -64,11 +65,10 @@ def rows_to_read(lake: Lake, config: Config) -> int | None:
     homeserver = config.homeserver
     if homeserver.kind == "synapse" and lake.position("state_groups") < 0:
         return None  # A few events may come with the state of large rooms.
-    url = database_url(homeserver.database, homeserver.database_password_file)
-    with open_source(url, "homeserver") as main:
-        upto = sources.events_position(main, config.instance_name)
-    ledger = config.ledger.directory
-    unread = ledger_lines.new_segments(lake, ledger) if ledger.is_dir() else []
+    with opened(config) as (main, own):
+        upto = sources.standing(main, own, config).upto
+    there = [path for path in (config.ledger.directory, *config.pipeline.ledgers) if path.is_dir()]
+    unread = ledger_lines.new_segments(lake, there)
     lines = sum(sum(batch.values()) for batch in unread) // LINE_BYTES
     return max(0, upto - lake.position("events", 0)) + lines
 
@@ -78,6 +78,23 @@ def rows_to_work_on(lake: Lake, unread: int) -> int:
     return unread + (lake.rows() if lake.position("audit") < 0 else lake.rows() // ROWS_PER_NEW)
 
 
+@contextmanager
+def opened(config: Config, rows_per_s: float = math.inf) -> Iterator[tuple[Source, Source]]:
+    """The homeserver's database and the sender's.
+
+    Raises:
+        PipelineError: one of them cannot be read.
+    """
+    homeserver = config.homeserver
+    main_url = database_url(homeserver.database, homeserver.database_password_file)
+    own_url = database_url(config.sender_database, config.sender_database_password_file)
+    with (
+        open_source(main_url, "homeserver", rows_per_s) as main,
+        open_source(own_url, "sender", rows_per_s) as own,
+    ):
+        yield main, own
+
+
 def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ingested:
     """Bring new rows into the lake, and derive the servers that should get each event.
 
@@ -85,15 +102,13 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
         PipelineError: a source cannot be read; earlier commits stay.
     """
     told = Ingested()
-    homeserver, rate = config.homeserver, config.pipeline.rows_per_second
-    main_url = database_url(homeserver.database, homeserver.database_password_file)
-    with open_source(main_url, "homeserver", rate) as main:
-        HomeserverReader(lake, main, config, steps, told, spark).read()
+    with opened(config, config.pipeline.rows_per_second) as (main, own):
+        now = sources.standing(main, own, config)
+        note_senders(lake, now)
+        HomeserverReader(lake, main, config, steps, told, spark).read(now)
         read_snapshots(lake, main, "homeserver", steps, told)
-    own_url = database_url(config.sender_database, config.sender_database_password_file)
-    with open_source(own_url, "sender", rate) as own:
         read_snapshots(lake, own, "sender", steps, told)
-    ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps, told)
+    ledger_lines.read_ledger(spark, lake, config, steps, told)
     derive(spark, lake, config.server_name, steps)
     return told
 
@@ -104,19 +119,35 @@ def is_level(lake: Lake, config: Config) -> bool:
     Raises:
         PipelineError: a source cannot be read.
     """
-    homeserver = config.homeserver
-    main_url = database_url(homeserver.database, homeserver.database_password_file)
-    own_url = database_url(config.sender_database, config.sender_database_password_file)
-    with open_source(main_url, "homeserver") as main, open_source(own_url, "sender") as own:
-        if sources.events_position(main, config.instance_name) != lake.position("events", 0):
+    with opened(config) as (main, own):
+        now, before = sources.standing(main, own, config), lake.position("events", 0)
+        if max(now.upto, before) != before or _list(now) != _newest_list(lake):
             return False
         for source, database in ((main, "homeserver"), (own, "sender")):
             for table, batches in sources.snapshots(source, database):
                 if not _as_it_was(lake, source, table, batches):
                     return False
     # Last: what a database counted as delivered is in the ledger before.
-    ledger = config.ledger.directory
-    return ledger.is_dir() and not ledger_lines.new_segments(lake, ledger)
+    return not ledger_lines.new_segments(lake, ledger_lines.fetched(config))
+
+
+def note_senders(lake: Lake, now: sources.Standing) -> None:
+    """Note which senders are in force, if the lake knows others."""
+    known = _newest_list(lake)
+    if known == _list(now):
+        return
+    since = -1 if known is None else lake.position("events")
+    with lake.commit() as commit:
+        commit.append_rows(schemas.SENDERS, [{"since": since, **_list(now)}])
+
+
+def _list(now: sources.Standing) -> dict[str, list[str]]:
+    return {"names": list(now.names), "ours": list(now.ours)}
+
+
+def _newest_list(lake: Lake) -> dict[str, list[str]] | None:
+    rows = lake.read(schemas.SENDERS).sort_by("version").to_pylist()
+    return {name: rows[-1][name] for name in ("names", "ours")} if rows else None
 
 
 def _as_it_was(
@@ -149,19 +180,20 @@ class HomeserverReader:
     told: Ingested
     spark: SparkSession | None = None
 
-    def read(self) -> None:
+    def read(self, now: sources.Standing) -> None:
         """Read what is new.
 
         Raises:
             PipelineError: a source cannot be read, or is another one; earlier commits stay.
         """
-        upto = sources.events_position(self.main, self.config.instance_name)
         before = self.lake.position("events", 0)
-        if upto < before:
+        if now.newest < before:
             raise PipelineError(
-                f"the homeserver's events position is {upto}, and the lake has read up to {before}:"
-                " the database is another one, or was restored; ingest into a new lake"
+                f"the homeserver's events position is {now.newest}, and the lake has read up to"
+                f" {before}: the database is another one, or was restored; ingest into a new lake"
             )
+        # A sender that has come in may be behind; what was read was noted by the others.
+        upto = max(now.upto, before)
         readings = [sources.events(self.main, self.config)]
         with self.steps.step("events", max(upto - before, 1)) as step:
             for last, (rows,) in self.ranges(readings, before, upto):

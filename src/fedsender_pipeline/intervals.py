@@ -21,7 +21,7 @@ step from one place to the other crosses an odd number of its interval ends: one
 several where the step goes from one branch to another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
@@ -32,7 +32,6 @@ import pyarrow.dataset as ds
 from pyspark.sql import DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F  # noqa: N812
 
-from fedsender.config import Config
 from fedsender_pipeline import PipelineError, schemas
 from fedsender_pipeline.lake import Lake, LakeFile, empty_frame, listed
 from fedsender_pipeline.session import kept
@@ -43,16 +42,17 @@ def server_of(user: str) -> str:
     return f"if({user} like '%:%', nullif(substr({user}, instr({user}, ':') + 1), ''), null)"
 
 
-def sent_to(rows: DataFrame, config: Config) -> DataFrame:
-    """The rows with a `server` that this sender may send to, by the daemon's own rules.
+def servers_of(rows: DataFrame) -> list[str]:
+    """Their servers; some ten thousand at most."""
+    return [row["server"] for row in rows.select("server").distinct().toLocalIterator()]
 
-    The rules are applied once to each server; there are some ten thousand servers at most.
-    """
-    names = (row["server"] for row in rows.select("server").distinct().toLocalIterator())
-    barred = [name for name in names if not (config.handles(name) and config.allows(name))]
+
+def sent_to(rows: DataFrame, may: Callable[[str], bool]) -> DataFrame:
+    """The rows with a `server` that may be sent to; each server is asked about once."""
+    barred = [{"server": name} for name in servers_of(rows) if not may(name)]
     if not barred:
         return rows
-    table = listed(rows.sparkSession, [{"server": name} for name in barred], "server: STRING")
+    table = listed(rows.sparkSession, barred, "server: STRING")
     return rows.join(F.broadcast(table), on="server", how="left_anti")
 
 

@@ -1,4 +1,4 @@
-"""From the ledger's segments, open ones too, to `attempts`, `pdus` and `rejects`, by Spark.
+"""From the segments of the ledgers, open ones too, to `attempts`, `pdus` and `rejects`, by Spark.
 
 A line that cannot be read is not lost: it goes to `rejects`, complete, with the reason. A line is
 identified by its text. So a line that comes twice (a segment restored from a backup, a copy) counts
@@ -6,10 +6,12 @@ once, and a late line goes to its own day.
 """
 
 import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +20,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from fedsender.config import Config
 from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.segments import open_segment, segments, whole_bytes
 from fedsender_pipeline import PipelineError, latest_ms, schemas
@@ -29,8 +32,10 @@ Batch = Mapping[Path, int]
 
 MAX_BATCH_BYTES: Final = 2**30
 _TRIES: Final = 3
-FIRST_LIVE: Final = "first_live"
-"""The position of the first event that the ledger has as a live one."""
+FIRST_LIVE: Final = "first live of "
+"""With a sender's name, the position of the first event that its ledger has as a live one."""
+FETCH_S: Final = 3600.0
+"""The longest time that `pipeline.fetch` may take."""
 # The last millisecond of the year 9999: later days have no name.
 _LAST_MS: Final = 253_402_300_799_999
 
@@ -61,10 +66,35 @@ class Read:
     unknown_fields: int = 0
 
 
+def fetched(config: Config) -> list[Path]:
+    """The directories of all senders' ledgers, as they are now.
+
+    Raises:
+        PipelineError: there is none, or `pipeline.fetch` has failed.
+    """
+    program = config.pipeline.fetch
+    if program is not None:
+        try:
+            done = subprocess.run(
+                [program], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=FETCH_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise PipelineError(f"pipeline.fetch: {error}") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [""])[-1][:300]
+            raise PipelineError(f"pipeline.fetch: {program} exited with {done.returncode}: {last}")
+    found = {"ledger.directory": config.ledger.directory}
+    found |= {f"pipeline.ledgers.{n}": path for n, path in enumerate(config.pipeline.ledgers)}
+    for name, path in found.items():
+        if not path.is_dir():
+            raise PipelineError(f"{name}: {path}: is not a directory")
+    return list(found.values())
+
+
 def read_ledger(
-    spark: SparkSession, lake: Lake, directory: Path, steps: Steps, told: Read | None = None
+    spark: SparkSession, lake: Lake, config: Config, steps: Steps, told: Read | None = None
 ) -> None:
-    """Bring the ledger's new lines into the lake: those of an audit or health that comes next.
+    """Bring the ledgers' new lines into the lake: those of an audit or health that comes next.
 
     It is read again where a segment has gone: the daemon gives a segment that it closes another
     name, and deletes segments by age.
@@ -75,13 +105,12 @@ def read_ledger(
     Raises:
         PipelineError: the ledger cannot be read.
     """
-    if not directory.is_dir():
-        raise PipelineError(f"ledger.directory: {directory}: is not a directory")
     told = told or Read()
+    directories = fetched(config)
     with steps.spark("ledger", spark) as step:
         for tries in range(1, _TRIES + 1):
             try:
-                for batch in new_segments(lake, directory):
+                for batch in new_segments(lake, directories):
                     with lake.commit() as commit:
                         read_batch(spark, lake, commit, batch, told)
             except ConnectionError:
@@ -102,15 +131,15 @@ def bytes_read(lake: Lake) -> dict[str, int]:
     return {row["name"].removesuffix(".jsonl"): row["bytes"] for row in rows}
 
 
-def new_segments(lake: Lake, directory: Path) -> Sequence[Batch]:
+def new_segments(lake: Lake, directories: Iterable[Path]) -> Sequence[Batch]:
     """Segments with lines that the lake has not read, in batches.
 
     A closed one is new, too, if it has another size than when it was read. An open one ends at its
     last whole line: a torn one waits for its end, or is cut off by the daemon's next start.
     """
     known = bytes_read(lake)
-    batches: list[dict[Path, int]] = []
-    for path in segments(directory):
+    found: dict[str, tuple[int, Path]] = {}
+    for path in chain.from_iterable(map(segments, directories)):
         try:
             if path.suffix == ".open":
                 with open_segment(path.with_suffix("")) as segment:
@@ -119,6 +148,11 @@ def new_segments(lake: Lake, directory: Path) -> Sequence[Batch]:
                 size = path.stat().st_size
         except FileNotFoundError:  # Deleted by age.
             continue
+        # Of a segment and its copy, the longer one.
+        if size > found.get(path.stem, (0,))[0]:
+            found[path.stem] = size, path
+    batches: list[dict[Path, int]] = []
+    for size, path in found.values():
         if known.get(path.stem, 0) == size:
             continue
         if not batches or sum(batches[-1].values()) + size > MAX_BATCH_BYTES:
@@ -169,17 +203,18 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, to
     live = F.expr(
         "array_min(transform(filter(pdus, p -> p.lane = 'live'), p -> p.stream_ordering))"
     )
-    counted = fresh.agg(
+    counted = fresh.groupBy("instance").agg(
         F.count("unknown_fields").alias("unknown"),
         F.min(live).alias("live"),
         F.expr("coalesce(sum(greatest(size(pdus), 0)), 0) as pdus"),
     )
-    row = counted.first()
-    assert row is not None
-    if row["pdus"] != pdus:
-        raise PipelineError(f"{pdus} PDUs became rows, of {row['pdus']} in the lines")
-    if row["live"] is not None:
-        commit.set_position(FIRST_LIVE, min(row["live"], lake.position(FIRST_LIVE, row["live"])))
+    rows = counted.collect()
+    if (told_pdus := sum(row["pdus"] for row in rows)) != pdus:
+        raise PipelineError(f"{pdus} PDUs became rows, of {told_pdus} in the lines")
+    for row in rows:
+        if (live := row["live"]) is not None:
+            source = f"{FIRST_LIVE}{row['instance']}"
+            commit.set_position(source, min(live, lake.position(source, live)))
     fresh.unpersist()
     lines.unpersist()
     sizes = [{"name": f"{path.stem}.jsonl", "bytes": size} for path, size in batch.items()]
@@ -192,7 +227,7 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, to
     told.attempts += attempts
     told.pdus += pdus
     told.rejects += rejected
-    told.unknown_fields += row["unknown"]
+    told.unknown_fields += sum(row["unknown"] for row in rows)
 
 
 def _copied(path: Path, size: int, directory: Path) -> Path:

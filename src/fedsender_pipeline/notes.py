@@ -1,4 +1,4 @@
-"""What a sender answers for, by its notes in the ledger.
+"""What the senders of a homeserver answer for, by their notes in the ledgers.
 
 A sender is responsible for the events above the position at which it took the stream over
 (`owned`), up to the position at which another took it (`handed_over`). Events that it had not
@@ -9,8 +9,8 @@ Notes are few. Python reads them, as ranges of stream orderings clipped to the e
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +20,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
+from fedsender.matrix import shard_of
 from fedsender_pipeline import PipelineError
 from fedsender_pipeline.fates import clipped
-from fedsender_pipeline.lake import listed, literal
+from fedsender_pipeline.lake import listed
 
 RANK: Final = {"purged": 0, "owned": 1, "denied": 2, "handed_over": 3}
 
@@ -58,10 +59,11 @@ class Gap:
 
 @dataclass(slots=True)
 class Ownership:
-    """The ownership by the notes of one sender.
+    """The ownership by the ledger of one sender.
 
     Attributes:
-        began: the lowest position at which it took the stream over; None: there is no such note.
+        began: the last event before its ledger's start: the lowest position at which it took the
+            stream over, or its first live event; None: it has not started.
         lists: [lists as JSON, first event, last event] while these forbade servers.
         purged: the events that were given up by a purge.
     """
@@ -72,9 +74,79 @@ class Ownership:
     purged: list[Range] = field(default_factory=list)
 
 
-def read_notes(notes: Iterable[dict[str, Any]]) -> Ownership:
-    """The ownership by these notes, in any order."""
-    found = Ownership()
+@dataclass(frozen=True, slots=True)
+class SenderList:
+    """A list of federation senders that was in force.
+
+    Attributes:
+        since: the events position up to which the lake had read when it was not yet seen; -1: it is
+            the first one.
+        names: in order.
+        ours: those of them that are judged, by their ledgers.
+    """
+
+    since: int
+    names: tuple[str, ...]
+    ours: tuple[str, ...]
+
+    def sender_of(self, server: str) -> str | None:
+        """Which of the senders has this server; None: one that is not judged."""
+        name = self.names[shard_of(server, len(self.names))]
+        return name if name in self.ours else None
+
+
+@dataclass(frozen=True, slots=True)
+class Senders:
+    """All senders that are judged together.
+
+    Attributes:
+        lists: those that were in force, oldest first; at least one.
+        owned: by sender, also those that are in the list no more.
+    """
+
+    lists: Sequence[SenderList]
+    owned: Mapping[str, Ownership]
+
+    def judges(self, server: str) -> bool:
+        """Whether the sender that has this server now is judged."""
+        return self.lists[-1].sender_of(server) is not None
+
+    def sender_at(self, server: str, position: int) -> str | None:
+        """Which sender had this server at a stream ordering, as far as it is known."""
+        lists = [each for each in self.lists if each.since <= position] or self.lists[:1]
+        return lists[-1].sender_of(server)
+
+    def began(self, server: str) -> int | None:
+        """The last event of this server before the ledgers' start; None: they have not started.
+
+        It is that of its first sender: a later one took it over with all that it was owed.
+        """
+        for each in self.lists:
+            if (name := each.sender_of(server)) is not None:
+                own = self.owned[name].began
+                return own if own is None else max(own, each.since)
+        return None
+
+    @property
+    def purged(self) -> list[Range]:
+        """The events that were given up by a purge."""
+        return [each for owned in self.owned.values() for each in owned.purged]
+
+    def rules(self, config: Config, upto: int) -> int:
+        """A number that is another one where they say otherwise of events up to `upto`."""
+        said = [list(map(astuple, self.lists)), repr(config.allow), repr(config.deny)]
+        said += [(name, _rules_of(owned, upto)) for name, owned in sorted(self.owned.items())]
+        digest = hashlib.sha256(json.dumps(said).encode()).digest()
+        return int.from_bytes(digest[:6])
+
+
+def read_notes(notes: Iterable[dict[str, Any]], live: int | None = None) -> Ownership:
+    """The ownership by these notes of one sender, in any order.
+
+    Args:
+        live: the first event that its ledger has as a live one.
+    """
+    found = Ownership(None if live is None else live - 1)
     floors: dict[str, int] = {}
     gap: Gap | None = None
     lists: tuple[str, int] | None = None
@@ -113,43 +185,65 @@ def _in_order(note: dict[str, Any]) -> tuple[int, int, int, bool]:
 
 
 def let_go(
-    owned: Ownership, attempts: DataFrame, spans: DataFrame, config: Config
+    senders: Senders, attempts: DataFrame, spans: DataFrame, names: Sequence[str], config: Config
 ) -> DataFrame | None:
-    """The expected ranges that were not this sender's or were denied; None: there are none.
+    """The expected ranges that were not these senders' or were denied; None: there are none.
 
-    Columns: room_id, server, first, last, kind (`not_ours` or `given_up`).
+    Args:
+        names: the servers of `spans`.
+
+    Returns:
+        room_id, server, first, last, kind (`not_ours` or `given_up`).
 
     Raises:
         PipelineError: a note's lists cannot be read.
     """
-    ranges = _denied(owned, spans, config)
+    ranges = _denied(senders, names, config)
+    gaps = sorted(
+        ((name, gap) for name, owned in senders.owned.items() for gap in owned.gaps),
+        key=lambda each: each[1].ms,
+    )
     ranges += [
         Range(server, floor + 1, gap.upto, "not_ours")
-        for gap in owned.gaps
+        for _, gap in gaps
         for server, floor in gap.floors.items()
     ]
     frames = []
     if ranges:
         frames.append(listed(spans.sparkSession, [asdict(each) for each in ranges], NOTE_RANGE))
-    if owned.gaps:
-        frames.append(_handed_over(owned.gaps, attempts, spans))
+    if gaps:
+        of_server = [
+            {
+                "server": server,
+                "gaps": [
+                    {"gap": number, "last": gap.upto}
+                    for number, (name, gap) in enumerate(gaps)
+                    if senders.sender_at(server, gap.after) == name
+                ],
+            }
+            for server in names
+        ]
+        servers = listed(spans.sparkSession, of_server, _GAPS)
+        frames.append(_handed_over([gap.ms for _, gap in gaps], attempts, servers))
     if not frames:
         return None
     return clipped(reduce(DataFrame.unionByName, frames), spans)
 
 
-def _denied(owned: Ownership, spans: DataFrame, config: Config) -> list[Range]:
+def _denied(senders: Senders, names: Sequence[str], config: Config) -> list[Range]:
     """The ranges of servers that are allowed now, but were forbidden by the lists at that time."""
-    if not owned.lists:
-        return []
-    names = [row["server"] for row in spans.select("server").distinct().toLocalIterator()]
     barred: dict[str, list[str]] = {}
     ranges = []
-    for lists, first, last in owned.lists:
-        if lists not in barred:
-            then = _config_of(lists, config)
-            barred[lists] = [name for name in names if not then.allows(name)]
-        ranges += [Range(name, first, last, "given_up") for name in barred[lists]]
+    for name, owned in senders.owned.items():
+        for lists, first, last in owned.lists:
+            if lists not in barred:
+                then = _config_of(lists, config)
+                barred[lists] = [server for server in names if not then.allows(server)]
+            ranges += [
+                Range(server, first, last, "given_up")
+                for server in barred[lists]
+                if senders.sender_at(server, first) == name
+            ]
     return ranges
 
 
@@ -163,48 +257,42 @@ def _config_of(lists: str, config: Config) -> Config:
         raise PipelineError(f"ledger: a line 'denied' has no lists in its reason: {text}") from None
 
 
-def _handed_over(gaps: Sequence[Gap], attempts: DataFrame, spans: DataFrame) -> DataFrame:
+_GAPS: Final = "server: STRING, gaps: ARRAY<STRUCT<gap: INT, last: BIGINT>>"
+
+
+def _handed_over(moments: Sequence[int], attempts: DataFrame, servers: DataFrame) -> DataFrame:
     """server, first, last, kind: the events that each server was owed in a gap.
 
     They are all above the highest low-water mark that one of our answers had proven by its start.
+
+    Args:
+        moments: when each gap began, in ms, ascending.
+        servers: server, gaps: those that it was in, by number.
     """
-    moments = F.from_json(F.lit(json.dumps([gap.ms for gap in gaps])), "ARRAY<BIGINT>")
+    starts = F.from_json(F.lit(json.dumps(moments)), "ARRAY<BIGINT>")
     # An answer counts for every hand-over after it: with the first of them it is summed up once.
-    first_after = F.size(F.filter(moments, lambda moment: moment < F.col("ms")))
+    first_after = F.size(F.filter(starts, lambda moment: moment < F.col("ms")))
     proven = (
         attempts.where("outcome = 'delivered' and lsso is not null")
         .select(F.col("destination").alias("server"), "lsso", first_after.alias("gap"))
-        .where(f"gap < {len(gaps)}")
+        .where(f"gap < {len(moments)}")
         .groupBy("server", "gap")
         .agg(F.max("lsso").alias("lsso"))
         .groupBy("server")
         .agg(F.collect_list(F.struct("gap", "lsso")).alias("proven"))
     )
-    ends = [{"gap": n, "last": gap.upto} for n, gap in enumerate(gaps)]
-    every = F.inline(literal(ends, "gap: INT, last: BIGINT"))
     floor = "array_max(filter(proven, each -> each.gap <= gap).lsso)"
     return (
-        spans.select("server")
-        .distinct()
-        .join(proven, on="server", how="left")
-        .select("server", "proven", every)
+        servers.join(proven, on="server", how="left")
+        .select("server", "proven", F.inline("gaps"))
         .selectExpr("server", f"coalesce({floor}, 0) + 1 as first", "last", "'not_ours' as kind")
         .where("last is null or first <= last")
     )
 
 
-def rules(began: int | None, owned: Ownership, config: Config, upto: int) -> int:
-    """A number that is another one where notes or lists say otherwise of events up to `upto`.
-
-    Args:
-        began: the last event before the ledger's start.
-    """
-    senders = config.homeserver.federation_sender_instances or ()
-    said: list[object] = [
-        began,
-        [config.instance_name, *senders],
-        [repr(config.allow), repr(config.deny)],
-    ]
+def _rules_of(owned: Ownership, upto: int) -> list[object]:
+    """What a sender's notes say of events up to `upto`, as JSON values."""
+    said: list[object] = [owned.began]
     said += [
         [gap.ms, min(gap.upto or upto, upto), sorted(gap.floors.items())] for gap in owned.gaps
     ]
@@ -215,5 +303,4 @@ def rules(began: int | None, owned: Ownership, config: Config, upto: int) -> int
             said[-1] = [lists, before[1], end]
         elif first <= end:
             said.append([lists, first, end])
-    digest = hashlib.sha256(json.dumps(said).encode()).digest()
-    return int.from_bytes(digest[:6])
+    return said

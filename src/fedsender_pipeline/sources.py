@@ -6,7 +6,7 @@ appear. The rules by which an event is ours to send are the fan-out's own functi
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import sqlalchemy as sa
@@ -45,25 +45,56 @@ MOST_ROOMS: Final = 200_000
 # --- events ---------------------------------------------------------------------------------------
 
 
-def events_position(source: Source, instance: str) -> int:
-    """The fan-out's position: our own one or, before our first start, the lowest one.
+class Standing(NamedTuple):
+    """The federation senders as they stand.
+
+    Attributes:
+        names: all of them, in order, by the list in force.
+        ours: those of them that have our databases and have run, so that they have a ledger.
+        upto: up to here all of those have noted what is owed: the lowest of their positions and of
+            the walks under way.
+        newest: the highest of their positions.
+    """
+
+    names: tuple[str, ...]
+    ours: tuple[str, ...]
+    upto: int
+    newest: int
+
+
+def standing(main: Source, own: Source | None, config: Config) -> Standing:
+    """The senders, and how far they are; before the first start of one, as far as any is.
+
+    Args:
+        main: the homeserver's database.
+        own: the sender's, which has the list in force; None: that of the configuration counts.
 
     Raises:
         PipelineError: the homeserver has no position at all.
     """
+    names, ours, walked = config.senders, [config.instance_name], list[int]()
 
-    def look(connection: Connection) -> int | None:
-        own = positions.read_position(connection, "events", instance)
-        if own >= 0:
-            return own
+    def look(connection: Connection) -> dict[str, int]:
         table = tables.federation_stream_position.c
-        query = sa.select(sa.func.min(table.stream_id)).where(table.type == "events")
-        return connection.execute(query).scalar()
+        query = sa.select(table.instance_name, table.stream_id).where(table.type == "events")
+        return {row.instance_name: row.stream_id for row in connection.execute(query)}
 
-    found = source.read(look)
-    if found is None:
+    def look_at_senders(connection: Connection) -> tuple[Sequence[str] | None, set[str], list[int]]:
+        in_force = connection.execute(sa.select(tables.sender_list.c.in_force)).scalar()
+        ran = connection.execute(sa.select(tables.leases.c.instance_name)).scalars()
+        walks = connection.execute(sa.select(tables.walks.c.after)).scalars()
+        return in_force, set(ran), list(walks)
+
+    # Before the walks: a list that comes into force meanwhile has a walk from the lowest of these.
+    places = main.read(look)
+    if not places:
         raise PipelineError("homeserver database: federation_stream_position has no row 'events'")
-    return max(found, 0)
+    if own is not None and config.shares_database and not own.is_file:
+        in_force, ran, walked = own.read(look_at_senders)
+        names = tuple(in_force or names)
+        ours = [name for name in names if name in ran] or ours
+    there = [places[name] for name in ours if name in places] or [min(places.values())]
+    return Standing(names, tuple(ours), max(0, min(there + walked)), max(there + walked))
 
 
 def events(main: Source, config: Config) -> Reading:

@@ -101,7 +101,7 @@ def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[
     with open_source(url, "homeserver") as main, showing(quiet=True) as steps:
         reader = ingest.HomeserverReader(lake, main, config, steps, ingest.Ingested(), spark)
         newest = main.read(sources.newest_state_group)
-        upto = sources.events_position(main, "master")
+        upto = sources.standing(main, None, config).upto
         for name, readings, last in (
             ("events", [sources.events(main, config)], upto),
             ("state", sources.state(main, main), newest),

@@ -138,4 +138,4 @@ def write(directory: Path, name: str, *lines: dict[str, Any] | str) -> Path:
 def ingest_ledger(spark: "SparkSession", lake: Lake, directory: Path) -> None:
     """Read what is new in the ledger of this directory into the lake, as a job does it."""
     with showing(quiet=True) as steps:
-        read_ledger(spark, lake, directory / "ledger", steps)
+        read_ledger(spark, lake, config_of(directory), steps)

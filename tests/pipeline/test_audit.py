@@ -387,7 +387,7 @@ def test_nothing_is_green_without_evidence(
     read = [{"name": name, "bytes": 1} for name in names]
     lake = lake_of(tmp_path, {"audit_by_server": [row], "segments": read}, 9)
     with lake.commit() as commit:
-        commit.set_position("first_live", 5)
+        commit.set_position("first live of fedsender", 5)
     told = summed_up(lake, config)
     assert (told.judged, told.unproven, told.is_red) == (765, unproven, unproven is not None)
     said = (

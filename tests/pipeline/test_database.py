@@ -35,7 +35,9 @@ def _small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(lake: Lake, url: str, config: Config, spark: "SparkSession | None") -> ingest.Ingested:
     told = ingest.Ingested()
     with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
-        ingest.HomeserverReader(lake, source, config, steps, told, spark).read()
+        ingest.HomeserverReader(lake, source, config, steps, told, spark).read(
+            sources.standing(source, None, config)
+        )
     return told
 
 

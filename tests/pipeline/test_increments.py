@@ -124,7 +124,7 @@ class Life:
 
     def read_ledger(self, spark: "SparkSession", lake: Lake) -> None:
         with showing(quiet=True) as steps:
-            read_ledger(spark, lake, self.directory / "ledger", steps)
+            read_ledger(spark, lake, self.config, steps)
 
     def audit(self, spark: "SparkSession", lake: Lake) -> None:
         with showing(quiet=True) as steps:
@@ -338,15 +338,14 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines[:4], *lines[5:])
     config = from_values({"server_name": US, "signing_key": "key"}, directory=tmp_path)
     with showing(quiet=True) as steps:
-        read_ledger(spark, lake, tmp_path / "ledger", steps)
+        read_ledger(spark, lake, config, steps)
         told = audit(spark, lake, config, steps)
         assert told.counts["delivered"] == 199
         late = START_MS + 200 * EVENT_MS
         write(tmp_path / "ledger", "f.b.000002.jsonl", lines[4] | {"ms": late})
-        read_ledger(spark, lake, tmp_path / "ledger", steps)
+        read_ledger(spark, lake, config, steps)
         days = module.read_days(lake)
-        owned = module.ownership(lake, config.instance_name)
-        claims = module.read_claims(spark, lake, owned)
+        claims = module.read_claims(spark, lake, module.read_senders(lake, config))
         units = module.touched(spark, lake, claims, days)
         assert units is not None
         assert [tuple(row) for row in units.frame.collect()] == [
@@ -378,6 +377,6 @@ def test_of_more_servers_than_are_held_here_no_line_is_passed_by(
     with showing(quiet=True) as steps:
         for number, some in enumerate((lines[:8] + lines[10:], lines[8:10])):
             write(tmp_path / "ledger", f"f.b.{number:06d}.jsonl", *some)
-            read_ledger(spark, lake, tmp_path / "ledger", steps)
+            read_ledger(spark, lake, config, steps)
             missing.append(audit(spark, lake, config, steps).missing)
     assert missing == [2, 0]

@@ -53,7 +53,9 @@ def config_of(
 def read(lake: Lake, url: str, config: Config) -> ingest.Ingested:
     told = ingest.Ingested()
     with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
-        ingest.HomeserverReader(lake, source, config, steps, told).read()
+        ingest.HomeserverReader(lake, source, config, steps, told).read(
+            sources.standing(source, None, config)
+        )
     return told
 
 
@@ -367,6 +369,7 @@ def test_the_rows_that_wait_are_estimated_and_a_synapses_state_only_once_it_was_
         world = make(url, 7, rooms=2, steps=10)
         config = config_of(tmp_path / kind, kind, database=url)
         config.ledger.directory.mkdir(parents=True)
+        tables.sender.create_all(sa.create_engine(config.sender_database))
         lake = open_lake(tmp_path / f"{kind}.lake", US, create=True)
         first = ingest.rows_to_read(lake, config)
         assert first == (None if kind == "synapse" else world.ordering)

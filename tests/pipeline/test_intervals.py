@@ -18,7 +18,7 @@ from fedsender.config import Config
 from fedsender.runtime import real_runtime
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
-from fedsender_pipeline import ingest, schemas
+from fedsender_pipeline import ingest, schemas, sources
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.session import showing
@@ -73,7 +73,9 @@ def by_spark(spark: "SparkSession", lake: Lake, config: Config) -> Expected:
     """What the lake says, spelt out, once it has read what is new up to the events position."""
     with showing(quiet=True) as steps:
         with open_source(config.homeserver.database, "homeserver") as source:
-            ingest.HomeserverReader(lake, source, config, steps, ingest.Ingested()).read()
+            ingest.HomeserverReader(lake, source, config, steps, ingest.Ingested()).read(
+                sources.standing(source, None, config)
+            )
         ingest.derive(spark, lake, US, steps)
     spans: dict[str, list[Mapping[str, Any]]] = {}
     for row in standing(lake):

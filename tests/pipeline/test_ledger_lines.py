@@ -14,6 +14,7 @@ from tests.pipeline.lakes import (
 from tests.pipeline.test_ingest import Killed
 from tests.pipeline.worlds import US
 
+from fedsender.config import from_values
 from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
 from fedsender.segments import segments
 from fedsender_pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
 def read(spark: "SparkSession", lake: Lake, directory: Path) -> Read:
     told = Read()
+    values = {"server_name": US, "signing_key": "key", "ledger": {"directory": str(directory)}}
+    config = from_values(values, directory=directory.parent)
     with showing(quiet=True) as steps:
-        read_ledger(spark, lake, directory, steps, told)
+        read_ledger(spark, lake, config, steps, told)
     return told
 
 
@@ -105,7 +108,7 @@ def test_reading_again_changes_nothing_and_late_and_double_lines_count_once(
     # One that grew although it was closed is read again, and only what is new in it counts.
     write(ledger, "i.b.000002.jsonl", *[line()] * 4, late, line(transaction_id="t5"))
     assert read(spark, lake, ledger).attempts == 1
-    assert new_segments(lake, ledger) == []
+    assert new_segments(lake, [ledger]) == []
 
 
 def test_a_line_of_the_future_is_of_now(
@@ -169,7 +172,7 @@ def test_a_segment_that_is_read_while_it_is_open_counts_once(
     assert read_so_far() == (1, 2, 1)
     for path in list(ledger.glob("*.open")):
         path.rename(path.with_suffix(".jsonl"))
-    assert new_segments(lake, ledger) == []
+    assert new_segments(lake, [ledger]) == []
     with (ledger / "f.b.000002.jsonl").open("a") as segment:
         segment.write(json.dumps(line(transaction_id="t6")) + "\n")
     assert read_so_far() == (1, 2, 0)
@@ -197,7 +200,7 @@ def test_what_the_daemon_does_to_an_open_segment_meanwhile_takes_no_line_away_an
         return found
 
     def batches(*_: object) -> list[dict[Path, int]]:
-        found = [dict(batch) for batch in new_segments(lake, ledger)]
+        found = [dict(batch) for batch in new_segments(lake, [ledger])]
         write(ledger, second.name, line(transaction_id="t2"), line(transaction_id="t3"))
         return found
 

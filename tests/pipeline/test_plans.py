@@ -81,15 +81,15 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     stays = intervals._stays(lake.frame(spark, schemas.ROOM_SERVERS))
     events = lake.frame(spark, schemas.EVENTS)
     yield "an embedded store", intervals.from_room_servers(events, stays, "us.example")
-    owned = audit.ownership(lake, config.instance_name)
-    claims = audit.read_claims(spark, lake, owned)
+    senders = audit.read_senders(lake, config)
+    claims = audit.read_claims(spark, lake, senders)
     yield "claims", claims
     dates = audit.read_days(lake)
     unit = {"server": "a.example", "room_id": "!r", "day": str(_DAY)}
     units = few(listed(spark, [unit], "server: STRING, room_id: STRING, day: DATE"))
-    later = View(spark, lake, config, owned, claims, Look(dates, 1, units))
+    later = View(spark, lake, config, senders, claims, Look(dates, 1, units))
     yield "stretches of what was touched", later.stretches()
-    view = View(spark, lake, config, owned, claims, Look(dates))
+    view = View(spark, lake, config, senders, claims, Look(dates))
     places = view.places
     yield "stretches", view.stretches()
     # What is made of these is planned for itself.

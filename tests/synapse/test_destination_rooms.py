@@ -10,7 +10,7 @@ from tests.synapse.daemon import open_daemon
 from tests.synapse.world import INSTANCE, World, until
 
 from fedsender.config import Config, from_values, load
-from fedsender_pipeline import ingest, intervals, schemas
+from fedsender_pipeline import ingest, intervals, schemas, sources
 from fedsender_pipeline.audit import Audited, audit
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import open_lake
@@ -57,7 +57,9 @@ def newest_expected(
     that only we send to the server of the user whom they turn away."""
     lake, told = open_lake(directory / "lake", config.server_name, create=True), ingest.Ingested()
     with showing(quiet=True) as steps, open_source(config.homeserver.database, "main") as main:
-        ingest.HomeserverReader(lake, main, config, steps, told).read()
+        ingest.HomeserverReader(lake, main, config, steps, told).read(
+            sources.standing(main, None, config)
+        )
         ingest.read_snapshots(lake, main, "homeserver", steps, told)
         ingest.derive(spark, lake, config.server_name, steps)
     events = intervals.ours(spark, lake)
@@ -68,7 +70,7 @@ def newest_expected(
         if row["stream_ordering"] not in unknown:
             of_room.setdefault(row["room_id"], []).append(row["stream_ordering"])
     newest: Rows = {}
-    for span in intervals.sent_to(intervals.current(spark, lake), config).collect():
+    for span in intervals.sent_to(intervals.current(spark, lake), config.allows).collect():
         last = math.inf if span["last"] is None else span["last"]
         key = (span["server"], span["room_id"])
         within = [at for at in of_room.get(span["room_id"], ()) if span["first"] <= at <= last]

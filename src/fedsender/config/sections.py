@@ -398,6 +398,16 @@ class Pipeline(Section):
         description="Where `pipeline run` writes its figures, for the textfile collector of"
         " Prometheus's node exporter.",
     )
+    ledgers: tuple[FilePath, ...] = Field(
+        default=(),
+        description="Directories with the ledgers of the other senders of this homeserver, beside"
+        " ledger.directory.",
+    )
+    fetch: FilePath | None = Field(
+        default=None,
+        description="A program that copies these ledgers here. A job runs it when it has read the"
+        " databases, before it reads the ledgers.",
+    )
     connections: int = Field(
         default=4,
         ge=1,

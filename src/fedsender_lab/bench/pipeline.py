@@ -125,7 +125,7 @@ def _measure_hour(
         with meter.job("owed"):
             _read_owed(lake, config, steps, ingest.Ingested())
         with meter.job("ledger"):
-            ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps)
+            ledger_lines.read_ledger(spark, lake, config, steps)
         with meter.job("derive"):
             ingest.derive(spark, lake, US, steps)
         with meter.job("audit"):
@@ -162,7 +162,7 @@ def _jobs(
     with meter.job("owed"):
         _read_owed(lake, config, steps, told)
     with meter.job("ledger"):
-        ledger_lines.read_ledger(spark, lake, config.ledger.directory, steps, told)
+        ledger_lines.read_ledger(spark, lake, config, steps, told)
     with meter.job("derive"):
         ingest.derive(spark, lake, US, steps)
     with meter.job("audit"):
