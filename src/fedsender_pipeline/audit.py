@@ -150,7 +150,7 @@ def audit(
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
         anew = look is None
         if look is None:
-            look = Look(days, first - 1)
+            look = Look(days, read_named(spark, lake, first - 1, anew=True), first - 1)
             for table in _FINDINGS:
                 commit.clear(table)
             commit.set_position("audit_from", first)
@@ -202,10 +202,11 @@ def _goes_on(
         return None
     if lake.position("audit_rules") != senders.rules(config, after):
         return None
-    units = touched(spark, lake, claims, days)
+    named = read_named(spark, lake, after)
+    units = touched(spark, lake, claims, days, named)
     if units is None or units.rows is None:
         return None
-    return Look(days, after, units if units.rows.num_rows else None)
+    return Look(days, named, after, units if units.rows.num_rows else None)
 
 
 def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, anew: bool) -> None:
@@ -218,7 +219,7 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
     every = view.keep(fates.split_by_day(view.stretches(), view.places))
     found = every.where(f"fate != '{fates.STRAY}'")
     answers = view.answered(every)
-    wrong, purged = view.misnamed(anew=anew)
+    wrong, purged = view.misnamed()
     strays = view.strays(answers).unionByName(wrong)
     again = fates.repeated(answers.where("fate = 'delivered_again'"))
     newest, first, late = view.out_of_order(anew=anew)
@@ -368,6 +369,51 @@ def _first(
 # --- what is looked at ---
 
 
+_EVENT: Final = ("stream_ordering", "event_id", "room_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Answered deliveries, and what their lines name.
+
+    Attributes:
+        sent: rows of `pdus` that are new, or of new events.
+        wrong: `_EVENT` as they have it, why, its_room, where the homeserver says otherwise.
+    """
+
+    sent: DataFrame
+    wrong: DataFrame
+
+    @property
+    def elsewhere(self) -> DataFrame:
+        """server, room_id, first, last: the events of lines that name another room."""
+        wrong = self.wrong.where("its_room is not null").hint("broadcast")
+        at = ("stream_ordering as first", "stream_ordering as last", "event_id")
+        found = self.sent.join(wrong, on=[*_EVENT], how="inner")
+        return found.selectExpr("destination as server", "its_room as room_id", *at)
+
+
+def read_named(spark: SparkSession, lake: Lake, after: int, *, anew: bool = False) -> Named:
+    """What lines name is judged when the line, or its event, is new.
+
+    Args:
+        after: events above it are new.
+        anew: nothing was judged.
+    """
+    at, upto = ds.field("stream_ordering"), lake.position("intervals")
+    wanted = (at > after) & (at <= upto)
+    if not anew:
+        new = ds.field("version") > lake.position("audit_version")
+        wanted |= new & (at >= lake.position("audit_from")) & (at <= upto)
+    sent = lake.some(spark, _NAMED, wanted & (ds.field("outcome") == "delivered")).where(
+        f"outcome = 'delivered' and stream_ordering <= {upto}"
+    )
+    # Far fewer than the deliveries, before anything is spread.
+    each = few(sent.select(*_EVENT))
+    events = among_rows(spark, lake, schemas.EVENTS, each.only("stream_ordering"))
+    return Named(sent, kept(fates.misnamed(each.frame, events)))
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """The events that an audit looks at: all above `after`, and older ones.
@@ -377,6 +423,7 @@ class Look:
     """
 
     days: Days
+    named: Named
     after: int = -1
     units: Keys | None = None
 
@@ -489,7 +536,9 @@ def _explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
     return fates.explained(gone, rooms, *others)
 
 
-def touched(spark: SparkSession, lake: Lake, now: DataFrame, days: Days) -> Keys | None:
+def touched(
+    spark: SparkSession, lake: Lake, now: DataFrame, days: Days, named: Named
+) -> Keys | None:
     """The units of events up to the last audit whose fates may be others now; None: any.
 
     Args:
@@ -500,7 +549,11 @@ def touched(spark: SparkSession, lake: Lake, now: DataFrame, days: Days) -> Keys
     both = intervals.changes_of(now, _CLAIM).unionByName(intervals.changes_of(was, _CLAIM))
     changed = kept(intervals.paired(both, _CLAIM).where(f"first <= {after}"))
     elsewhere = changed.where("room_id is null")
-    ranges = [_said_by_lines(spark, lake, after), changed.where("room_id is not null")]
+    ranges = [
+        _said_by_lines(spark, lake, after),
+        named.elsewhere,
+        changed.where("room_id is not null"),
+    ]
     if not elsewhere.isEmpty():
         if not elsewhere.where(EVERYWHERE).isEmpty():
             return None
@@ -508,10 +561,10 @@ def touched(spark: SparkSession, lake: Lake, now: DataFrame, days: Days) -> Keys
         spans = intervals.current(spark, lake, servers)
         of_rooms = elsewhere.where("event_id is null").drop("room_id", "event_id")
         ranges.append(fates.clipped(of_rooms, spans))
-        named = elsewhere.where("event_id is not null").select("server", "event_id")
+        events_named = elsewhere.where("event_id is not null").select("server", "event_id")
         at = ("stream_ordering as first", "stream_ordering as last")
         events = intervals.ours(spark, lake, upto=after).selectExpr("event_id", "room_id", *at)
-        ranges.append(named.hint("broadcast").join(events, on="event_id", how="inner"))
+        ranges.append(events_named.hint("broadcast").join(events, on="event_id", how="inner"))
     columns = ("server", "room_id", "first", "last")
     found = reduce(DataFrame.unionByName, (each.select(*columns) for each in ranges))
     found = kept(found.where(f"first <= {after}"))
@@ -574,12 +627,24 @@ def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     after = look.after
     at, upto = ds.field("stream_ordering"), ds.field("supersedes_to")
     wanted = (at > after) | (upto > after)
-    pairs = None
+    pairs = elsewhere = None
     if look.units is not None and look.units.rows is not None:
         names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
         pairs = few(look.units.frame.selectExpr(names, "room_id"))
         servers = [*look.units.rows["server"].unique().to_pylist(), EVERY_SERVER]
         said = ds.field("destination").isin(servers) & near(look.units.rows.select(["room_id"]))
+        # Lines that name another room than their event's.
+        before = lake.frame(spark, schemas.STRAY).where(
+            f"startswith(why, '{fates.OF_ANOTHER_ROOM}')"
+        )
+        both = before.select("server", "event_id").unionByName(
+            look.named.elsewhere.select("server", "event_id")
+        )
+        elsewhere = few(both.withColumnRenamed("server", "destination"))
+        if elsewhere.rows is None:
+            said = ds.scalar(True)
+        elif elsewhere.rows.num_rows:
+            said |= near(elsewhere.rows)
         wanted |= ((at >= look.first) | (upto >= look.first)) & said
     pdus = lake.some(spark, _SAID, wanted)
     newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
@@ -588,7 +653,8 @@ def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     older = pdus.where(
         f"stream_ordering <= {after} and (supersedes_to is null or supersedes_to <= {after})"
     ).where(f"stream_ordering >= {look.first} or supersedes_to >= {look.first}")
-    return newer.unionByName(among(older, pairs))
+    others = among(among(older, pairs, "left_anti"), elsewhere)
+    return newer.unionByName(among(older, pairs)).unionByName(others)
 
 
 # --- frames ---
@@ -779,36 +845,22 @@ class View:
         """Rows of `stray`, from `answered`: what is not for its server."""
         return fates.strays(answers.where(f"fate = '{fates.STRAY}'"))
 
-    def misnamed(self, *, anew: bool) -> tuple[DataFrame, DataFrame]:
-        """Rows of `stray` and of `purged`: lines whose event, or whose room, the homeserver lacks.
-
-        What a line names was judged when the line, or its event, was new.
-        """
-        spark, lake, look = self._spark, self._lake, self.look
-        at, upto = ds.field("stream_ordering"), lake.position("intervals")
-        wanted = (at > look.after) & (at <= upto)
-        if not anew:
-            new = ds.field("version") > lake.position("audit_version")
-            wanted |= new & (at >= lake.position("audit_from")) & (at <= upto)
-        sent = lake.some(spark, _NAMED, wanted & (ds.field("outcome") == "delivered")).where(
-            f"outcome = 'delivered' and stream_ordering <= {upto}"
-        )
-        named = ("stream_ordering", "event_id", "room_id")
-        # Far fewer than the deliveries, before anything is spread.
-        each = few(sent.select(*named))
-        events = among_rows(spark, lake, schemas.EVENTS, each.only("stream_ordering"))
-        wrong = kept(fates.misnamed(each.frame, events))
+    def misnamed(self) -> tuple[DataFrame, DataFrame]:
+        """Rows of `stray` and of `purged`: lines whose event or room the homeserver lacks."""
+        named = self.look.named
+        wrong = named.wrong.drop("its_room")
         absent, others = wrong.where("why is null").drop("why"), wrong.where("why is not null")
         if not absent.isEmpty():
             if self._config.homeserver.kind == "synapse":
-                never = fates.never_there(absent, lake.frame(spark, schemas.EVENTS))
+                events = self._lake.frame(self._spark, schemas.EVENTS)
+                never = fates.never_there(absent, events)
             else:
                 never = absent  # Nothing is ever purged there.
             never = kept(never)
             others = others.unionByName(never.withColumn("why", F.lit(fates.NEVER_THERE)))
-            absent = absent.join(never, on=[*named], how="left_anti")
-        day = F.expr(look.days.of("stream_ordering"))
-        strays = sent.join(others.hint("broadcast"), on=[*named], how="inner").selectExpr(
-            "destination as server", *named, "ms", "line", "why"
+            absent = absent.join(never, on=[*_EVENT], how="left_anti")
+        day = F.expr(self.look.days.of("stream_ordering"))
+        strays = named.sent.join(others.hint("broadcast"), on=[*_EVENT], how="inner").selectExpr(
+            "destination as server", *_EVENT, "ms", "line", "why"
         )
         return strays.withColumn("day", day), absent.withColumn("day", day)

@@ -287,12 +287,14 @@ def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
 
 NOT_FOR_IT: Final = "the event is not for this server"
 TOO_LATE: Final = "it came after "
+OF_ANOTHER_ROOM: Final = "the event is of the room "
 
 
 def misnamed(named: DataFrame, events: DataFrame) -> DataFrame:
     """stream_ordering, event_id, room_id, why: where the homeserver has another event, or room.
 
-    Why is null where it has no event at that stream ordering.
+    Why is null where it has no event at that stream ordering. `its_room`: that of the event, where
+    it is another one than the line says.
 
     Args:
         named: stream_ordering, event_id, room_id, as lines have them.
@@ -301,11 +303,14 @@ def misnamed(named: DataFrame, events: DataFrame) -> DataFrame:
     why = (
         "case when its_id != event_id then concat('the homeserver has no such event, but ', its_id)"
     )
-    why += " when its_room != room_id then concat('the event is of the room ', its_room) end as why"
+    why += f" when its_room != room_id then concat('{OF_ANOTHER_ROOM}', its_room) end as why"
     return (
         named.join(theirs.hint("shuffle_hash"), on="stream_ordering", how="left")
         .where("its_id is null or its_id != event_id or its_room != room_id")
-        .selectExpr("stream_ordering", "event_id", "room_id", why)
+        .selectExpr(
+            *("stream_ordering", "event_id", "room_id", why),
+            "if(its_id = event_id, its_room, null) as its_room",
+        )
     )
 
 

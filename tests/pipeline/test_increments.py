@@ -346,7 +346,8 @@ def test_a_later_day_is_not_looked_at_for_an_older_one(
         read_ledger(spark, lake, config, steps)
         days = module.read_days(lake)
         claims = module.read_claims(spark, lake, module.read_senders(lake, config))
-        units = module.touched(spark, lake, claims, days)
+        named = module.read_named(spark, lake, lake.position("audit"))
+        units = module.touched(spark, lake, claims, days, named)
         assert units is not None
         assert [tuple(row) for row in units.frame.collect()] == [
             (SERVERS[0], "!r", datetime.date(2026, 1, 1))

@@ -87,9 +87,10 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     dates = audit.read_days(lake)
     unit = {"server": "a.example", "room_id": "!r", "day": str(_DAY)}
     units = few(listed(spark, [unit], "server: STRING, room_id: STRING, day: DATE"))
-    later = View(spark, lake, config, senders, claims, Look(dates, 1, units))
+    sent = audit.read_named(spark, lake, -1, anew=True)
+    later = View(spark, lake, config, senders, claims, Look(dates, sent, 1, units))
     yield "stretches of what was touched", later.stretches()
-    view = View(spark, lake, config, senders, claims, Look(dates))
+    view = View(spark, lake, config, senders, claims, Look(dates, sent))
     places = view.places
     yield "stretches", view.stretches()
     # What is made of these is planned for itself.
