@@ -19,9 +19,11 @@ from hypothesis import HealthCheck, given, settings, strategies
 from sqlalchemy.util import LRUCache
 from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
 from tests.store.ready_made import Tables, lay
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from xdist.remote import Producer
 
 # The tests start hundreds of processes. What one has compiled the others read, whatever the
 # environment says of it.
@@ -50,21 +52,39 @@ _SPARK = {
         "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=192m"
     ),
 }
-_FIRST = ("homeserver_a", "spark")
+_FIRST = ("spark", "homeserver_a")
 """Fixtures whose servers take long to start, and whose tests take longest."""
+_WITH_SPARK = ("tests/pipeline/", "tests/synapse/test_destination_rooms.py")
+_WITH_SYNAPSE = ("tests/synapse/",)
+
+
+class _Groups(LoadFileScheduling):  # type: ignore[misc]
+    """Each process takes the next file when it is done with one; some files are taken together.
+
+    So one process starts Spark, and one the Synapses (and the one with Spark, for a single test).
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        for group in (_WITH_SPARK, _WITH_SYNAPSE):
+            if nodeid.startswith(group):
+                return group[0]
+        return str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> _Groups:
+    return _Groups(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need a server as slow.
 
-    Each process takes the next file when it is done with one, and starts Spark or the Synapses when
-    it comes to the first of their tests: so neither waits for the other.
-
     A test of a program that is missing is not run, and the summary says so. On CI, where
     FEDSENDER_ALL_PROGRAMS is set, it is run and fails.
 
-    Files with the most slow tests begin first, and those of quick ones only are last: so no process
-    has a large file left when the other is done. Long tests are left out of a run of everything.
+    The two groups begin first, then files with the most slow tests, and those of quick ones only
+    are last: so no process has a large file left when the others are done. Long tests are left out
+    of a run of everything.
     """
     if items and _leaves_out_long(items[0].config):
         left_out = [item for item in items if item.get_closest_marker("long") is not None]
