@@ -445,7 +445,8 @@ class Leases:
             one = one._replace(ask=one.ask._replace(state="refused"))
         rows = {state.row.holder, state.replica.holder if state.replica else 0}
         asked = {each.incarnation for each in (one.ask, one.late) if each is not None}
-        return one._replace(here=tuple(each for each in one.here if each in rows | asked))
+        here = tuple(each for each in one.here if each in rows or each in asked)
+        return one if here == one.here else one._replace(here=here)
 
     def words(self, state: LeaseState) -> str:
         def whose(incarnation: int) -> str:
@@ -482,6 +483,8 @@ def _after(state: LeaseState, fault: str) -> LeaseState:
 
 
 def _with(state: LeaseState, at: int, one: Process) -> LeaseState:
+    if one is state.processes[at]:
+        return state
     both = (one, state.processes[1]) if at == 0 else (state.processes[0], one)
     return state._replace(processes=both)
 
