@@ -60,8 +60,9 @@ _EVERYWHERE: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     # Plans are written out for the UI that is off, anew after every stage; the default way of doing
-    # so takes longer than making them.
+    # so takes longer than making them, and their fields a tenth of that.
     "spark.sql.ui.explainMode": "simple",
+    "spark.sql.debug.maxToStringFields": "0",
     "spark.sql.session.timeZone": "UTC",
     # Spark 4.1 and later trust a union to keep its inputs' partitions, also where adaptive
     # execution has merged those of one input; a join behind it then finds unequal numbers.

@@ -39,12 +39,14 @@ _VALUES = {
 
 @pytest.fixture(scope="module")
 def spark_at_scale(spark: "SparkSession") -> Iterator["SparkSession"]:
-    """The session, planning as if no table were small."""
-    before = spark.conf.get("spark.sql.autoBroadcastJoinThreshold")
-    assert before is not None
-    spark.conf.set("spark.sql.autoBroadcastJoinThreshold", "-1")
+    """The session, planning as if no table were small, and writing plans out in full."""
+    settings = {"autoBroadcastJoinThreshold": "-1", "debug.maxToStringFields": "1000"}
+    before = {name: spark.conf.get(f"spark.sql.{name}") or "" for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(f"spark.sql.{name}", value)
     yield spark
-    spark.conf.set("spark.sql.autoBroadcastJoinThreshold", before)
+    for name, value in before.items():
+        spark.conf.set(f"spark.sql.{name}", value)
 
 
 @pytest.fixture(scope="module")
