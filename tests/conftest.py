@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# In the background a shell has its programs ignore SIGINT, and ours would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Importing and collecting makes hardly any garbage, and half a million objects to search for it.
 gc.disable()
 
@@ -56,6 +60,20 @@ _FIRST = ("spark", "homeserver_a")
 """Fixtures whose servers take long to start, and whose tests take longest."""
 _WITH_SPARK = ("tests/pipeline/", "tests/synapse/test_destination_rooms.py")
 _WITH_SYNAPSE = ("tests/synapse/",)
+_LONGEST = (
+    "tests/test_standby.py",
+    "tests/test_daemon.py",
+    "tests/lab/test_cluster.py",
+    "tests/test_stories.py",
+    "tests/sender/test_failover.py",
+    "tests/lab/simulation/test_seeds.py",
+    "tests/embedded/test_processes.py",
+    "tests/admin/test_browser.py",
+    "tests/lab/simulation/test_guards.py",
+    "tests/lab/demo/test_whole_demo.py",
+    "tests/relay/test_bad_network.py",
+)
+"""Of the other files, those that take longest although their tests are few."""
 
 
 class _Groups(LoadFileScheduling):  # type: ignore[misc]
@@ -82,9 +100,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A test of a program that is missing is not run, and the summary says so. On CI, where
     FEDSENDER_ALL_PROGRAMS is set, it is run and fails.
 
-    The two groups begin first, then files with the most slow tests, and those of quick ones only
-    are last: so no process has a large file left when the others are done. Long tests are left out
-    of a run of everything.
+    The two groups begin first, then the longest files, then those with the most slow tests, and
+    those of quick ones only are last: so no process has a large file left when the others are done.
+    Long tests are left out of a run of everything.
     """
     if items and _leaves_out_long(items[0].config):
         left_out = [item for item in items if item.get_closest_marker("long") is not None]
@@ -110,7 +128,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 why = f"{name} is missing: apt-get install {package}"
                 item.add_marker(pytest.mark.skip(reason=why))
         slow[item.path] += item.get_closest_marker("slow") is not None
-    items.sort(key=lambda item: (item.path not in first, -slow[item.path]))
+
+    def turn(item: pytest.Item) -> tuple[bool, int, int]:
+        name = item.nodeid.partition("::")[0]
+        longest = _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+        return item.path not in first, longest, -slow[item.path]
+
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:
