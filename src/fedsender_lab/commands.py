@@ -13,6 +13,7 @@ _REST: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(demo)
+    app.command()(plant)
     for command in (simulate, bench):
         app.command(context_settings=_REST, add_help_option=False)(command)
 
@@ -52,6 +53,17 @@ def demo(
             seed=seed,
         )
     )
+
+
+def plant(
+    demo: Annotated[Path, typer.Argument(metavar="DEMO", help="What `demo --keep` has left.")],
+    worlds: Annotated[list[str] | None, typer.Argument(help="Some of them; else all.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Plant faults into copies of a demo's ledger, and see that an audit names each."""
+    from fedsender_lab.planted import plant as run
+
+    return run(demo, worlds, as_json=as_json)
 
 
 def simulate(context: typer.Context) -> int:
