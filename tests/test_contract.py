@@ -53,6 +53,7 @@ def test_the_sender_tables_are_these() -> None:
         "generation",
         "sender_list",
         "walks",
+        "requests",
         "discoveries",
         "leases",
     }

@@ -417,21 +417,20 @@ class _Run:
     signals: Signals
 
 
-def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager["Admin"]:
-    return open_admin(
-        AdminContext(
-            policies=daemon.policies,
-            keys=daemon.keys,
-            sender=daemon.sender,
-            homeserver=daemon.store.homeserver,
-            store=daemon.store.sender,
-            feed=daemon.feed,
-            ledger=daemon.ledger,
-            outcomes=Outcomes(daemon.ledger, runtime),
-            gate=daemon.admission.gate,
-            runtime=runtime,
-            metrics=daemon.metrics,
-        )
+def admin_context(daemon: Daemon, runtime: Runtime) -> AdminContext:
+    """The daemon as its admin endpoint sees it."""
+    return AdminContext(
+        policies=daemon.policies,
+        keys=daemon.keys,
+        sender=daemon.sender,
+        homeserver=daemon.store.homeserver,
+        store=daemon.store.sender,
+        feed=daemon.feed,
+        ledger=daemon.ledger,
+        outcomes=Outcomes(daemon.ledger, runtime),
+        gate=daemon.admission.gate,
+        runtime=runtime,
+        metrics=daemon.metrics,
     )
 
 
@@ -462,7 +461,7 @@ async def _run_once(run: _Run, config: Config, *, standby: bool) -> None:
         trio.lowlevel.add_instrument(watch)
         stack.callback(trio.lowlevel.remove_instrument, watch)
         async with (
-            _open_admin(daemon, run.runtime) as admin,
+            open_admin(admin_context(daemon, run.runtime)) as admin,
             daemon.serve_feed() as of_feed,
         ):
             ready, endpoints = trio.Event(), [admin, *of_feed]

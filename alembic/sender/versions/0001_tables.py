@@ -171,6 +171,24 @@ def upgrade() -> None:
         "redeliveries_in_order", "redeliveries", ["destination", "room_id", "stream_ordering"]
     )
     op.create_table(
+        "requests",
+        sa.Column("id", ROW_ID, autoincrement=True, nullable=False),
+        sa.Column("instance_name", sa.Text(), nullable=False, comment="the sender that is asked"),
+        sa.Column("what", sa.Text(), nullable=False, comment="see admin.together"),
+        sa.Column("asked", sa.Text(), nullable=False, comment="JSON"),
+        sa.Column(
+            "is_order",
+            sa.Boolean(),
+            nullable=False,
+            comment="it is done although nobody waits for it",
+        ),
+        sa.Column("asked_ms", sa.BigInteger(), nullable=False),
+        sa.Column("taken", sa.Boolean(), nullable=False, comment="its sender has seen it"),
+        sa.Column("answer", sa.Text(), nullable=True, comment="JSON"),
+        sa.PrimaryKeyConstraint("id"),
+        sqlite_autoincrement=True,
+    )
+    op.create_table(
         "sender_list",
         sa.Column("id", ROW_ID, autoincrement=True, nullable=False, comment="1"),
         sa.Column(
@@ -285,6 +303,7 @@ def downgrade() -> None:
     op.drop_table("walks")
     op.drop_table("server_states")
     op.drop_table("sender_list")
+    op.drop_table("requests")
     op.drop_table("redeliveries")
     op.drop_table("receipt_positions")
     op.drop_table("receipt_debts")

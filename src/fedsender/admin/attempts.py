@@ -93,12 +93,16 @@ class Attempts:
     """The attempts at one server, newest last.
 
     Attributes:
+        ledgers: of several senders, by the name of each that has lines of it, its machine.
+        without: see `together.Joint`.
         cut: the reason why older attempts may be missing; null: there are none in the ledger.
     """
 
     destination: str
     attempts: tuple[Attempt, ...]
     cut: str | None
+    ledgers: Mapping[str, str] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from fedsender.console import Mistake, json_line, safe, say, say_answer, say_jso
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
+    from fedsender.config import Config
 
 __all__ = [
     *(
@@ -173,6 +174,7 @@ def destinations(
         entries += page["destinations"]
         if limit is not None and len(entries) >= limit:
             break
+    _warn_missing(page)
     entries = entries[:limit]
     if as_json:
         for entry in entries:
@@ -234,6 +236,7 @@ def trace(event_id: str, config: ConfigFile, as_json: AsJson = False) -> int:
     from fedsender.admin import display
 
     answer = _client(config).get("trace", event_id)
+    _warn_missing(answer)
     if as_json:
         say_json(answer)
         return DONE
@@ -261,6 +264,7 @@ def attempts(
 
     since_ms = 0 if since is None else _since_ms(since)
     answer = _attempts(config, server, since_ms, failed=failed, limit=limit)
+    _warn_missing(answer)
     if answer["cut"] is not None:
         say(f"fedsender: {answer['cut']}", error=True)
     if as_json:
@@ -269,6 +273,9 @@ def attempts(
     elif answer["attempts"]:
         show(display.attempts(answer["attempts"]))
         say(display.took_in_short(answer["attempts"]))
+        if answer["ledgers"]:
+            from_them = (f"{name} ({host})" for name, host in answer["ledgers"].items())
+            say(f"from the ledgers of {', '.join(from_them)}")
     else:
         say(f"no such attempt at {server} in the ledger")
     return DONE
@@ -328,6 +335,8 @@ def tail(
 
     loaded = load(config)
     directory = loaded.ledger.directory
+    if str(loaded.sender_database).startswith("postgresql"):
+        _say_whose_lines(loaded)
     if since is not None:
         if not as_json:
             raise Mistake("--since goes with --json")
@@ -340,6 +349,19 @@ def tail(
                     return DONE  # Its reader has left.
             time.sleep(TAIL_SECONDS)
     return DONE
+
+
+def _say_whose_lines(loaded: "Config") -> None:
+    """Say where the lines of the other senders are, if the daemon knows."""
+    from fedsender.admin.client import AdminClient, AdminError
+
+    with suppress(AdminError):
+        senders = AdminClient.of(loaded).get("overview", limit=1)["senders"]
+        others = [
+            f"{name} ({host})" for name, host in senders.items() if name != loaded.instance_name
+        ]
+        if others:
+            say(f"fedsender: the lines of others are with {', '.join(others)}", error=True)
 
 
 def _tail_outcomes(
@@ -439,8 +461,8 @@ def quarantine_release(
         ]
     gone = [f"dropped: {_listed(answer['dropped'])}"] if answer["dropped"] else []
     said = [f"released: {_listed(answer['released'])}", *_refused(answer), *gone, *kept]
-    say_answer(answer, as_json, *said)
-    return WRONG if kept else DONE
+    say_answer(answer, as_json, *said, *_missing(answer))
+    return WRONG if kept or _missing(answer) else DONE
 
 
 @quarantine_app.command("drop")
@@ -449,8 +471,8 @@ def quarantine_drop(
 ) -> int:
     """Give quarantined items up for good."""
     answer = _free(config, "drop", ids, room)
-    say_answer(answer, as_json, f"dropped: {_listed(answer['dropped'])}")
-    return DONE
+    say_answer(answer, as_json, f"dropped: {_listed(answer['dropped'])}", *_missing(answer))
+    return WRONG if _missing(answer) else DONE
 
 
 def _free(config: Path, verb: str, ids: list[int] | None, room: str | None) -> dict[str, Any]:
@@ -468,7 +490,10 @@ def _free(config: Path, verb: str, ids: list[int] | None, room: str | None) -> d
         part = client.post("quarantine", verb, body=body)
         more = part.pop("more")
         for name, items in part.items():
-            answer[name] += items
+            if name == "without":
+                answer[name] = items
+            else:
+                answer[name] += items
     return answer
 
 
@@ -508,8 +533,8 @@ def wake(
     body = _chosen(servers, "*" if everyone else pattern)
     answer = _client(config).post("notify_remote_server_up", body=body)
     left = (f"left alone: {server}: {reason}" for server, reason in answer["left_alone"].items())
-    say_answer(answer, as_json, f"woken: {_listed(answer['woken'])}", *left)
-    return WRONG if servers and answer["left_alone"] else DONE
+    say_answer(answer, as_json, f"woken: {_listed(answer['woken'])}", *left, *_missing(answer))
+    return WRONG if (servers and answer["left_alone"]) or _missing(answer) else DONE
 
 
 @app.command()
@@ -590,8 +615,8 @@ def _hold(
     body = _chosen(servers, pattern) | ({} if reason is None else {"reason": reason})
     body |= more or {}
     answer = _client(config).post(verb, body=body)
-    say_answer(answer, as_json, f"{verb}: {_listed(answer['servers'])}")
-    return DONE
+    say_answer(answer, as_json, f"{verb}: {_listed(answer['servers'])}", *_missing(answer))
+    return WRONG if _missing(answer) else DONE
 
 
 @app.command()
@@ -672,13 +697,24 @@ def _redeliver_since(
     return DONE
 
 
+def _missing(answer: Mapping[str, Any]) -> list[str]:
+    """Of several senders those whose part is missing, a line each."""
+    return [f"{name}: {why}" for name, why in answer.get("without", {}).items()]
+
+
+def _warn_missing(answer: Mapping[str, Any]) -> None:
+    for line in _missing(answer):
+        say(f"fedsender: without {line}", error=True)
+
+
 def _listed(names: Sequence[object]) -> str:
     return ", ".join(str(name) for name in names) or "none"
 
 
 def _say_redelivered(answer: Mapping[str, Any], as_json: bool) -> int:
-    say_answer(answer, as_json, f"accepted: {answer['accepted']}", *_refused(answer))
-    return WRONG if answer["refused"] else DONE
+    said = f"accepted: {answer['accepted']}"
+    say_answer(answer, as_json, said, *_refused(answer), *_missing(answer))
+    return WRONG if answer["refused"] or _missing(answer) else DONE
 
 
 def _refused(answer: Mapping[str, Any]) -> Iterator[str]:

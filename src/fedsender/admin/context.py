@@ -1,6 +1,8 @@
 """The objects that the endpoints use. It imports nothing that only an answer needs."""
 
+import socket
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -53,6 +55,7 @@ class AdminContext:
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
         outcomes: of the ledger, for readers that wait.
+        host: the name of this machine.
         began: the start, on Trio's clock.
         hour: the last hour, the latest minute last.
     """
@@ -68,6 +71,7 @@ class AdminContext:
     gate: Gate
     runtime: Runtime
     metrics: Metrics
+    host: str = field(default_factory=socket.gethostname)
     began: float = field(default_factory=trio.current_time)
     hour: deque[Minute] = field(default_factory=lambda: deque(maxlen=60))
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
@@ -77,6 +81,17 @@ class AdminContext:
     def config(self) -> Config:
         """The configuration that holds now."""
         return self.policies.config
+
+    @property
+    def senders(self) -> Sequence[str]:
+        """The senders that share our database, ourselves among them: see `together`."""
+        config = self.config
+        return config.senders if config.shares_database else (config.instance_name,)
+
+    def ours(self, servers: Sequence[str]) -> list[str]:
+        """Those of these servers that no other of these senders sends to."""
+        handles = self.config.handles
+        return [each for each in servers if len(self.senders) == 1 or handles(each)]
 
 
 async def remember_for_ever(context: AdminContext) -> None:

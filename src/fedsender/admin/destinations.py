@@ -1,7 +1,6 @@
 """The destinations as an operator lists and names them."""
 
 import heapq
-import math
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -14,6 +13,7 @@ import trio
 from fedsender.admin.bodies import MAX_SERVERS, Servers
 from fedsender.admin.context import AdminContext
 from fedsender.admin.display import AGES, duration, many
+from fedsender.admin.together import Joint, question
 from fedsender.fairness import site_of
 from fedsender.federation.dialing import Unreachable
 from fedsender.http.server import bad_param, not_found
@@ -30,6 +30,8 @@ from fedsender.telemetry import Standing
 ROWS = 1_000
 """Rows of the destinations table that are read at once."""
 _NUMBER: Final = re.compile("([0-9]{1,18})")
+LAST: Final = 2.0**63
+"""A sort key behind all others."""
 AGE_ENDS: Final = [end_s for _, end_s in AGES]
 
 
@@ -81,7 +83,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Page(Joint):
     """Destinations in the order that was asked for.
 
     Attributes:
@@ -101,11 +103,24 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The page of one sender.
+
+    Attributes:
+        keys: of its rows, the sort keys before the name.
+    """
+
+    page: Page
+    keys: list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
     """A list as it is asked for.
 
     Attributes:
-        after: the `from` of this page: a name, or the number of those before it; "": the first.
+        after: the `from` of this page: a name, or the number of those before it of each sender;
+            "": the first.
         state: only those in this state; null: all.
         since: only those whose failures began at this time (ms since the epoch) or later.
     """
@@ -138,6 +153,21 @@ class Group:
 async def groups(context: AdminContext, by: By, pattern: str) -> tuple[Group, ...]:
     """The servers with a record, or with items to send, that `pattern` covers; the groups with the
     most failing servers first, then those with the most behind."""
+    found: dict[str, Group] = {}
+    for each in (await groups_here.ask(context, (by, pattern))).joined():
+        one = found.setdefault(each.name, Group(each.name, 0, 0, 0))
+        found[each.name] = Group(
+            each.name,
+            one.servers + each.servers,
+            one.failing + each.failing,
+            one.behind + each.behind,
+        )
+    return tuple(sorted(found.values(), key=lambda each: (-each.failing, -each.behind, each.name)))
+
+
+@question
+async def groups_here(context: AdminContext, asked: tuple[By, str]) -> list[Group]:
+    by, pattern = asked
     registry, debts = context.sender.registry, await all_debts(context)
     servers, failing, behind = Counter[str](), Counter[str](), Counter[str]()
     fails = frozenset(registry.failing())
@@ -147,8 +177,7 @@ async def groups(context: AdminContext, by: By, pattern: str) -> tuple[Group, ..
                 servers[group] += 1
                 failing[group] += name in fails
                 behind[group] += name in debts
-    found = [Group(name, number, failing[name], behind[name]) for name, number in servers.items()]
-    return tuple(sorted(found, key=lambda each: (-each.failing, -each.behind, each.name)))
+    return [Group(name, number, failing[name], behind[name]) for name, number in servers.items()]
 
 
 def _addresses(context: AdminContext, name: str) -> list[str]:
@@ -163,11 +192,11 @@ def _addresses(context: AdminContext, name: str) -> list[str]:
 
 
 async def known_names(context: AdminContext, pattern: str) -> list[str]:
-    """Every server that we know of and `pattern` covers, by name."""
+    """Every server of ours that we know of and `pattern` covers, by name."""
     names = set(context.sender.registry.known("*"))
     after = ""
     while rows := await context.homeserver.known_destinations(after, ROWS):
-        names.update(rows)
+        names.update(context.ours(rows))
         after = rows[-1]
     return await matching(context, pattern, names)
 
@@ -179,7 +208,7 @@ async def matching(context: AdminContext, pattern: str, names: Iterable[str]) ->
 
 
 async def chosen(context: AdminContext, request: Servers) -> list[str]:
-    """The servers that a request names; all of them known, and each once.
+    """Those of the servers that a request names that are ours; all of them known, and each once.
 
     Raises:
         Refusal: one of them is not known, or the pattern covers too many.
@@ -191,10 +220,11 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
         if len(names) > MAX_SERVERS:
             raise bad_param(f"the pattern covers {len(names)} servers, more than {MAX_SERVERS}")
         return names
-    for server in request.servers:
+    servers = context.ours(list(dict.fromkeys(request.servers)))
+    for server in servers:
         if not await context.sender.operations.is_known(server):
             raise not_found(f"{server}: {UNKNOWN}")
-    return list(dict.fromkeys(request.servers))
+    return servers
 
 
 async def all_debts(context: AdminContext) -> dict[str, Debt]:
@@ -207,31 +237,74 @@ async def all_debts(context: AdminContext) -> dict[str, Debt]:
     return found
 
 
-async def list_page(
-    context: AdminContext, listing: Listing, debts: Mapping[str, Debt] | None = None
+async def list_page(context: AdminContext, listing: Listing) -> Page:
+    """One page of a list. Raises Refusal: `after` is not what an earlier page gave."""
+    heard = await list_here.ask(context, listing)
+    return joined_page(context, listing, heard.answers, heard.without)
+
+
+@question
+async def list_here(context: AdminContext, listing: Listing) -> Rows:
+    return await list_rows(context, listing, await all_debts(context))
+
+
+def joined_page(
+    context: AdminContext,
+    listing: Listing,
+    answers: Mapping[str, Rows],
+    without: Mapping[str, str],
 ) -> Page:
-    """One page of a list. What servers are owed comes from memory, never from the database.
+    """One page of those of all senders, by their names."""
+    rows = []
+    for name, each in answers.items():
+        for key, row in zip(each.keys, each.page.destinations, strict=True):
+            counted = as_people_count(row.destination) if listing.sort == "name" else ()
+            rows.append((key, counted, row.destination, name, row))
+    shown = sorted(rows, key=lambda row: row[:3])[: listing.limit]
+    next_from: str | None = None
+    pages = [each.page for each in answers.values()]
+    if len(rows) > len(shown) or any(page.next_from is not None for page in pages):
+        before = _before(context, listing)
+        taken = Counter(name for *_, name, _ in shown)
+        counts = (str(before[name] + taken[name]) for name in context.senders)
+        next_from = shown[-1][-1].destination if listing.sort == "name" else ",".join(counts)
+    return Page(
+        tuple(row for *_, row in shown),
+        total=sum(page.total for page in pages),
+        behind=sum(page.behind for page in pages),
+        known=sum(page.known for page in pages),
+        counted_s=max(page.counted_s for page in pages),
+        next_from=next_from,
+        without=without,
+    )
+
+
+def _before(context: AdminContext, listing: Listing) -> dict[str, int]:
+    """By sender how many of its rows are on the pages before."""
+    numbers = [0] * len(context.senders)
+    if listing.after and listing.sort != "name":
+        if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", listing.after):
+            raise bad_param("from must be the next_from of the last page")
+        numbers = [int(each) for each in listing.after.split(",")]
+    if len(numbers) != len(context.senders):
+        raise bad_param("the list of senders has changed since the last page")
+    return dict(zip(context.senders, numbers, strict=True))
+
+
+async def list_rows(context: AdminContext, listing: Listing, debts: Mapping[str, Debt]) -> Rows:
+    """Our rows of a page. What servers are owed comes from memory, never from the database.
 
     Args:
-        debts: those of `all_debts`, if the caller has them.
-
-    Raises:
-        Refusal: `after` is not what an earlier page gave.
+        debts: those of `all_debts`.
     """
     registry = context.sender.registry
-    debts = await all_debts(context) if debts is None else debts
     known = registry.names()
     names: Collection[str] = debts if listing.behind else known
     if not listing.behind and listing.state in (None, "level"):
         # A level server without a record of ours may have a row of the homeserver.
         names = await known_names(context, listing.pattern)
-    first, skip = as_people_count(""), 0
-    if listing.sort == "name":
-        first = as_people_count(listing.after)
-    elif listing.after:
-        if not re.fullmatch("[0-9]{1,9}", listing.after):
-            raise bad_param("from must be the next_from of the last page")
-        skip = int(listing.after)
+    first = as_people_count(listing.after if listing.sort == "name" else "")
+    skip = _before(context, listing)[context.config.instance_name]
 
     now_ms, total = context.runtime.now_ms(), 0
 
@@ -242,9 +315,9 @@ async def list_page(
         if listing.sort == "fails":
             since_ms = registry.state_of(name).failing_since_ms
             since_ms = -since_ms if listing.since and since_ms is not None else since_ms
-            return math.inf if since_ms is None else since_ms, 0
+            return LAST if since_ms is None else since_ms, 0
         if (debt := debts.get(name)) is None:
-            return math.inf, 0
+            return LAST, 0
         if listing.sort == "owed":
             return -debt.rooms, -debt.events - debt.in_memory
         return now_ms if debt.since_ms is None else debt.since_ms, 0
@@ -264,17 +337,15 @@ async def list_page(
             keys.append((*key(name), counted, name))
     chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
     shown = [name for *_, name in chosen_keys[: listing.limit]]
-    next_from: str | None = None
-    if len(chosen_keys) > listing.limit:
-        next_from = shown[-1] if listing.sort == "name" else str(skip + listing.limit)
-    return Page(
+    page = Page(
         tuple(_summary(context, name, debts.get(name), now_ms) for name in shown),
         total,
         len(debts),
         len(known) if names is known else len(known.union(names)),
         trio.current_time() - context.sender.context.debts.counted_at,
-        next_from,
+        shown[-1] if len(chosen_keys) > listing.limit else None,
     )
+    return Rows(page, [(one, other) for one, other, *_ in chosen_keys[: listing.limit]])
 
 
 _Counted = tuple[tuple[bool, int, str], ...]

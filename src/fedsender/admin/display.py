@@ -303,6 +303,9 @@ def readiness(answer: Answer) -> list[str]:
 def overview_facts(answer: Answer) -> Iterator[tuple[str, str]]:
     """The facts of an overview, each with its name."""
     feed, rates, page = answer["feed"], answer["rates"], answer["page"]
+    if len(answer["senders"]) > 1:
+        senders = (f"{name} ({host})" for name, host in answer["senders"].items())
+        yield "senders", f"{', '.join(senders)}; memory and keys are {answer['instance']}'s"
     left = max(0, feed["head"] - feed["fanned_out"])
     behind = f"{left:,} behind the homeserver"
     if feed["lag_s"]:

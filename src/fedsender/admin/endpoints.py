@@ -1,7 +1,7 @@
 """Our own endpoints: wake, look, hold, forget, send again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
@@ -9,7 +9,7 @@ import structlog
 from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
-from fedsender.admin.attempts import MAX_ATTEMPTS, Attempts, read_attempts
+from fedsender.admin.attempts import MAX_ATTEMPTS, Attempt, Attempts, read_attempts
 from fedsender.admin.bodies import (
     MAX_INTEGER,
     EventId,
@@ -38,6 +38,7 @@ from fedsender.admin.destinations import (
 )
 from fedsender.admin.display import many
 from fedsender.admin.overview import Overview, overview
+from fedsender.admin.together import Joint, order, question, summed
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
@@ -61,6 +62,8 @@ router = APIRouter(
     responses={status: {"model": Error} for status in (400, 401, 403, 404, 413, 503)},
 )
 
+# `without` is there only if it says something.
+post = partial(router.post, response_model_exclude_defaults=True)
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries on a page, at most.")]
 
 
@@ -68,23 +71,28 @@ Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries on a page, 
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
+class Woken(Joint):
     """The servers that will be tried now; and those that will not, each with the reason."""
 
     woken: list[str]
     left_alone: dict[str, str]
 
 
-@router.post("/notify_remote_server_up", summary="Try these servers now")
-async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
-    """An admin's wake is never refused for having come too often. A server that is owed nothing
-    needs none: it gets the next event at once."""
+@order
+async def wake_ours(context: AdminContext, request: Servers) -> Woken:
     if request.servers is not None:
-        asked = list(dict.fromkeys(request.servers))
+        asked = context.ours(list(dict.fromkeys(request.servers)))
     else:
         asked = await matching(context, request.pattern or "", context.sender.registry.names())
     left = await context.sender.operations.wake(asked)
     return Woken([server for server in asked if server not in left], left)
+
+
+@post("/notify_remote_server_up", summary="Try these servers now")
+async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
+    """An admin's wake is never refused for having come too often. A server that is owed nothing
+    needs none: it gets the next event at once."""
+    return (await wake_ours.ask(context, request, request.servers)).joined()
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -156,7 +164,8 @@ async def overview_of_all(context: Reach, listing: Listed) -> Overview:
 async def why(server: ServerName, context: Reach) -> Why:
     found = await explain(context, server)
     if found is None:
-        raise not_found(f"{server}: {context.sender.registry.refusal(server) or UNKNOWN}")
+        refusal = context.sender.registry.refusal(server) if context.ours([server]) else None
+        raise not_found(f"{server}: {refusal or UNKNOWN}")
     return found
 
 
@@ -178,18 +187,51 @@ async def attempts(
     failed: Annotated[bool, Query(description="Only those that failed.")] = False,
     limit: Annotated[int, Query(ge=1, le=MAX_ATTEMPTS, description="The newest ones.")] = 100,
 ) -> Attempts:
+    """Whoever sent to it before the list of senders changed has the lines of that time."""
+    heard = await attempts_here.ask(context, AttemptsAsked(server, since, failed, limit))
+    found = sorted((one for each in heard.answers.values() for one in each.attempts), key=_ended)
+    cuts = [each.cut for each in heard.answers.values() if each.cut is not None]
+    ledgers = summed(each.ledgers for each in heard.answers.values())
+    return Attempts(
+        server,
+        tuple(found[-limit:]),
+        cuts[0] if cuts else None,
+        ledgers=ledgers,
+        without=heard.without,
+    )
+
+
+def _ended(attempt: Attempt) -> int:
+    return attempt.at_ts
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptsAsked:
+    """The attempts that are asked for, as `attempts` has them."""
+
+    server: ServerName
+    since: int
+    failed: bool
+    limit: int
+
+
+@question
+async def attempts_here(context: AdminContext, asked: AttemptsAsked) -> Attempts:
     read = partial(
         read_attempts,
         context.config.ledger.directory,
-        server,
-        since_ms=since,
-        failed=failed,
-        limit=limit,
+        asked.server,
+        since_ms=asked.since,
+        failed=asked.failed,
+        limit=asked.limit,
     )
     try:
-        return await context.runtime.run_sync(read, limiter=context.ledger_reading)
+        found = await context.runtime.run_sync(read, limiter=context.ledger_reading)
     except OSError as error:
         raise Refusal(503, "M_UNKNOWN", f"the ledger cannot be read: {error}") from None
+    several = len(context.senders) > 1
+    has = {context.config.instance_name: context.host} if several and found.attempts else {}
+    return replace(found, ledgers=has)
 
 
 @router.get(
@@ -240,7 +282,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class Released(Joint):
     """Items that left the quarantine to be sent again; and those that will not be sent.
 
     Attributes:
@@ -257,7 +299,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Joint):
     """Items that were given up for good.
 
     Attributes:
@@ -277,7 +319,8 @@ async def quarantine(
     ] = 0,
     limit: Limit = 100,
 ) -> Items:
-    found = await context.store.quarantine_list(destination, limit + 1, after)
+    """An event that no server got has one entry, also if several senders hold it."""
+    found = await context.store.quarantine_page(destination, limit + 1, after)
     page = [_item(item) for item in found[:limit]]
     return Items(page, page[-1].id if len(found) > limit else None)
 
@@ -295,14 +338,74 @@ def _item(item: Quarantined) -> Item:
     )
 
 
-async def _present(context: AdminContext, ids: Sequence[int]) -> list[int]:
-    """The ids, each once; all of them in quarantine, or the request is refused."""
-    wanted = sorted(set(ids))
-    there = {item.id for item in await context.store.quarantined(wanted)}
-    missing = [str(each) for each in wanted if each not in there]
+@dataclass(frozen=True, slots=True)
+class InHand:
+    """Items of the quarantine.
+
+    Attributes:
+        ids: of those of a server.
+        events: that no server got: each sender holds them under ids of its own.
+    """
+
+    ids: list[int]
+    events: list[str]
+
+
+async def _present(
+    context: AdminContext, ids: Sequence[int]
+) -> tuple[list[Quarantined], InHand, list[str] | None]:
+    """The items with these ids, and the servers they are of (None: all); all of them in
+    quarantine, or the request is refused."""
+    found = await context.store.quarantined_anywhere(ids)
+    missing = sorted(set(ids) - {item.id for item in found})
     if missing:
-        raise not_found(f"not in quarantine: {', '.join(missing[:20])}")
-    return wanted
+        raise not_found(f"not in quarantine: {', '.join(map(str, missing[:20]))}")
+    events = [str(item.event_id) for item in found if item.destination is None]
+    servers = [item.destination for item in found if item.destination is not None]
+    in_hand = InHand([item.id for item in found if item.destination is not None], events)
+    return found, in_hand, None if events else servers
+
+
+async def _left(context: AdminContext, items: Sequence[Quarantined]) -> list[int]:
+    """The ids of those of these items that are in quarantine still, at any sender."""
+    ids = [item.id for item in items if item.destination is not None]
+    events = [str(item.event_id) for item in items if item.destination is None]
+    left = await context.store.still_quarantined(ids, events)
+    return [item.id for item in items if (item.id if item.destination else item.event_id) in left]
+
+
+@order
+async def release_ours(context: AdminContext, items: InHand) -> list[NotSent]:
+    ours = await context.store.quarantined(items.ids, items.events)
+    return await context.sender.operations.release([item.id for item in ours])
+
+
+@order
+async def release_room_here(context: AdminContext, room_id: str) -> Released:
+    freed = _blocking(await context.sender.operations.release_room(room_id))
+    log.info(
+        "room_released",
+        room=room_id,
+        count=len(freed.released),
+        dropped=freed.dropped,
+        kept=freed.kept,
+    )
+    refusals = list(freed.refused)
+    return Released([*freed.released], [*freed.dropped], [*freed.kept], refusals, freed.more)
+
+
+@order
+async def drop_ours(context: AdminContext, items: InHand) -> list[int]:
+    ours = [item.id for item in await context.store.quarantined(items.ids, items.events)]
+    await context.sender.operations.drop(ours)
+    return ours
+
+
+@order
+async def drop_room_here(context: AdminContext, room_id: str) -> Dropped:
+    freed = _blocking(await context.sender.operations.drop_room(room_id))
+    log.info("room_dropped", room=room_id, count=len(freed.dropped))
+    return Dropped([*freed.dropped], freed.more)
 
 
 def _blocking(freed: Freed) -> Freed:
@@ -312,46 +415,37 @@ def _blocking(freed: Freed) -> Freed:
     return freed
 
 
-@router.post("/quarantine/release", summary="Send quarantined PDUs after all")
+@post("/quarantine/release", summary="Send quarantined PDUs after all")
 async def release(request: InQuarantine, context: Reach) -> Released:
     """They go through the redelivery lane. Items that still cannot be sent, and EDUs, stay.
     A room's events are released in order, up to one that still cannot be sent; those that the
     homeserver does not have any more are given up."""
     if request.room_id is not None:
-        freed = _blocking(await context.sender.operations.release_room(request.room_id))
-        log.info(
-            "room_released",
-            room=request.room_id,
-            count=len(freed.released),
-            dropped=freed.dropped,
-            kept=freed.kept,
-        )
-        refusals = list(freed.refused)
-        return Released([*freed.released], [*freed.dropped], [*freed.kept], refusals, freed.more)
+        return (await release_room_here.ask(context, request.room_id)).joined()
     assert request.ids is not None
-    ids = await _present(context, request.ids)
-    refused = await context.sender.operations.release(ids)
-    kept = [item.id for item in await context.store.quarantined(ids)]
-    released = sorted(set(ids) - set(kept))
+    items, in_hand, servers = await _present(context, request.ids)
+    heard = await release_ours.ask(context, in_hand, servers)
+    refused, kept = list(dict.fromkeys(heard.joined())), await _left(context, items)
+    released = [item.id for item in items if item.id not in kept]
     log.info("quarantine_released", released=released[:20], kept=kept[:20])
-    return Released(released, [], kept, refused, more=False)
+    return Released(released, [], kept, refused, more=False, without=heard.without)
 
 
-@router.post("/quarantine/drop", summary="Give quarantined items up for good")
+@post("/quarantine/drop", summary="Give quarantined items up for good")
 async def drop(request: InQuarantine, context: Reach) -> Dropped:
     if request.room_id is not None:
-        freed = _blocking(await context.sender.operations.drop_room(request.room_id))
-        log.info("room_dropped", room=request.room_id, count=len(freed.dropped))
-        return Dropped([*freed.dropped], freed.more)
+        return (await drop_room_here.ask(context, request.room_id)).joined()
     assert request.ids is not None
-    ids = await _present(context, request.ids)
-    await context.sender.operations.drop(ids)
+    items, in_hand, servers = await _present(context, request.ids)
+    heard = await drop_ours.ask(context, in_hand, servers)
+    kept = await _left(context, items)
+    ids = [item.id for item in items if item.id not in kept]
     log.info("quarantine_dropped", dropped=ids[:20], count=len(ids))
-    return Dropped(ids, more=False)
+    return Dropped(ids, more=False, without=heard.without)
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(Joint):
     """The event that was passed over, and the position of the fan-out."""
 
     token: int
@@ -360,13 +454,8 @@ class Skipped:
     stood_at: str
 
 
-@router.post(
-    "/skip",
-    summary="Pass over the event that the fan-out stands at",
-    responses={409: {"description": "The fan-out does not stand at this one; nothing was done."}},
-)
-async def skip(request: Skip, context: Reach) -> Skipped:
-    """It goes to quarantine, with its content and with all later events of its room."""
+@order
+async def skip_here(context: AdminContext, request: Skip) -> Skipped:
     skipped = await context.sender.fan_out.skip(request.token)
     if skipped is None:
         stands = context.sender.fan_out.standstill
@@ -380,19 +469,29 @@ async def skip(request: Skip, context: Reach) -> Skipped:
     return Skipped(request.token, event.event_id, event.room_id, str(skipped))
 
 
+@post(
+    "/skip",
+    summary="Pass over the event that the fan-out stands at",
+    responses={409: {"description": "The fan-out does not stand at this one; nothing was done."}},
+)
+async def skip(request: Skip, context: Reach) -> Skipped:
+    """It goes to quarantine, with its content and with all later events of its room."""
+    answers = (await skip_here.ask(context, request)).answers
+    return next(iter(answers.values()))
+
+
 # --- holding --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(Joint):
     """The servers that are now as was asked."""
 
     servers: list[str]
 
 
-@router.post("/pause", summary="Send nothing to these servers for now")
-async def pause(request: Pause, context: Reach) -> Held:
-    """Their backlog is kept. `resume` sends it, or the end of the pause. Survives restarts."""
+@order
+async def pause_ours(context: AdminContext, request: Pause) -> Held:
     servers = await chosen(context, request)
     await context.sender.operations.pause(
         servers, request.reason, by=request.by, for_ms=request.for_ms
@@ -408,21 +507,37 @@ async def pause(request: Pause, context: Reach) -> Held:
     return Held(servers)
 
 
-@router.post("/park", summary="Give these servers up until somebody says otherwise")
-async def park(request: ServersWithReason, context: Reach) -> Held:
-    """As pausing, for servers that are believed to be gone: the first step before a purge."""
+@order
+async def park_ours(context: AdminContext, request: ServersWithReason) -> Held:
     servers = await chosen(context, request)
     await context.sender.operations.park(servers, request.reason)
     log.info("servers_parked", servers=servers[:20], count=len(servers), reason=request.reason)
     return Held(servers)
 
 
-@router.post("/resume", summary="Undo pause and park")
-async def resume(request: Servers, context: Reach) -> Held:
+@order
+async def resume_ours(context: AdminContext, request: Servers) -> Held:
     servers = await chosen(context, request)
     await context.sender.operations.hold(*servers, paused=None, parked=None)
     log.info("servers_resumed", servers=servers[:20], count=len(servers))
     return Held(servers)
+
+
+@post("/pause", summary="Send nothing to these servers for now")
+async def pause(request: Pause, context: Reach) -> Held:
+    """Their backlog is kept. `resume` sends it, or the end of the pause. Survives restarts."""
+    return (await pause_ours.ask(context, request, request.servers)).joined()
+
+
+@post("/park", summary="Give these servers up until somebody says otherwise")
+async def park(request: ServersWithReason, context: Reach) -> Held:
+    """As pausing, for servers that are believed to be gone: the first step before a purge."""
+    return (await park_ours.ask(context, request, request.servers)).joined()
+
+
+@post("/resume", summary="Undo pause and park")
+async def resume(request: Servers, context: Reach) -> Held:
+    return (await resume_ours.ask(context, request, request.servers)).joined()
 
 
 # --- forgetting, sending again --------------------------------------------------------------------
@@ -435,13 +550,10 @@ class Purged:
     purged: str
 
 
-@router.post(
-    "/purge",
-    summary="Forget a server and all it is owed",
-    responses={409: {"description": "Rooms are shared with it; `rooms` names some of them."}},
-)
-async def purge(request: Purge, context: Reach) -> Purged:
-    if not await context.sender.operations.is_known(request.server):
+@order
+async def purge_ours(context: AdminContext, request: Purge) -> Purged:
+    known = context.ours([request.server])
+    if not known or not await context.sender.operations.is_known(request.server):
         raise not_found(f"{request.server}: {UNKNOWN}")
     rooms = await context.sender.operations.purge(request.server, force=request.force)
     if rooms:
@@ -452,20 +564,36 @@ async def purge(request: Purge, context: Reach) -> Purged:
     return Purged(request.server)
 
 
+@post(
+    "/purge",
+    summary="Forget a server and all it is owed",
+    responses={409: {"description": "Rooms are shared with it; `rooms` names some of them."}},
+)
+async def purge(request: Purge, context: Reach) -> Purged:
+    return (await purge_ours.ask(context, request, [request.server])).joined()
+
+
 @dataclass(frozen=True, slots=True)
-class Redelivered:
+class Redelivered(Joint):
     """How many pairs were accepted, durably; and those that were not."""
 
     accepted: int
     refused: list[NotSent]
 
 
-@router.post("/redeliver", summary="Send these events to these servers again")
-async def redeliver(request: Pairs, context: Reach) -> Redelivered:
-    """Only to servers that may see the event. In a room their order is kept."""
-    pairs = list(dict.fromkeys(request.pairs))
+@order
+async def redeliver_ours(context: AdminContext, request: Pairs) -> Redelivered:
+    ours = set(context.ours([server for server, _ in request.pairs]))
+    pairs = [each for each in dict.fromkeys(request.pairs) if each[0] in ours]
     refused = await context.sender.operations.redeliver(pairs)
     return Redelivered(len(pairs) - len(refused), refused)
+
+
+@post("/redeliver", summary="Send these events to these servers again")
+async def redeliver(request: Pairs, context: Reach) -> Redelivered:
+    """Only to servers that may see the event. In a room their order is kept."""
+    servers = {server for server, _ in request.pairs}
+    return (await redeliver_ours.ask(context, request, servers)).joined()
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,9 +619,14 @@ class Part:
     next_after: int | None
 
 
-@router.post("/redeliver_since", summary="Send a server again what it got since a time, in parts")
+@post("/redeliver_since", summary="Send a server again what it got since a time, in parts")
 async def redeliver_since(request: Since, context: Reach) -> Part:
     """One request reads 500 events of the homeserver. Events in quarantine stay there."""
+    return (await redeliver_part.ask(context, request, [request.server])).joined()
+
+
+@question  # Of an order that waits nobody would hear where the next one begins.
+async def redeliver_part(context: AdminContext, request: Since) -> Part:
     if not await context.sender.operations.is_known(request.server):
         raise not_found(f"{request.server}: {UNKNOWN}")
     found = await context.sender.operations.redeliver_since(

@@ -1,16 +1,27 @@
 """The overview of the whole daemon, from memory alone, for `fedsender status` and `top`."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import trio
 
 from fedsender import version
 from fedsender.admin.context import AdminContext
-from fedsender.admin.destinations import Listing, Page, age_class, all_debts, list_page
+from fedsender.admin.destinations import (
+    Listing,
+    Page,
+    Rows,
+    age_class,
+    all_debts,
+    joined_page,
+    list_rows,
+)
 from fedsender.admin.display import AGES
 from fedsender.admin.probes import feed_lag_s, problems, warnings_of
+from fedsender.admin.together import Joint, question, summed
 from fedsender.limits import of_daemon, resident_bytes
 from fedsender.sender.queues import Debt
 from fedsender.telemetry import Minute, Rates
@@ -75,10 +86,14 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Overview:
-    """The daemon at a glance.
+class Overview(Joint):
+    """The daemon at a glance; several of them as one.
+
+    `version`, `uptime_s`, `signing_keys` and `memory` are those of the one that answers. Of several
+    feeds, positions, latencies and lags it is the worst.
 
     Attributes:
+        senders: by the name of each that answers its machine.
         reasons: why it is not ready, one sentence each.
         warnings: what needs an operator though it goes on, one sentence each.
         in_flight: attempts under way.
@@ -94,6 +109,7 @@ class Overview:
 
     version: str
     instance: str
+    senders: Mapping[str, str]
     server_name: str
     uptime_s: float
     ready: bool
@@ -115,13 +131,77 @@ class Overview:
 
 async def overview(context: AdminContext, listing: Listing) -> Overview:
     """The overview, with a page of this list."""
+    heard = await overview_here.ask(context, listing)
+    rows = {name: rows for name, (_, rows) in heard.answers.items()}
+    found = {name: one for name, (one, _) in heard.answers.items()}
+    every, feeds = found.values(), [one.feed for one in found.values()]
+    away = [f"{name}: {reason}" for name, reason in heard.without.items()]
+    return replace(
+        found[context.config.instance_name],
+        senders=summed(one.senders for one in every),
+        ready=all(one.ready for one in every) and not away,
+        reasons=(*_said({name: one.reasons for name, one in found.items()}), *away),
+        warnings=tuple(_said({name: one.warnings for name, one in found.items()})),
+        feed=Feed(
+            all(each.connected for each in feeds),
+            min(each.position for each in feeds),
+            max(each.head for each in feeds),
+            max(each.held_s for each in feeds),
+            min(each.fanned_out for each in feeds),
+            max(each.lag_s for each in feeds),
+        ),
+        in_flight=sum(one.in_flight for one in every),
+        rates=_together([one.rates for one in every]),
+        states=summed(one.states for one in every),
+        owed=summed(one.owed for one in every),
+        owed_by_age=summed(one.owed_by_age for one in every),
+        failing_by_age=summed(one.failing_by_age for one in every),
+        quarantine_items=sum(one.quarantine_items for one in every),
+        hour=_together_by_minute([one.hour for one in every]),
+        page=joined_page(context, listing, rows, heard.without),
+        without=heard.without,
+    )
+
+
+def _said(by_sender: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """What each of them says, with its name if there are several."""
+    for name, said in by_sender.items():
+        yield from (each if len(by_sender) == 1 else f"{name}: {each}" for each in said)
+
+
+T = TypeVar("T", Rates, Minute)
+
+
+def _together(measured: Sequence[T | None]) -> T | None:
+    """The numbers of all that were measured, summed up; times (`_ms`, `_s`) are the longest."""
+    there = [each for each in measured if each is not None]
+    if not there:
+        return None
+    values: dict[str, Any] = {}
+    for each in fields(there[0]):
+        numbers = [n for one in there if (n := getattr(one, each.name)) is not None]
+        longest = each.name.endswith(("_ms", "over_s"))
+        values[each.name] = (max(numbers) if longest else sum(numbers)) if numbers else None
+    return replace(there[0], **values)
+
+
+def _together_by_minute(hours: Sequence[Sequence[Minute]]) -> list[Minute]:
+    """The last hour of several; each notes its minutes when it likes."""
+    minutes = zip_longest(*(reversed(hour) for hour in hours))
+    return [one for each in minutes if (one := _together(each)) is not None][::-1]
+
+
+@question
+async def overview_here(context: AdminContext, listing: Listing) -> tuple[Overview, Rows]:
     sender, config = context.sender, context.config
     reasons, status = tuple(problems(context)), context.feed.status()
     debts = await all_debts(context)
     owed, owed_by_age = await _owed(context, debts)
-    return Overview(
+    rows = await list_rows(context, listing, debts)
+    found = Overview(
         version=version(),
         instance=config.instance_name,
+        senders={config.instance_name: context.host},
         server_name=config.server_name,
         uptime_s=trio.current_time() - context.began,
         ready=not reasons,
@@ -145,8 +225,9 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         quarantine_items=sender.quarantine_items,
         memory=_memory(context),
         hour=tuple(context.hour),
-        page=await list_page(context, listing, debts),
+        page=rows.page,
     )
+    return found, rows
 
 
 def _signing_keys(context: AdminContext) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import trio
 
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import where_it_stands
+from fedsender.admin.together import Joint, question
 from fedsender.ledger import EVERY_SERVER
 from fedsender.segments import open_segment, segments
 from fedsender.sender.failure import ServerState
@@ -55,7 +56,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Joint):
     """One event.
 
     Attributes:
@@ -189,6 +190,33 @@ async def _read_ledger(context: AdminContext, event: EventRow, found: Found) -> 
 
 async def trace(context: AdminContext, event_id: str) -> Trace | None:
     """The fate of this event; None: the homeserver has no such event."""
+    heard = await trace_here.ask(context, event_id)
+    found = {name: each for name, each in heard.answers.items() if each is not None}
+    if not found:
+        return None
+    fates: dict[str, Fate] = {}
+    for name, each in found.items():
+        for fate in each.destinations:
+            # Whoever sent to it before the list changed has the lines of that time.
+            server = fate.destination
+            known, is_its = fates.get(server), context.config.sender_of(server) == name
+            if known is None or (fate.at_ts is not None and (is_its or known.at_ts is None)):
+                fates[server] = fate
+    every = found.values()
+    reasons = [each.reason for each in every if each.reason is not None]
+    return replace(
+        next(iter(every)),
+        sent_by_us=bool(fates),
+        reason=reasons[0] if reasons and len(reasons) == len(every) else None,
+        fanned_out=all(each.fanned_out for each in every),
+        destinations=tuple(fates[name] for name in sorted(fates)[:MAX_SERVERS]),
+        ledger_complete=all(each.ledger_complete for each in every),
+        without=heard.without,
+    )
+
+
+@question
+async def trace_here(context: AdminContext, event_id: str) -> Trace | None:
     event = (await context.homeserver.events_by_id([event_id])).get(event_id)
     if event is None:
         return None
@@ -202,9 +230,10 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     items = await context.store.quarantine_of_events([event_id])
     quarantined = {item.destination: item for item in items}
     again = set(await context.store.to_be_redelivered_to(event_id))
-    servers = again.union(found.settled, found.failed, (name for name in quarantined if name))
+    servers = again.union(found.failed, (name for name in quarantined if name))
     if isinstance(routed, Routed):
         servers |= routed.servers
+    servers = {*context.ours(sorted(servers)), *found.settled}
     everywhere = quarantined.get(None)
     fanned_out = event.stream_ordering <= context.sender.fan_out.position
     fates = []

@@ -7,15 +7,18 @@ from functools import partial
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import held, next_attempt_ms, where_it_stands
 from fedsender.admin.display import duration, many
+from fedsender.admin.together import AWAY, question
+from fedsender.config.values import ServerName
 from fedsender.health import ServerHealth, read_health
+from fedsender.http.server import Refusal
 from fedsender.sender.context import Phase
-from fedsender.sender.failure import RULES, Outcome, ServerState, standing_after
+from fedsender.sender.failure import RULES, Outcome, ServerState, standing_after, states_of
 from fedsender.sender.sender import Status
 from fedsender.store.records import OwedRoom
 from fedsender.telemetry import Standing
 
 COUNTED = 1_000
-"""Redeliveries and quarantined items are counted up to here."""
+"""Redeliveries are counted up to here."""
 ROOMS_SHOWN = 100
 
 
@@ -30,7 +33,7 @@ class Depth:
         device_lists: changed devices and keys that wait there.
         ephemeral: receipts, typing, presence; in memory.
         redeliveries: events to be sent again.
-        quarantined: items that were taken out of the way; at most 1,000 are counted.
+        quarantined: items that were taken out of the way.
     """
 
     rooms: int
@@ -157,14 +160,28 @@ class Why:
 
 
 async def explain(context: AdminContext, server: str) -> Why | None:
-    """All that is known of this server; None: nothing."""
+    """All that is known of this server; None: nothing.
+
+    While its sender is away, that is what the databases know.
+    """
+    try:
+        heard = await explain_here.ask(context, server, [server])
+    except Refusal as refusal:
+        if refusal.errcode != AWAY:
+            raise
+        return await explain_here.here(context, server)
+    return heard.joined()
+
+
+@question
+async def explain_here(context: AdminContext, server: ServerName) -> Why | None:
     if not await context.sender.operations.is_known(server):
         return None
     await context.homeserver.write_marks(server)
     row = await context.homeserver.backoff(server)
     pending = await context.homeserver.pending_counts(server, ROOMS_SHOWN)
     redeliveries = len(await context.store.redeliveries(server, COUNTED))
-    quarantined = len(await context.store.quarantine_list(server, COUNTED))
+    quarantined = await context.store.quarantined_of(server)
     in_flight = await _in_flight(context, server)
     oldest = await _oldest(context, server)
     find = partial(read_health, context.config.pipeline.health, context.runtime.now_ms())
@@ -182,6 +199,9 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         quarantined=quarantined,
     )
     state = ServerState(server) if status is None else status.state
+    if others := not context.ours([server]):
+        stored = await context.store.all_server_states()
+        state = states_of({server: stored[server]})[server] if server in stored else state
     owed = bool(
         depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries or in_flight
     )
@@ -193,10 +213,11 @@ async def explain(context: AdminContext, server: str) -> Why | None:
     next_ts = next_attempt_ms(context, server, status)
     now_ms = context.runtime.now_ms()
     waits = _waits(depth, oldest, in_flight)
+    sentence = _sentence(stands, doing, state, waits, error, next_ts, now_ms)
     if stands == "another sender's":
-        sentence = f"The federation sender {context.config.sender_of(server)} handles it."
-    else:
-        sentence = _sentence(stands, doing, state, waits, error, next_ts, now_ms)
+        sender = context.config.sender_of(server)
+        known = f", which is away. By the database: {sentence}" if others else "."
+        sentence = f"The federation sender {sender} handles it{known}"
     return Why(
         destination=server,
         state=stands,

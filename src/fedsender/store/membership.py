@@ -17,6 +17,7 @@ from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.engine import Database, reading, writing
 from fedsender.store.leases import DRIFT_S, LEASE_S, NOBODY, PLACE
+from fedsender.store.requests import hand_on
 from fedsender.store.statements import in_chunks, insert_rows, replace_rows, upsert
 
 __all__ = ["Membership", "Standing", "Walk"]
@@ -240,6 +241,7 @@ class Membership:
         _read_receipts_on(connection, old, new)
         _give_to_all(connection, new)
         _give_to_owners(connection, new)
+        hand_on(connection, new, self._runtime.now_ms())
         connection.execute(update(sender_list).values(in_force=list(new), change=None, wanted=None))
         return True
 

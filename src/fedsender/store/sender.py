@@ -43,6 +43,7 @@ from fedsender.store.records import (
     Redelivery,
     StoredGeneration,
 )
+from fedsender.store.requests import Requests
 from fedsender.store.statements import (
     MAX_PARAMETERS,
     in_chunks,
@@ -88,6 +89,9 @@ _REDELIVERIES = select(
     tables.redeliveries.c.room_id,
     tables.redeliveries.c.stream_ordering,
 )
+_ENTRIES = select(*(quarantine.c[each.name] for each in fields(Quarantined))).order_by(
+    quarantine.c.id
+)
 ALL_OTHERS: Final = ""
 """For this writer the position of those that were not passed is on record."""
 _SAID: Final = ("paused", "paused_by", "paused_ms", "paused_until_ms", "parked")
@@ -113,6 +117,7 @@ class SenderStore:
 
     Attributes:
         senders: the list of senders in force.
+        requests: what they ask of each other.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class SenderStore:
             fenced: databases in which we write only while the lease is ours.
         """
         self.senders = Membership(database, runtime, instance)
+        self.requests = Requests(database, runtime, instance)
         self._database = database
         self._now_ms = runtime.now_ms
         self._instance = instance
@@ -482,16 +488,43 @@ class SenderStore:
         self, connection: Connection, destination: str | None, limit: int, after: int = 0
     ) -> list[Quarantined]:
         """Our items with an id above `after`, ascending; of one destination, or of all."""
-        query = self._entries().where(quarantine.c.id > after).limit(limit)
-        if destination is not None:
-            query = query.where(quarantine.c.destination == destination)
-        return [Quarantined(**row._mapping) for row in connection.execute(query)]
+        return _page(connection, self._entries(), destination, limit, after)
 
     @reading
-    def quarantined(self, connection: Connection, ids: Sequence[int]) -> list[Quarantined]:
-        """Our items with these ids, ascending."""
-        rows = select_rows(connection, self._entries(), quarantine.c.id, ids)
+    def quarantine_page(
+        self, connection: Connection, destination: str | None, limit: int, after: int = 0
+    ) -> list[Quarantined]:
+        """The same of all senders; an event that no server got is there once."""
+        of_nobody = quarantine.c.destination.is_(None)
+        first = select(func.min(quarantine.c.id)).where(of_nobody).group_by(quarantine.c.event_id)
+        query = _ENTRIES.where(or_(~of_nobody, quarantine.c.id.in_(first)))
+        return _page(connection, query, destination, limit, after)
+
+    @reading
+    def quarantined(
+        self, connection: Connection, ids: Sequence[int], events: Sequence[str] = ()
+    ) -> list[Quarantined]:
+        """Our items with these ids, and then those of these events that no server got."""
+        rows = [*select_rows(connection, self._entries(), quarantine.c.id, ids)]
+        of_nobody = self._entries().where(quarantine.c.destination.is_(None))
+        rows += select_rows(connection, of_nobody, quarantine.c.event_id, events)
         return [Quarantined(**row._mapping) for row in rows]
+
+    @reading
+    def quarantined_anywhere(self, connection: Connection, ids: Sequence[int]) -> list[Quarantined]:
+        """The items with these ids, whosever they are, ascending."""
+        rows = select_rows(connection, _ENTRIES, quarantine.c.id, ids)
+        return [Quarantined(**row._mapping) for row in rows]
+
+    @reading
+    def still_quarantined(
+        self, connection: Connection, ids: Sequence[int], events: Sequence[str]
+    ) -> set[int | str]:
+        """Those of these ids, and of these events that no server got, that any sender holds."""
+        of_nobody = select(quarantine.c.event_id).where(quarantine.c.destination.is_(None))
+        found = select_rows(connection, of_nobody, quarantine.c.event_id, events)
+        left = select_rows(connection, select(quarantine.c.id), quarantine.c.id, ids)
+        return {row[0] for row in (*found, *left)}
 
     @reading
     def quarantine_of_events(
@@ -505,8 +538,7 @@ class SenderStore:
         return [Quarantined(**row._mapping) for row in rows]
 
     def _entries(self) -> Select[Any]:
-        columns = [quarantine.c[each.name] for each in fields(Quarantined)]
-        return select(*columns).where(self._held).order_by(quarantine.c.id)
+        return _ENTRIES.where(self._held)
 
     async def drop(self, ids: Sequence[int]) -> list[Quarantined]:
         """Remove items for good; returns them, for the ledger."""
@@ -797,6 +829,15 @@ class ReceiptRecords:
 
 def _destinations(connection: Connection, table: Table) -> list[str]:
     return sorted(connection.execute(select(table.c.destination).distinct()).scalars())
+
+
+def _page(
+    connection: Connection, entries: Select[Any], destination: str | None, limit: int, after: int
+) -> list[Quarantined]:
+    query = entries.where(quarantine.c.id > after).limit(limit)
+    if destination is not None:
+        query = query.where(quarantine.c.destination == destination)
+    return [Quarantined(**row._mapping) for row in connection.execute(query)]
 
 
 def _leave_quarantine(connection: Connection, ids: Sequence[int]) -> None:

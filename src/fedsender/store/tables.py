@@ -451,6 +451,20 @@ walks = Table(
         comment="the list before: what was its own by that one is not gained; NULL: all is",
     ),
 )
+requests = Table(
+    "requests",
+    sender,
+    Column("id", RowId, primary_key=True, autoincrement=True),
+    Column("instance_name", Text, nullable=False, comment="the sender that is asked"),
+    Column("what", Text, nullable=False, comment="see admin.together"),
+    Column("asked", Text, nullable=False, comment="JSON"),
+    Column("is_order", Boolean, nullable=False, comment="it is done although nobody waits for it"),
+    Column("asked_ms", BigInteger, nullable=False),
+    Column("taken", Boolean, nullable=False, comment="its sender has seen it"),
+    Column("answer", Text, comment="JSON"),
+    # Whoever gives up on a row must not take another one for it.
+    sqlite_autoincrement=True,
+)
 discoveries = Table(
     "discoveries",
     sender,

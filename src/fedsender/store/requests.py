@@ -1,0 +1,142 @@
+"""What senders of one database ask of each other: rows of the database that they share.
+
+Whoever asks leaves a row for each sender that is to do its part. That one looks for rows of its
+name, and writes its answer into them. An *order* stays until it has done so, however long it is
+away; if the list of senders changes before, each sender of the new one has it to do.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from fedsender.runtime import Runtime
+from fedsender.store import tables
+from fedsender.store.engine import Database, reading, writing
+
+requests = tables.requests
+
+MOST: Final = 1_000
+"""Rows without an answer. Each has at most some MiB, as a request to the admin endpoint."""
+AT_ONCE: Final = 8
+KEPT_MS: Final = 10 * 60_000
+"""Whoever has asked has taken the answer by then, or does not wait any more."""
+
+
+class Request(NamedTuple):
+    """A row for us to answer."""
+
+    id: int
+    what: str
+    asked: str
+    is_order: bool
+
+
+class Reply(NamedTuple):
+    """A row as whoever has asked finds it; `answer` None: there is none yet."""
+
+    taken: bool
+    answer: str | None
+
+
+HANDED_ON: Final = Reply(taken=False, answer=None)
+"""In place of a row that is not there any more: see `hand_on`."""
+
+
+class Requests:
+    """Questions about these rows, and changes of them; all of several senders."""
+
+    def __init__(self, database: Database, runtime: Runtime, instance: str) -> None:
+        self._database = database
+        self._now_ms = runtime.now_ms
+        self._instance = instance
+
+    @writing
+    def ask(
+        self,
+        connection: Connection,
+        senders: Sequence[str],
+        what: str,
+        asked: str,
+        *,
+        is_order: bool,
+    ) -> dict[int, str] | None:
+        """Ask these senders; returns the row of each, by its id. None: too many rows wait."""
+        waiting = select(func.count()).select_from(requests).where(requests.c.answer.is_(None))
+        if connection.execute(waiting).scalar_one() >= MOST:
+            return None
+        return _insert(connection, senders, what, asked, is_order, self._now_ms())
+
+    @reading
+    def replies(self, connection: Connection, ids: Collection[int]) -> dict[int, Reply]:
+        """These rows, by id, as far as they are there."""
+        query = select(requests.c.id, requests.c.taken, requests.c.answer)
+        rows = connection.execute(query.where(requests.c.id.in_(ids)))
+        return {row.id: Reply(row.taken, row.answer) for row in rows}
+
+    @writing
+    def leave(self, connection: Connection, ids: Collection[int]) -> None:
+        """Wait for these rows no longer: orders without an answer stay."""
+        done = (requests.c.answer.is_not(None)) | ~requests.c.is_order
+        connection.execute(delete(requests).where(requests.c.id.in_(ids), done))
+
+    @reading
+    def ours(self, connection: Connection, under_way: Collection[int]) -> list[Request]:
+        """The first rows that we have to answer, oldest first, without those `under_way`."""
+        query = (
+            select(requests.c.id, requests.c.what, requests.c.asked, requests.c.is_order)
+            .where(requests.c.instance_name == self._instance, requests.c.answer.is_(None))
+            .where(requests.c.id.not_in(under_way))
+            .order_by(requests.c.id)
+            .limit(AT_ONCE - len(under_way))
+        )
+        return [Request(*row) for row in connection.execute(query)]
+
+    @writing
+    def take(self, connection: Connection, ids: Collection[int]) -> None:
+        """Note that we answer these soon."""
+        connection.execute(update(requests).where(requests.c.id.in_(ids)).values(taken=True))
+
+    @writing
+    def answer(self, connection: Connection, request: int, answer: str) -> None:
+        """Answer it. Those of our answers that nobody has fetched for long go."""
+        query = update(requests).where(requests.c.id == request)
+        connection.execute(query.values(answer=answer))
+        old = requests.c.asked_ms < self._now_ms() - KEPT_MS
+        ours = requests.c.instance_name == self._instance
+        connection.execute(delete(requests).where(ours, old, requests.c.answer.is_not(None)))
+
+
+def hand_on(connection: Connection, senders: Sequence[str], now_ms: int) -> None:
+    """Have each of these senders, a list that comes into force, carry out the orders that are left.
+
+    Some may be done: to carry an order out again does no harm.
+    """
+    left = requests.c.answer.is_(None)
+    # What was ordered twice counts as of the last time: it may undo what came between.
+    query = (
+        select(requests.c.what, requests.c.asked)
+        .where(left, requests.c.is_order)
+        .group_by(requests.c.what, requests.c.asked)
+        .order_by(func.max(requests.c.id))
+    )
+    orders = connection.execute(query).all()
+    connection.execute(delete(requests).where(left))
+    for row in orders:
+        _insert(connection, senders, row.what, row.asked, True, now_ms)
+
+
+def _insert(
+    connection: Connection,
+    senders: Sequence[str],
+    what: str,
+    asked: str,
+    is_order: bool,
+    now_ms: int,
+) -> dict[int, str]:
+    row = {"what": what, "asked": asked, "is_order": is_order, "asked_ms": now_ms, "taken": False}
+    made = {}
+    for name in senders:
+        query = insert(requests).values(instance_name=name, **row).returning(requests.c.id)
+        made[connection.execute(query).scalar_one()] = name
+    return made

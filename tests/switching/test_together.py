@@ -1,0 +1,229 @@
+"""Several senders on one database, asked as one at the admin endpoint of any of them."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trio
+from sqlalchemy import func, select
+from tests.admin.desk import OURS, checked
+from tests.servers import Databases
+from tests.switching.test_senders import BAD, Site, all_have, fan_out, site, write_history
+
+from fedsender.admin.app import build_app
+from fedsender.admin.together import answer_for_ever
+from fedsender.daemon import admin_context
+from fedsender.runtime import real_runtime
+from fedsender.store import tables
+from fedsender_lab.testing.clock import until
+
+
+@dataclass
+class Desks:
+    """The endpoints of the senders that run, by name."""
+
+    site: Site
+    nursery: trio.Nursery
+    answering: dict[str, trio.CancelScope] = field(default_factory=dict)
+    http: dict[str, httpx.AsyncClient] = field(default_factory=dict)
+
+    def open(self, *names: str) -> None:
+        """As `open_admin` does, without sockets."""
+        for name in names:
+            context = admin_context(self.site.sending[name], real_runtime())
+            app: Any = build_app(context)
+            transport = httpx.ASGITransport(app=app)
+            self.http[name] = httpx.AsyncClient(
+                transport=transport, base_url=f"http://{name}{OURS}", timeout=60
+            )
+            self.answering[name] = trio.CancelScope()
+            self.nursery.start_soon(self._answer, context, self.answering[name])
+
+    async def _answer(self, context: Any, scope: trio.CancelScope) -> None:
+        with scope:
+            await answer_for_ever(context)
+
+    def close(self, *names: str) -> None:
+        for name in names:
+            self.answering[name].cancel()
+
+    async def get(self, name: str, path: str, status: int = 200, **query: Any) -> Any:
+        return checked(await self.http[name].get(f"/{path}", params=query), status)
+
+    async def post(self, name: str, path: str, body: object, status: int = 200) -> Any:
+        return checked(await self.http[name].post(f"/{path}", json=body), status)
+
+    def of(self, name: str) -> list[str]:
+        """The servers of this sender."""
+        handles = self.site.sending[name].config.handles
+        return sorted(each for each in self.site.receivers.servers if handles(each))
+
+
+@asynccontextmanager
+async def desks(directory: Path, postgres: Databases) -> AsyncIterator[Desks]:
+    """Two senders, and the desk of each."""
+    async with site(directory, postgres) as it, trio.open_nursery() as nursery:
+        it.become(well=False)
+        await it.start("a", "b")
+        found = Desks(it, nursery)
+        found.open("a", "b")
+        yield found
+        nursery.cancel_scope.cancel()
+
+
+async def rows_left(it: Site) -> int:
+    count: int = await it.in_own(
+        lambda connection: connection.scalar(select(func.count()).select_from(tables.requests))
+    )
+    return count
+
+
+async def test_any_sender_is_told_for_all_of_them(tmp_path: Path, postgres: Databases) -> None:
+    async with desks(tmp_path, postgres) as both:
+        of_a, of_b = both.of("a"), both.of("b")
+        one, other = of_b[:2]
+        registry = both.site.sending["b"].sender.registry
+        said = await both.post("a", "pause", {"servers": [one, of_a[0]], "reason": "by me"})
+        assert sorted(said["servers"]) == sorted([one, of_a[0]])
+        assert registry.state_of(one).paused == "by me"
+        why = await both.get("a", f"why/{one}")
+        assert (why["state"], why["paused"], why["handled_here"]) == ("paused", "by me", True)
+        assert (await both.post("a", "resume", {"servers": [one]})) == {"servers": [one]}
+        await both.post("b", "resume", {"servers": of_a[:1]})
+        assert registry.state_of(one).paused is None
+
+        await until(lambda: registry.state_of(other).failures > 0)
+        said = await both.post("a", "notify_remote_server_up", {"pattern": "*"})
+        assert sorted(said["woken"]) == sorted(both.site.receivers.servers)
+        said = await both.post("a", "notify_remote_server_up", {"servers": ["no.example", other]})
+        assert said["woken"] == [other]
+        assert said["left_alone"] == {"no.example": "not a server that we know of"}
+        said = await both.post("a", "purge", {"server": "no.example"}, 404)
+        assert said["error"] == "no.example: not a server that we know of"
+        assert await both.post("a", "purge", {"server": other}) == {"purged": other}
+        assert registry.status(other) is None
+        await both.get("a", f"why/{other}", 404)
+        assert await rows_left(both.site) == 0
+
+
+async def test_any_sender_shows_all_of_them(tmp_path: Path, postgres: Databases) -> None:
+    async with desks(tmp_path, postgres) as both:
+        names = sorted(both.site.receivers.servers)
+        failing = [both.site.sending[name].sender.registry.failing for name in ("a", "b")]
+        await until(lambda: sum(len(each()) for each in failing) == len(names))
+        for name in ("a", "b"):
+            shown = await both.get(name, "overview", behind="true", sort="owed", limit=3)
+            assert set(shown["senders"]) == {"a", "b"}
+            assert shown["states"]["failing"] == shown["page"]["known"] == len(names)
+            assert shown["owed"]["servers"] == shown["page"]["behind"] == len(names)
+            # Nobody is there to say what is new.
+            assert {each[:2] for each in shown["reasons"]} == {"a:", "b:"}
+            for sort in ("name", "owed", "fails"):
+                listed: list[str] = []
+                start = None
+                while start is not None or not listed:
+                    query: dict[str, Any] = {} if start is None else {"from": start}
+                    page = await both.get(name, "destinations", sort=sort, limit=5, **query)
+                    listed += [each["destination"] for each in page["destinations"]]
+                    start = page["next_from"]
+                assert len(listed) == len(names)
+                assert sorted(listed) == names
+            groups = await both.get(name, "groups", by="site")
+            assert sum(each["failing"] for each in groups["groups"]) == len(names)
+        # Dead servers are counted by who sends to them alone.
+        counts = [len(each()) for each in failing]
+        assert counts == [len(both.of("a")), len(both.of("b"))]
+
+
+async def test_a_trace_and_attempts_go_through_all_ledgers(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """Also those of a sender that had a server before the list changed."""
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        good, upto = await write_history(it, bad_one=False)
+        it.become(well=True)
+        await fan_out(it, upto, "a", "b")
+        await until(all_have(it, good))
+        was = both.of("a")
+        both.close("a", "b")
+        await it.change("b", "a")
+        both.open("a", "b")
+        moved = sorted(set(was) - set(both.of("a")))
+        assert moved
+        for name in ("a", "b"):
+            traced = await both.get(name, f"trace/{good}")
+            fates = {each["destination"]: each["outcome"] for each in traced["destinations"]}
+            assert fates == dict.fromkeys(it.receivers.servers, "delivered")
+            assert traced["fanned_out"]
+            attempts = await both.get(name, f"attempts/{moved[0]}")
+            assert set(attempts["ledgers"]) == {"a"}
+            assert attempts["attempts"][-1]["outcome"] == "delivered"
+
+
+async def test_an_event_that_no_server_got_is_one_entry(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        good, upto = await write_history(it)
+        it.become(well=True)
+        await fan_out(it, upto, "a", "b")
+        for name in ("a", "b"):
+            items = (await both.get(name, "quarantine"))["items"]
+            assert [each["event_id"] for each in items] == [BAD, good]
+        bad, waits = [each["id"] for each in items]
+        said = await both.post("b", "quarantine/release", {"ids": [bad]})
+        assert (said["released"], said["kept"], len(said["refused"])) == ([], [bad], 1)
+        assert await both.post("b", "quarantine/drop", {"ids": [bad]}) == {
+            "dropped": [bad],
+            "more": False,
+        }
+        said = await both.post("b", "quarantine/release", {"ids": [waits]})
+        assert (said["released"], said["kept"]) == ([waits], [])
+        await until(all_have(it, good))
+        for sender in it.sending.values():
+            assert not sender.sender.fan_out.blocked
+        assert (await both.get("a", "quarantine"))["items"] == []
+        await both.post("a", "quarantine/release", {"ids": [waits]}, 404)
+
+
+@pytest.mark.parametrize("left", ["it comes back", "its servers get another sender"])
+async def test_an_order_waits_for_a_sender_that_is_away(
+    left: str, tmp_path: Path, postgres: Databases
+) -> None:
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        of_b = both.of("b")
+        failing = it.sending["b"].sender.registry.failing
+        await until(lambda: set(failing()) == set(of_b))
+        both.close("b")
+        await it.stop("b")
+        said = await both.post("a", "pause", {"servers": of_b[:1]}, 503)
+        assert said["errcode"] == "FEDSENDER_AWAY"
+        assert said["error"] == "queued: its sender is away (b)"
+        said = await both.post("a", "pause", {"pattern": "*"})
+        assert set(said["servers"]) == set(both.of("a"))
+        assert said["without"] == {"b": "queued: its sender is away (b)"}
+        said = await both.post("a", "resume", {"servers": of_b[1:2]}, 503)
+        shown = await both.get("a", f"why/{of_b[0]}")
+        away = "The federation sender b handles it, which is away. By the database: Failing for"
+        assert shown["summary"].startswith(away), shown["summary"]
+        shown = await both.get("a", "overview")
+        assert "b: its sender is away (b)" in shown["reasons"]
+        both.close("a")
+        if left == "it comes back":
+            await it.start("b")
+            both.open("b")
+        else:
+            await it.change("a")
+            both.open("a")
+        next_sender = it.sending["b" if left == "it comes back" else "a"]
+        state_of = next_sender.sender.registry.state_of
+        # In the order in which they were given.
+        paused = {*of_b[:1], *of_b[2:]}
+        await until(lambda: {name for name in of_b if state_of(name).paused} == paused)
