@@ -88,7 +88,7 @@ _LOCAL: Final = _LOCKED | {
     "spark.sql.shuffle.partitions": "64",
     "spark.sql.adaptive.advisoryPartitionSizeInBytes": "16m",
 }
-SMALL_ROWS: Final = 200_000
+SMALL_ROWS: Final = 500_000
 # Below that many rows, a job takes less time than the compilers of Spark and Java for its plans.
 _SMALL: Final = {
     "spark.sql.codegen.wholeStage": "false",
