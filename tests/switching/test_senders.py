@@ -30,7 +30,7 @@ from fedsender.store.engine import Database, DatabaseOptions, open_database
 from fedsender.store.membership import Membership, Standing
 from fedsender.switching import senders
 from fedsender.switching.handback import Findings, hand_back
-from fedsender.switching.senders import NotChanged, change_list
+from fedsender.switching.senders import NotChanged, change_list, change_list_of
 from fedsender_lab.demo.process import KEY_VERSION, write_signing_key
 from fedsender_lab.testing.clock import until
 from fedsender_lab.testing.receiver import Receivers, failing, healthy, open_receivers
@@ -513,6 +513,28 @@ async def test_a_change_is_withdrawn_while_nobody_is_there_to_send_under_a_new_n
             with pytest.raises(NotChanged, match="another change is under way"):
                 await change_list(members, real_runtime(), ["b"])
         await until(lambda: set(it.sending) == {"a"})
+
+
+async def test_a_worker_of_synapses_in_the_list_is_named_at_once(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """It would not stop, and nobody waits for it."""
+    async with site(tmp_path, postgres) as it:
+
+        def work(connection: Connection) -> None:
+            for kind in ("events", "federation"):
+                row = {"type": kind, "stream_id": 5, "instance_name": "b"}
+                connection.execute(insert(tables.federation_stream_position), row)
+
+        async with homeserver_of(it.homeserver) as database:
+            await database.write(work)
+        await it.start("a", configured=["a", "b"])
+        await it.start("c")
+        daemon, began = it.sending["a"], trio.current_time()
+        with pytest.raises(NotChanged, match=r"b has never run on this database"):
+            await change_list_of(it.config("a", ["a", "b"]), real_runtime(), ["a", "c"])
+        assert trio.current_time() - began < 5
+        assert it.sending["a"] is daemon
 
 
 async def test_a_list_in_a_file_counts_only_where_there_is_none_yet(

@@ -273,19 +273,8 @@ class HomeserverStore(ABC):
 
     @reading
     def senders(self, connection: Connection) -> dict[str, Generation]:
-        """The positions of each sender of this homeserver.
-
-        `ours` is that of a fedsender that has not handed back.
-        """
-        table = positions.positions
-        found: dict[str, dict[str, int]] = {}
-        for row in connection.execute(select(table).where(table.c.type.in_(positions.SHARED))):
-            found.setdefault(row.instance_name, {})[row.type] = row.stream_id
-        return {
-            name: Generation(each["events"], each.get("federation"), None)
-            for name, each in found.items()
-            if "events" in each
-        }
+        """See `positions.senders`."""
+        return positions.senders(connection)
 
     @writing
     def hand_back(self, connection: Connection) -> None:

@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
-from fedsender.store.records import History
+from fedsender.store.records import Generation, History
 from fedsender.store.statements import replace_rows, upsert
 from fedsender.waiting import BeginAnew
 
@@ -43,6 +43,23 @@ positions = tables.federation_stream_position
 SHARED = ("events", "federation")
 NEVER_ACKED = -1
 """Synapse's value in a row of type `federation` that was never written."""
+
+
+def senders(connection: Connection) -> dict[str, Generation]:
+    """The positions of each sender of this homeserver.
+
+    `ours` is that of a fedsender that has not handed back.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for row in connection.execute(select(positions).where(positions.c.type.in_(SHARED))):
+        found.setdefault(row.instance_name, {})[row.type] = row.stream_id
+    return {
+        name: Generation(each["events"], each.get("federation"), None)
+        for name, each in found.items()
+        if "events" in each
+    }
+
+
 # Made once: to make a statement costs as much as to run it.
 _POSITION = select(positions.c.stream_id).where(
     positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")

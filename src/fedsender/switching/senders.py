@@ -11,7 +11,7 @@ Elsewhere each sender has databases that no other one reads (a relay feeds each 
 configuration's list counts, and it changes only when nothing is owed to a server that leaves us.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
@@ -20,7 +20,7 @@ import trio
 
 from fedsender.config import Config, ConfigError, is_instance_name
 from fedsender.runtime import Runtime
-from fedsender.store import Store, StoreError, store_config
+from fedsender.store import Store, StoreError, positions, store_config
 from fedsender.store.connections import checked_url
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverStore
@@ -216,14 +216,24 @@ async def change_list_of(config: Config, runtime: Runtime, wanted: Sequence[str]
             raise ConfigError(f"{name[:100]!r} is not the name of a sender")
     if len(set(wanted)) < len(wanted):
         raise ConfigError("the list names one sender twice")
-    async with _membership(config, runtime) as senders:
-        await change_list(senders, runtime, wanted)
+    url = store_config(config).homeserver_url
+    async with (
+        _membership(config, runtime) as senders,
+        open_database(url, runtime, name="homeserver") as homeserver,
+    ):
+        there = await homeserver.read(positions.senders)
+        sent = [name for name, each in there.items() if each.ours != NEVER_ACKED]
+        await change_list(senders, runtime, wanted, sent)
 
 
-async def change_list(senders: Membership, runtime: Runtime, wanted: Sequence[str]) -> None:
+async def change_list(
+    senders: Membership, runtime: Runtime, wanted: Sequence[str], sent: Collection[str] = ()
+) -> None:
     """Have the running senders go by this list, and wait until they do.
 
-    Raises NotChanged, which says who did not stop.
+    `sent`: the names under which somebody has sent.
+
+    Raises NotChanged, which says who did not stop, or cannot.
     """
     standing = await senders.standing()
     if standing is None:
@@ -231,6 +241,12 @@ async def change_list(senders: Membership, runtime: Runtime, wanted: Sequence[st
     if standing == Standing(tuple(wanted)):
         return
     rows = await senders.holders()
+    for name in standing.in_force:
+        if name in sent and name not in rows:
+            raise NotChanged(
+                f"{name} has never run on this database, and cannot take part: if it is a worker of"
+                " Synapse, stop it and start fedsender under its name first; or stop all senders"
+            )
     for name in wanted:
         if name not in standing.in_force and (name not in rows or rows[name].holder == NOBODY):
             raise NotChanged(f"nobody runs as {name} on this database")
