@@ -201,9 +201,9 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
 
 
 async def test_the_list_of_senders_changes_under_load(tmp_path: Path, postgres: Databases) -> None:
-    """From one to two and three, while one server is away, and back to one, with `kill -9` of the
-    only one to stay, or of one that goes, in the middle of a change: every server gets all that was
-    said, in order."""
+    """From one to two and three, while one server is away, and back to one, with `kill -9` of one
+    that stays or goes, and a freeze of one that goes, in the middle of a change: every server gets
+    all that was said, in order."""
     (tmp_path / "tls").mkdir()
     runtime = real_runtime()
     signer = process.write_signing_key(tmp_path / "tls", b"k" * 32)
@@ -272,7 +272,11 @@ async def test_the_list_of_senders_changes_under_load(tmp_path: Path, postgres: 
             await change("a", "b")
             await change("c", "a", "b")
             first.become(healthy())
-            for victim, names in (("b", ("b", "c", "a")), ("a", ("c",))):
+            for victim, how, names in (
+                ("b", "killed", ("b", "c", "a")),
+                ("b", "frozen", ("c", "a")),
+                ("a", "killed", ("c",)),
+            ):
                 done = trio.Event()
 
                 async def set_them(names: tuple[str, ...], done: trio.Event) -> None:
@@ -287,11 +291,24 @@ async def test_the_list_of_senders_changes_under_load(tmp_path: Path, postgres: 
                     lambda: daemons[victim].count("stops_for_change") > stops,  # noqa: B023
                     seconds=PATIENCE_S,
                 )
-                await daemons[victim].kill()
-                receivers.origin_killed(HS)
-                await daemons[victim].start()
+                if how == "killed":
+                    await daemons[victim].kill()
+                    receivers.origin_killed(HS)
+                    await daemons[victim].start()
+                else:
+                    os.kill(daemons[victim].pid, signal.SIGSTOP)
                 with trio.fail_after(PATIENCE_S):
                     await done.wait()
+                if how == "frozen":
+                    # What it had under way, the next one may send again.
+                    receivers.origin_killed(HS)
+                    stands_by = daemons[victim].count("standing_by")
+                    await more()
+                    os.kill(daemons[victim].pid, signal.SIGCONT)
+                    await until(
+                        lambda: daemons[victim].count("standing_by") > stands_by,  # noqa: B023
+                        seconds=PATIENCE_S,
+                    )
                 await more()
             nursery.cancel_scope.cancel()
         with psycopg.connect(database) as connection:
