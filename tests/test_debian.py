@@ -4,31 +4,48 @@ The commands that change the machine (adduser, systemctl ...) are replaced by on
 how they are called.
 """
 
+import json
 import os
+import re
 import subprocess
 from dataclasses import dataclass
+from email import message_from_string
 from pathlib import Path
 
 import pytest
 
 from fedsender import version
 
-pytestmark = [pytest.mark.long, pytest.mark.program("dpkg-deb", "dpkg")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.program("pg_config", "libpq-dev"),
+    pytest.mark.program("python3-config", "python3-dev"),
+    pytest.mark.program("gcc", "gcc"),
+]
 
 ROOT = Path(__file__).parents[1]
 _REPLACED = ("adduser", "deluser", "chown", "systemctl")
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("deb")
-    work = directory / "work"
-    work.mkdir()
-    environ = {**os.environ, "TMPDIR": str(work)}
-    subprocess.run([ROOT / ".ci/deb", directory], env=environ, check=True, timeout=600)
+def build(directory: Path) -> tuple[Path, Path]:
+    """A package, and its bill of materials."""
+    work, out = directory / "work", directory / "out"
+    work.mkdir(parents=True)
+    environ = {**os.environ, "TMPDIR": str(work), "DEBEMAIL": "packages@fedsender.test"}
+    subprocess.run([ROOT / ".ci/deb", out], env=environ, check=True, timeout=900)
     assert list(work.iterdir()) == []
-    [path] = directory.glob("*.deb")
-    return path
+    [package], [bill] = out.glob("*.deb"), out.glob("*.json")
+    return package, bill
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build(tmp_path_factory.mktemp("deb"))
+
+
+@pytest.fixture(scope="module")
+def package(built: tuple[Path, Path]) -> Path:
+    return built[0]
 
 
 @dataclass
@@ -140,7 +157,8 @@ def test_the_package_has_what_a_debian_user_looks_for(package: Path, tmp_path: P
     source = ROOT / "src/fedsender"
     ours = {path.relative_to(source) for path in source.rglob("*.*") if path.suffix != ".pyc"}
     assert ours <= {path.relative_to(installed) for path in installed.rglob("*.*")}
-    assert not list(tmp_path.rglob("pyarrow"))
+    absent = ("pyarrow", "fedsender_lab", "fedsender_pipeline", "psycopg_binary*", "tests", "*.pyc")
+    assert [path for name in absent for path in tmp_path.rglob(name)] == []
 
 
 def test_the_package_names_its_python_and_no_path_of_the_builder(
@@ -149,9 +167,46 @@ def test_the_package_names_its_python_and_no_path_of_the_builder(
     command = ["/usr/bin/python3", "-c", "import sys; print(sys.version_info[1])"]
     minor = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     depends = f"python3 (>= 3.{minor}), python3 (<< 3.{minor + 1})"
-    assert field(package, "Depends") == f"adduser, libc6, {depends}"
+    libpq = re.search(r"\d+", subprocess.check_output(["pg_config", "--version"], text=True))
+    assert libpq is not None
+    assert field(package, "Depends") == f"adduser, libc6, libpq5 (>= {libpq[0]}), {depends}"
     assert field(package, "Version") == version()
     subprocess.run(["dpkg-deb", "-x", package, tmp_path], check=True)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
-    for place in (ROOT, package.parent):
+    for place in (ROOT, package.parents[1]):
         assert not [path for path in files if bytes(place) in path.read_bytes()]
+
+
+def test_the_same_sources_give_the_same_package(built: tuple[Path, Path], tmp_path: Path) -> None:
+    for first, second in zip(built, build(tmp_path), strict=True):
+        assert first.name == second.name
+        assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.program("lintian", "lintian")
+def test_debians_own_checker_finds_no_error(package: Path) -> None:
+    done = subprocess.run(
+        ["lintian", "--allow-root", "--fail-on", "error", package],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_bill_of_materials_names_what_is_in_the_package(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    package, bill = built
+    subprocess.run(["dpkg-deb", "-x", package, tmp_path], check=True)
+    contents = json.loads(bill.read_text())
+    named = {(each["name"], each["version"]) for each in contents["components"]}
+    root = contents["metadata"]["component"]
+    found = [metadata(path) for path in tmp_path.rglob("*.dist-info/METADATA")]
+    assert named | {(root["name"], root["version"])} == set(found)
+    assert str(tmp_path) not in bill.read_text()
+
+
+def metadata(path: Path) -> tuple[str, str]:
+    message = message_from_string(path.read_text())
+    return message["Name"], message["Version"]

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -102,6 +101,7 @@ class Buildah:
         options = [f"--volume={each}" for each in mounts]
         self(
             *("bud", "--isolation", "chroot", "--pull=never", "--format", "docker", *options),
+            *("--timestamp", "0"),
             *("-f", tree / "docs/Containerfile", "-t", name, tree),
         )
         root = Path(self("mount", self("from", "--pull=never", name)))
@@ -147,12 +147,11 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     directory = tmp_path_factory.mktemp("image")
     buildah = Buildah(directory)
     python = python_of_the_image()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    locked = [f"-r{ROOT}/.ci/locked/{name}.txt" for name in ("fedsender", "tools")]
     download = ["pip", "download", "-q", "--only-binary=:all:", "--python-version", python]
     try:
         subprocess.run(
-            [sys.executable, "-m", *download, "-d", directory / "wheels", *needed],
+            [sys.executable, "-m", *download, "-d", directory / "wheels", *locked],
             check=True,
             timeout=600,
         )
@@ -182,7 +181,7 @@ def newer(buildah: Buildah, image: Image, tmp_path_factory: pytest.TempPathFacto
     tree = tmp_path_factory.mktemp("newer")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    for name in ("alembic", "docs", "src"):
+    for name in (".ci", "alembic", "docs", "src"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for line in ("homeserver", "sender"):
         versions = tree / "alembic" / line / "versions"
@@ -213,6 +212,23 @@ def test_the_image_adds_little_to_its_base_and_has_no_installer(
     assert buildah.bytes_of("localhost/fedsender") - base <= MOST_BYTES
     assert not list(image.root.glob("opt/fedsender/**/pip"))
     assert image.config["Healthcheck"]["Test"][:2] == ["CMD", "python"]
+
+
+def test_a_second_build_of_the_same_sources_gives_the_same_files(
+    buildah: Buildah, image: Image
+) -> None:
+    buildah.build(ROOT, "again")
+    first, second = (
+        json.loads(buildah("inspect", "--type", "image", name))["OCIv1"]["rootfs"]["diff_ids"]
+        for name in ("localhost/fedsender", "localhost/again")
+    )
+    assert first == second
+
+
+def test_the_image_has_a_bill_of_materials(image: Image) -> None:
+    bill = json.loads((image.root / "opt/fedsender/fedsender.cdx.json").read_text())
+    named = {each["name"].lower() for each in bill["components"]}
+    assert {"fedsender", "trio", "httpx", "cryptography"} <= named
 
 
 def test_the_demo_delivers_in_a_container_with_a_read_only_root(

@@ -75,3 +75,15 @@ sys.exit(run_command(["pipeline", "ingest", "-c", "none.yaml"]))
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "the pipeline needs pyarrow: install it with `pip install" in done.stderr
+
+
+def test_the_packages_are_built_from_versions_within_our_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text = (ROOT / ".ci/locked/fedsender.txt").read_text()
+    assert "://" not in text
+    lines = [line.removesuffix(" \\") for line in text.splitlines() if not line.startswith(" ")]
+    locked = {canonicalize_name(each.name): each.specifier for each in map(Requirement, lines)}
+    for wanted in map(Requirement, project["project"]["dependencies"]):
+        (exact,) = locked[canonicalize_name(wanted.name)]
+        assert exact.operator == "=="
+        assert wanted.specifier.contains(exact.version), f"run .ci/lock: {wanted}"
