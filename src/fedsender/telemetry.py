@@ -383,7 +383,8 @@ class _Counts(_Family[Count]):
 
     def inc(self, *values: str, by: float = 1) -> None:
         """Add this much to the one with these values."""
-        self.labels(*values).value += by
+        count = self.children.get(values) or self.labels(*values)
+        count.value += by
 
 
 class _Sample(NamedTuple):

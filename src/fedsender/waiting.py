@@ -269,7 +269,7 @@ class Slots:
         self.release_on_behalf_of(trio.lowlevel.current_task())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Resting(Generic[T]):
     holder: T
     peer: Hashable

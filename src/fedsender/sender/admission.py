@@ -695,6 +695,8 @@ class Permit:
 
     def carries(self, size: int) -> None:
         """Note a body of this size in memory, in bytes, until `release`."""
+        if size == self._bytes == 0:
+            return
         admission, was_large = self._admission, self._large
         self._large = 2 * size > self._offered
         admission.bodies += size - self._bytes

@@ -144,7 +144,7 @@ class AttemptTimer(Alarm):
 
     def answered(self) -> None:
         """Note that the last attempt was answered: the next one need not wait."""
-        self.not_before = trio.current_time()
+        self.not_before = -math.inf
 
     def failed(self) -> None:
         """Note that an attempt has just failed; `back_off` follows once we have decided."""
@@ -538,16 +538,13 @@ class Destination:
 
     async def _next_transaction(self, peer: Peer) -> Transaction | None:
         """The frozen transaction, or one made now. None: there is none to send at this moment."""
-        gate = self._context.admission.gate
+        draft: Draft | None = None
         if self.frozen is None and not self._held:
             draft = await self._fill()
             if draft.others:
                 await self.outbox.leave_out_unseen(draft)
             self._permit.hurried = False
-            if self._held:
-                # If the policy now denies it, the draft would skip events as not for this server.
-                self.outbox.give_back(draft)
-            elif draft.empty and not draft.asks:
+            if draft.empty and not draft.asks and not self._held:
                 # Others need the connection and the place, and our databases may be slow.
                 peer.release()
                 self._permit.release()
@@ -555,16 +552,25 @@ class Destination:
                 await self.outbox.note_progress(draft)
                 await self._count_given_up()
                 return None
-            # No await since `leave_out_unseen`, which checked what this server may see (I6).
-            elif gate.open:
-                self.frozen = self._freeze(draft)
-                if draft.given_up:
-                    self.outbox.note_given_up(draft.given_up)
-                await self._count_given_up()
-            else:
+        # This may have changed while it waited or connected.
+        if not self._may_send:
+            if draft is not None:
+                # If the policy now denies it, the draft would skip events as not for this server.
                 self.outbox.give_back(draft)
-        # It may have been told to stop, or the gate may have closed, while it waited or connected.
-        return self.frozen if gate.open and not self._held else None
+            return None
+        if draft is not None:
+            # No await since `leave_out_unseen`, which checked what this server may see (I6).
+            self.frozen = self._freeze(draft)
+            self.outbox.note_given_up(draft.given_up)
+            if self.outbox.given_up:
+                await self._count_given_up()
+                return self.frozen if self._may_send else None
+        return self.frozen
+
+    @property
+    def _may_send(self) -> bool:
+        """Whether nobody has told it to stop, and the gate is open."""
+        return not self._held and self._context.admission.gate.open
 
     async def _count_given_up(self) -> None:
         """Save the number of owed events that were given up, for the command `why`."""
@@ -586,9 +592,8 @@ class Destination:
             if verdict.apart and await self._may_say_nothing(peer, transaction):
                 verdict = failure.DELIVERED
         except (Exception, trio.Cancelled) as error:
-            took_s = trio.current_time() - started
             cut_off = _why_cut_off(error)
-            self._reporter.attempt(transaction, None, took_s=took_s, cut_off=cut_off)
+            self._reporter.attempt(transaction, None, started=started, cut_off=cut_off)
             if not isinstance(error, GaveWay | OutOfResources):
                 raise
             if isinstance(error, OutOfResources):
@@ -601,9 +606,8 @@ class Destination:
                 self.outbox.take_back(transaction)
             return
         transaction.answered = verdict.outcome is Outcome.DELIVERED
-        took_s = trio.current_time() - started
         transaction.recorded = self._reporter.attempt(
-            transaction, verdict, took_s=took_s, answer=answer
+            transaction, verdict, started=started, answer=answer
         )
         if transaction.answered:
             await self._answered(transaction, blank=answer is not None and answer.blank)
@@ -1016,7 +1020,7 @@ class Reporter:
         transaction: Transaction | None,
         verdict: Verdict | None,
         *,
-        took_s: float = 0.0,
+        started: float | None = None,
         answer: Answer | None = None,
         cut_off: str = STOPPED,
     ) -> bool:
@@ -1026,8 +1030,11 @@ class Reporter:
 
         Args:
             verdict: None: it was cut off.
+            started: when its first byte left (trio's clock); None: none did.
             cut_off: the reason then.
         """
+        ended = trio.current_time()
+        took_s = 0.0 if started is None else ended - started
         record = TransactionRecord() if transaction is None else transaction.record
         delivered = verdict is not None and verdict.outcome is Outcome.DELIVERED
         line = Line(
@@ -1045,12 +1052,12 @@ class Reporter:
             took_ms=round(took_s * 1000),
             reused=answer.reused if answer else False,
         )
-        context, began = self._context, trio.current_time()
+        context = self._context
         context.ledger.record(line)
         recorded = context.ledger.failing is None
         context.metrics.attempted(
             line.outcome,
-            wrote_s=trio.current_time() - began,
+            wrote_s=trio.current_time() - ended,
             recorded=recorded,
             # A connection that failed took no time of a transaction's.
             took_s=took_s if verdict is not None and verdict.sent else None,

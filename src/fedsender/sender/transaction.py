@@ -335,6 +335,7 @@ def _origin_json(origin: str) -> bytes:
     return canonical_json(origin)
 
 
+@lru_cache(16)
 def envelope_bytes(origin: str) -> int:
     """The most bytes of a transaction's body that are neither PDUs nor EDUs."""
     return len(_ENVELOPE) + len(_origin_json(origin)) + _LONGEST_TIME
