@@ -115,7 +115,7 @@ def test_ingest_and_audit_on_a_cluster(
     engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
     tables.sender.create_all(engine)
     engine.dispose()
-    write(tmp_path / "ledger", "master.b.000001.jsonl", line(), "{torn\n")
+    write(tmp_path / "ledger", "master.b.000001.jsonl", line(instance="master"), "{torn\n")
     events = tmp_path / "spark-events"
     events.mkdir()
     log = {
@@ -180,7 +180,7 @@ def test_an_executor_that_is_killed_at_any_stage_loses_no_job(
     engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
     tables.sender.create_all(engine)
     engine.dispose()
-    write(tmp_path / "ledger", "master.b.000001.jsonl", line())
+    write(tmp_path / "ledger", "master.b.000001.jsonl", line(instance="master"))
     alone = open_lake(tmp_path / "alone", US, create=True)
     read(alone, url, config_of(tmp_path, "synapse"))
     with showing(quiet=True) as steps:
@@ -193,7 +193,7 @@ def test_an_executor_that_is_killed_at_any_stage_loses_no_job(
         done = fedsender("pipeline", "ingest", "-c", config)
         assert done.returncode == 0, done.stderr
         # One more line, which the ingest has not read.
-        write(tmp_path / "ledger", "master.b.000002.jsonl", line())
+        write(tmp_path / "ledger", "master.b.000002.jsonl", line(instance="master"))
         done = fedsender("pipeline", "audit", "-c", config, "--json")
         assert done.returncode in (0, 1), done.stderr
         assert json.loads(done.stdout)["expected"] > 0
