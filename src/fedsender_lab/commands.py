@@ -61,8 +61,10 @@ def plant(
     as_json: AsJson = False,
 ) -> int:
     """Plant faults into copies of a demo's ledger, and see that an audit names each."""
-    from fedsender_lab.planted import plant as run
+    from fedsender_pipeline.commands import needing_extra
 
+    with needing_extra():
+        from fedsender_lab.planted import plant as run
     return run(demo, worlds, as_json=as_json)
 
 

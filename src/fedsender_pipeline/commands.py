@@ -30,18 +30,27 @@ EXTRA: Final = ("pyarrow", "pyspark", "jinja2")
 """The packages of the extra `pipeline`, which commands import when they are called."""
 
 
-class _Commands(TyperGroup):
-    """The commands, which a plain install has, too, without what they need."""
+@contextmanager
+def needing_extra() -> Iterator[None]:
+    """For what a plain install has, too, without what it needs.
 
+    Raises:
+        Usage: a package of the extra is missing, and the body imports it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        how = "install it with `pip install 'fedsender[pipeline]'`"
+        raise Usage(f"the pipeline needs {package}: {how}") from error
+
+
+class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with needing_extra():
             return super().invoke(ctx)
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package not in EXTRA:
-                raise
-            how = "install it with `pip install 'fedsender[pipeline]'`"
-            raise Usage(f"the pipeline needs {package}: {how}") from error
 
 
 app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark.", cls=_Commands)
