@@ -90,8 +90,10 @@ class AdminContext:
 
     def ours(self, servers: Sequence[str]) -> list[str]:
         """Those of these servers that no other of these senders sends to."""
+        if len(self.senders) == 1:
+            return list(servers)
         handles = self.config.handles
-        return [each for each in servers if len(self.senders) == 1 or handles(each)]
+        return [each for each in servers if handles(each)]
 
 
 async def remember_for_ever(context: AdminContext) -> None:

@@ -31,7 +31,7 @@ ROWS = 1_000
 """Rows of the destinations table that are read at once."""
 _NUMBER: Final = re.compile("([0-9]{1,18})")
 LAST: Final = 2.0**63
-"""A sort key behind all others."""
+"""A sort key behind all others. Not infinity: keys pass between senders as JSON."""
 AGE_ENDS: Final = [end_s for _, end_s in AGES]
 
 

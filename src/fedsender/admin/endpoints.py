@@ -187,7 +187,7 @@ async def attempts(
     failed: Annotated[bool, Query(description="Only those that failed.")] = False,
     limit: Annotated[int, Query(ge=1, le=MAX_ATTEMPTS, description="The newest ones.")] = 100,
 ) -> Attempts:
-    """Whoever sent to it before the list of senders changed has the lines of that time."""
+    """From the ledgers of all senders, also of one that sent to it before their list changed."""
     heard = await attempts_here.ask(context, AttemptsAsked(server, since, failed, limit))
     found = sorted((one for each in heard.answers.values() for one in each.attempts), key=_ended)
     cuts = [each.cut for each in heard.answers.values() if each.cut is not None]

@@ -273,7 +273,7 @@ class HomeserverStore(ABC):
 
     @reading
     def senders(self, connection: Connection) -> dict[str, Generation]:
-        """See `positions.senders`."""
+        """The position of each sender of this homeserver, as `positions.senders` reads them."""
         return positions.senders(connection)
 
     @writing
