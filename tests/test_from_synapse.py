@@ -14,6 +14,7 @@ import trustme
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import make_url
 from tests.servers import Databases
 
 from fedsender.cli import run_command
@@ -489,6 +490,32 @@ def test_connection_settings_become_a_url_without_a_password(
 
     assert config_of(made).homeserver.database == url
     assert [secret.value for secret in made.secrets] == ([password] if password else [])
+
+
+def test_several_senders_share_a_database_beside_synapses(tmp_path: Path) -> None:
+    args = {"user": "u", "host": "/run/pg", "port": 5433, "database": "s y", "sslmode": "disable"}
+    synapse = homeserver(
+        database={"name": "psycopg2", "args": args}, federation_sender_instances=["fed1", "fed2"]
+    )
+    made = converted(tmp_path, instance="fed2", homeserver=synapse)
+
+    url = make_url(config_of(made).sender_database)
+    assert (url.database, dict(url.query)) == (
+        "fedsender",
+        {"host": "/run/pg", "port": "5433", "sslmode": "disable"},
+    )
+
+
+def test_several_senders_of_a_synapse_on_sqlite_are_refused(tmp_path: Path) -> None:
+    several = homeserver(database=SQLITE, federation_sender_instances=["fed1", "fed2"])
+    paths = write(tmp_path, homeserver=several, worker=WORKER)
+    code, out, err = run("config", "from-synapse", *paths)
+
+    assert (code, out) == (2, "")
+    assert err == (
+        f"fedsender: {paths[0]}: federation_sender_instances: has several, and they need a Synapse"
+        " on PostgreSQL\n"
+    )
 
 
 def test_state_groups_in_a_database_of_their_own(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import yaml
+from sqlalchemy import make_url
 
 from fedsender.config import ConfigError, loads, read_secret
 from fedsender.config.synapse import (
@@ -233,6 +234,9 @@ class _Making:
     def homeserver(self, roles: Roles) -> dict[str, Any]:
         settings = self.settings
         main, state = databases_of(settings)
+        if len(roles.senders) > 1 and not main.url.startswith("postgresql"):
+            wrong = "has several, and they need a Synapse on PostgreSQL"
+            raise settings.wrong("federation_sender_instances", wrong)
         if state is not None and state.password is None and main.password is not None:
             self.note(state.setting, "is not set: the other database's password is tried there")
         values: dict[str, Any] = {
@@ -261,10 +265,14 @@ class _Making:
 
     def shared(self, homeserver: dict[str, Any]) -> dict[str, Any]:
         """The database that several senders share: beside Synapse's own, on the same server."""
-        url = urlsplit(homeserver["database"])._replace(path="/fedsender").geturl()
+        url = make_url(homeserver["database"]).difference_update_query(["dbname"])
+        url = url.set(database="fedsender")
         self.note("sender_database", "all senders share it: make the database fedsender there")
         password = homeserver.get("database_password_file")
-        return {"sender_database": url, "sender_database_password_file": password}
+        return {
+            "sender_database": url.render_as_string(),
+            "sender_database_password_file": password,
+        }
 
     def presence(self) -> dict[str, Any]:
         section = self.settings.section("presence")
