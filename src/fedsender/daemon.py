@@ -419,6 +419,7 @@ class _Run:
 
 def admin_context(daemon: Daemon, runtime: Runtime) -> AdminContext:
     """The daemon as its admin endpoint sees it."""
+    config = daemon.config
     return AdminContext(
         policies=daemon.policies,
         keys=daemon.keys,
@@ -431,6 +432,7 @@ def admin_context(daemon: Daemon, runtime: Runtime) -> AdminContext:
         gate=daemon.admission.gate,
         runtime=runtime,
         metrics=daemon.metrics,
+        senders=config.senders if config.shares_database else (config.instance_name,),
     )
 
 

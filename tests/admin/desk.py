@@ -73,8 +73,9 @@ def serve(world: World, standing: Standing) -> AbstractAsyncContextManager[Admin
 
 
 def context_of(world: World, standing: Standing) -> AdminContext:
+    config = world.config()
     return AdminContext(
-        policies=Policies(world.config()),
+        policies=Policies(config),
         keys=KeyRing(signing_key_from_seed("a_1", bytes(32))),
         sender=world.sender,
         homeserver=world.store.homeserver,
@@ -85,6 +86,7 @@ def context_of(world: World, standing: Standing) -> AdminContext:
         gate=standing,
         runtime=world.runtime,
         metrics=world.metrics,
+        senders=config.senders if config.shares_database else (config.instance_name,),
     )
 
 

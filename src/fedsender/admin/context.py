@@ -51,6 +51,7 @@ class AdminContext:
     Attributes:
         homeserver: the homeserver's database.
         store: the sender's own database.
+        senders: those that share our database, ourselves among them: see `together`.
         gate: shut while this daemon may not send.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
@@ -71,6 +72,7 @@ class AdminContext:
     gate: Gate
     runtime: Runtime
     metrics: Metrics
+    senders: Sequence[str]
     host: str = field(default_factory=socket.gethostname)
     began: float = field(default_factory=trio.current_time)
     hour: deque[Minute] = field(default_factory=lambda: deque(maxlen=60))
@@ -81,19 +83,6 @@ class AdminContext:
     def config(self) -> Config:
         """The configuration that holds now."""
         return self.policies.config
-
-    @property
-    def senders(self) -> Sequence[str]:
-        """The senders that share our database, ourselves among them: see `together`."""
-        config = self.config
-        return config.senders if config.shares_database else (config.instance_name,)
-
-    def ours(self, servers: Sequence[str]) -> list[str]:
-        """Those of these servers that no other of these senders sends to."""
-        if len(self.senders) == 1:
-            return list(servers)
-        handles = self.config.handles
-        return [each for each in servers if handles(each)]
 
 
 async def remember_for_ever(context: AdminContext) -> None:

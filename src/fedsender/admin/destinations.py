@@ -13,7 +13,7 @@ import trio
 from fedsender.admin.bodies import MAX_SERVERS, Servers
 from fedsender.admin.context import AdminContext
 from fedsender.admin.display import AGES, duration, many
-from fedsender.admin.together import Joint, question
+from fedsender.admin.together import Joint, ours, question
 from fedsender.fairness import site_of
 from fedsender.federation.dialing import Unreachable
 from fedsender.http.server import bad_param, not_found
@@ -196,7 +196,7 @@ async def known_names(context: AdminContext, pattern: str) -> list[str]:
     names = set(context.sender.registry.known("*"))
     after = ""
     while rows := await context.homeserver.known_destinations(after, ROWS):
-        names.update(context.ours(rows))
+        names.update(ours(context, rows))
         after = rows[-1]
     return await matching(context, pattern, names)
 
@@ -220,7 +220,7 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
         if len(names) > MAX_SERVERS:
             raise bad_param(f"the pattern covers {len(names)} servers, more than {MAX_SERVERS}")
         return names
-    servers = context.ours(list(dict.fromkeys(request.servers)))
+    servers = ours(context, list(dict.fromkeys(request.servers)))
     for server in servers:
         if not await context.sender.operations.is_known(server):
             raise not_found(f"{server}: {UNKNOWN}")

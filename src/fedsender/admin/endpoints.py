@@ -38,7 +38,7 @@ from fedsender.admin.destinations import (
 )
 from fedsender.admin.display import many
 from fedsender.admin.overview import Overview, overview
-from fedsender.admin.together import Joint, order, question, summed
+from fedsender.admin.together import Joint, order, ours, question, summed
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
@@ -81,7 +81,7 @@ class Woken(Joint):
 @order
 async def wake_ours(context: AdminContext, request: Servers) -> Woken:
     if request.servers is not None:
-        asked = context.ours(list(dict.fromkeys(request.servers)))
+        asked = ours(context, list(dict.fromkeys(request.servers)))
     else:
         asked = await matching(context, request.pattern or "", context.sender.registry.names())
     left = await context.sender.operations.wake(asked)
@@ -164,7 +164,7 @@ async def overview_of_all(context: Reach, listing: Listed) -> Overview:
 async def why(server: ServerName, context: Reach) -> Why:
     found = await explain(context, server)
     if found is None:
-        refusal = context.sender.registry.refusal(server) if context.ours([server]) else None
+        refusal = context.sender.registry.refusal(server) if ours(context, [server]) else None
         raise not_found(f"{server}: {refusal or UNKNOWN}")
     return found
 
@@ -376,8 +376,8 @@ async def _left(context: AdminContext, items: Sequence[Quarantined]) -> list[int
 
 @order
 async def release_ours(context: AdminContext, items: InHand) -> list[NotSent]:
-    ours = await context.store.quarantined(items.ids, items.events)
-    return await context.sender.operations.release([item.id for item in ours])
+    held = await context.store.quarantined(items.ids, items.events)
+    return await context.sender.operations.release([item.id for item in held])
 
 
 @order
@@ -396,9 +396,9 @@ async def release_room_here(context: AdminContext, room_id: str) -> Released:
 
 @order
 async def drop_ours(context: AdminContext, items: InHand) -> list[int]:
-    ours = [item.id for item in await context.store.quarantined(items.ids, items.events)]
-    await context.sender.operations.drop(ours)
-    return ours
+    held = [item.id for item in await context.store.quarantined(items.ids, items.events)]
+    await context.sender.operations.drop(held)
+    return held
 
 
 @order
@@ -552,7 +552,7 @@ class Purged:
 
 @order
 async def purge_ours(context: AdminContext, request: Purge) -> Purged:
-    known = context.ours([request.server])
+    known = ours(context, [request.server])
     if not known or not await context.sender.operations.is_known(request.server):
         raise not_found(f"{request.server}: {UNKNOWN}")
     rooms = await context.sender.operations.purge(request.server, force=request.force)
@@ -583,8 +583,8 @@ class Redelivered(Joint):
 
 @order
 async def redeliver_ours(context: AdminContext, request: Pairs) -> Redelivered:
-    ours = set(context.ours([server for server, _ in request.pairs]))
-    pairs = [each for each in dict.fromkeys(request.pairs) if each[0] in ours]
+    servers = set(ours(context, [server for server, _ in request.pairs]))
+    pairs = [each for each in dict.fromkeys(request.pairs) if each[0] in servers]
     refused = await context.sender.operations.redeliver(pairs)
     return Redelivered(len(pairs) - len(refused), refused)
 

@@ -40,6 +40,14 @@ NOTHING_HERE: Final = (404, 409)
 """What a sender answers that has no part in it."""
 
 
+def ours(context: AdminContext, servers: Sequence[str]) -> list[str]:
+    """Those of these servers that no other of these senders sends to."""
+    if len(context.senders) == 1:
+        return list(servers)
+    handles = context.config.handles
+    return [each for each in servers if handles(each)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
     """An answer that several senders have a part in.
@@ -120,10 +128,11 @@ class Part(Generic[Asked, Answer]):
 
         Raises Refusal if none does: the first one's, or that all are away.
         """
-        config, wanted = context.config, context.senders
-        me = config.instance_name
+        wanted = context.senders
         if len(wanted) == 1:
-            return Heard({me: await self.here(context, asked)}, {})
+            return Heard({wanted[0]: await self.here(context, asked)}, {})
+        config = context.config
+        me = config.instance_name
         if servers is not None:
             of = {config.sender_of(each) for each in servers}
             wanted = [name for name in wanted if name in of]

@@ -16,7 +16,7 @@ import trio
 
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import where_it_stands
-from fedsender.admin.together import Joint, question
+from fedsender.admin.together import Joint, ours, question
 from fedsender.ledger import EVERY_SERVER
 from fedsender.segments import open_segment, segments
 from fedsender.sender.failure import ServerState
@@ -233,7 +233,7 @@ async def trace_here(context: AdminContext, event_id: str) -> Trace | None:
     servers = again.union(found.failed, (name for name in quarantined if name))
     if isinstance(routed, Routed):
         servers |= routed.servers
-    servers = {*context.ours(sorted(servers)), *found.settled}
+    servers = {*ours(context, sorted(servers)), *found.settled}
     everywhere = quarantined.get(None)
     fanned_out = event.stream_ordering <= context.sender.fan_out.position
     fates = []

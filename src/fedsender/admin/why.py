@@ -7,7 +7,7 @@ from functools import partial
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import held, next_attempt_ms, where_it_stands
 from fedsender.admin.display import duration, many
-from fedsender.admin.together import AWAY, question
+from fedsender.admin.together import AWAY, ours, question
 from fedsender.config.values import ServerName
 from fedsender.health import ServerHealth, read_health
 from fedsender.http.server import Refusal
@@ -199,7 +199,7 @@ async def explain_here(context: AdminContext, server: ServerName) -> Why | None:
         quarantined=quarantined,
     )
     state = ServerState(server) if status is None else status.state
-    if others := not context.ours([server]):
+    if others := not ours(context, [server]):
         stored = await context.store.all_server_states()
         state = states_of({server: stored[server]})[server] if server in stored else state
     owed = bool(
