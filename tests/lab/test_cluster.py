@@ -59,7 +59,7 @@ def test_one_name_has_one_sender(fault: str, ends: bool) -> None:
     holds(Leases(fault, ends=ends))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_name_has_one_sender_whichever_two_faults_meet() -> None:
     """From a lease that does not end on: one that does comes of it, when Q has asked."""
     for faults in combinations(FAULTS, 2):
