@@ -313,7 +313,7 @@ async def test_attempts_are_listed_with_and_without_a_daemon(
 def test_tail_prints_attempts_as_they_are_written_until_it_is_told_to_end(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     ledger.mkdir()
-    config = write_config(tmp_path, ledger={"directory": str(ledger)})
+    config = write_config(tmp_path, instance_name="fed1", ledger={"directory": str(ledger)})
     command = [sys.executable, "-m", "fedsender", "tail", "-c", str(config), "--failed"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

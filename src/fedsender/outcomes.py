@@ -8,6 +8,7 @@ the ledger is kept is told so.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import trio
 
 from fedsender.ledger import LINE_VERSION, Ledger
 from fedsender.runtime import Runtime
-from fedsender.segments import Segment, open_segment, segments_of
+from fedsender.segments import Segment, open_segment, segments_of, whole_bytes
 
 READ_BYTES: Final = 2**20
 """So much of the ledger is read for one answer, and one line more."""
@@ -90,40 +91,61 @@ class Page:
 def read_page(directory: Path, instance: str, after: Cursor | None, limit: int) -> Page:
     """The outcomes of events in an instance's ledger, from a cursor on; blocks, so for a thread.
 
-    An answer ends with a whole line, which may have 49 events beyond `limit`. A line that is being
-    written is left alone.
+    An answer ends with a whole line, which may have 49 events beyond `limit`.
+
+    Raises as `read_lines`.
+    """
+    outcomes: list[dict[str, Any]] = []
+    at, left = after, READ_BYTES
+    try:
+        for at, text in read_lines(directory, instance, after):
+            left -= len(text)
+            outcomes += _outcomes(text)
+            if len(outcomes) >= limit or left <= 0:
+                return Page(outcomes, at, at_end=False)
+    except Gap:
+        if not outcomes:
+            raise
+        return Page(outcomes, at, at_end=False)
+    return Page(outcomes, at, at_end=True)
+
+
+def read_lines(
+    directory: Path, instance: str, after: Cursor | None
+) -> Iterator[tuple[Cursor, bytes]]:
+    """The lines of an instance's ledger from a cursor on, each with the cursor behind it. Blocks.
+
+    Each segment begins with an empty line that it does not have. A line that is being written is
+    left alone.
 
     Raises:
-        Gap: `after` is not in the ledger any more, or never was.
+        Gap: `after` is not in the ledger any more, or never was; or what comes next has gone.
         OSError: the ledger cannot be read.
     """
     found = segments_of(directory, instance)
-    if after is None and not found:
-        return Page([], None, at_end=True)
     # What has a successor is complete, because it was listed before this one is read.
-    rest = found if after is None else _from(found, after)
-    outcomes: list[dict[str, Any]] = []
-    at, left = after, READ_BYTES
-    for number, boot_id, name in rest:
-        if at is None or at.number != number:
-            at = Cursor(boot_id, number)
+    for number, boot_id, name in found if after is None else _from(found, after):
+        at = after if after is not None and after.number == number else Cursor(boot_id, number)
         try:
             file = open_segment(name)
         except FileNotFoundError:
-            if outcomes:
-                return Page(outcomes, at, at_end=False)
             raise Gap(_oldest(segments_of(directory, instance))) from None
         with file:
             if at.offset > file.seek(0, 2):
                 raise Gap(_oldest(found))
+            yield at, b""
             file.seek(at.offset)
             for text in _lines(file):
                 at = Cursor(boot_id, number, at.offset + len(text))
-                left -= len(text)
-                outcomes += _outcomes(text)
-                if len(outcomes) >= limit or left <= 0:
-                    return Page(outcomes, at, at_end=False)
-    return Page(outcomes, at, at_end=True)
+                yield at, text
+
+
+def end_of_lines(directory: Path, instance: str) -> Cursor | None:
+    """The cursor behind the last whole line; None: there is no segment."""
+    for number, boot_id, name in segments_of(directory, instance)[-1:]:
+        with suppress(FileNotFoundError), open_segment(name) as file:
+            return Cursor(boot_id, number, whole_bytes(file))
+    return None
 
 
 def _from(found: list[Segment], after: Cursor) -> list[Segment]:

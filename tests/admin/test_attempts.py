@@ -1,8 +1,8 @@
 """The attempts at one server, and the new ones live, from the files of a ledger."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.sender.harness import World
 from trio.testing import MockClock
 
 from fedsender.admin import attempts
-from fedsender.admin.attempts import Attempts, Follower, read_attempts
+from fedsender.admin.attempts import Attempts, follow, read_attempts
 from fedsender.config.sections import Ledger as Settings
 from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord
 from fedsender.segments import open_segment
@@ -29,8 +29,11 @@ class NoCount(Count):
         raise AssertionError("a line was lost")
 
 
-def a_ledger(directory: Path, *, boot: str = "b00t", size: int = 2**20) -> Ledger:
-    return Ledger(Settings(directory=directory), "fed1", boot, NoCount(), segment_bytes=size)
+def a_ledger(
+    directory: Path, *, boot: str = "b00t", size: int = 2**20, last_number: int = 0
+) -> Ledger:
+    settings = Settings(directory=directory)
+    return Ledger(settings, "fed1", boot, NoCount(), last_number, segment_bytes=size)
 
 
 def files(directory: Path) -> list[Path]:
@@ -189,50 +192,50 @@ async def test_the_endpoint_answers_from_the_daemons_ledger(
 # --- live -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def following(directory: Path, *given: Any, **asked: Any) -> Iterator[Any]:
+def following(directory: Path, *given: Any, **asked: Any) -> Callable[[], list[int]]:
     """A function that returns the times of the new attempts, in NOW_MS's milliseconds."""
-    with Follower(directory, *given, **asked) as follower:
-        yield lambda: [each.at_ts - NOW_MS for each in follower.new()]
+    look = partial(next, follow(directory, "fed1", *given, **asked))
+    assert look() is None
+    return lambda: [each.at_ts - NOW_MS for each in iter(look, None)]
 
 
 async def test_only_new_attempts_are_followed_from_segment_to_segment(tmp_path: Path) -> None:
     old = a_ledger(tmp_path, boot="0ld", size=1)
     old.record(line(NOW_MS + 1))
     old.record(line(NOW_MS + 2))
-    with following(tmp_path) as new:
-        assert new() == []
-        old.record(line(NOW_MS + 3))
-        assert new() == [3]
-        # The last of these are opened, filled and closed between two looks.
-        for number in range(4, 9):
-            old.record(line(NOW_MS + number))
-        assert sorted(new()) == [4, 5, 6, 7, 8]
-        old.close()
-        younger = a_ledger(tmp_path, boot="b11t")
-        younger.record(line(NOW_MS + 9))
-        assert new() == [9]
-        assert new() == []
+    new = following(tmp_path)
+    assert new() == []
+    old.record(line(NOW_MS + 3))
+    assert new() == [3]
+    # The last of these are opened, filled and closed between two looks.
+    for number in range(4, 9):
+        old.record(line(NOW_MS + number))
+    assert sorted(new()) == [4, 5, 6, 7, 8]
+    old.close()
+    younger = a_ledger(tmp_path, boot="b11t", last_number=8)
+    younger.record(line(NOW_MS + 9))
+    assert new() == [9]
+    assert new() == []
 
 
 async def test_a_ledger_without_a_segment_is_followed(tmp_path: Path) -> None:
-    with following(tmp_path) as new:
-        written = a_ledger(tmp_path, size=1)
-        written.record(line(NOW_MS + 1))
-        written.close()
-        assert [path.suffix for path in files(tmp_path)] == [".jsonl"]
-        assert new() == [1]
+    new = following(tmp_path)
+    written = a_ledger(tmp_path, size=1)
+    written.record(line(NOW_MS + 1))
+    written.close()
+    assert [path.suffix for path in files(tmp_path)] == [".jsonl"]
+    assert new() == [1]
 
 
 async def test_servers_and_failures_are_chosen(tmp_path: Path) -> None:
     written = a_ledger(tmp_path)
-    with following(tmp_path, "*.EXAMPLE", failed=True) as new:
-        written.record(line(NOW_MS + 1))
-        written.record(line(NOW_MS + 2, outcome="delivered"))
-        written.record(line(NOW_MS + 3, "elsewhere.test"))
-        written.record(line(NOW_MS + 4, outcome="unknown"))
-        written.record(line(NOW_MS + 5, "*", outcome="denied"))
-        assert new() == [1, 4]
+    new = following(tmp_path, "*.EXAMPLE", failed=True)
+    written.record(line(NOW_MS + 1))
+    written.record(line(NOW_MS + 2, outcome="delivered"))
+    written.record(line(NOW_MS + 3, "elsewhere.test"))
+    written.record(line(NOW_MS + 4, outcome="unknown"))
+    written.record(line(NOW_MS + 5, "*", outcome="denied"))
+    assert new() == [1, 4]
 
 
 async def test_a_line_is_shown_once_it_is_whole(tmp_path: Path) -> None:
@@ -240,7 +243,8 @@ async def test_a_line_is_shown_once_it_is_whole(tmp_path: Path) -> None:
     written.record(line(NOW_MS + 1))
     [segment] = files(tmp_path)
     text = segment.read_bytes()
-    with following(tmp_path) as new, segment.open("ab", buffering=0) as file:
+    new = following(tmp_path)
+    with segment.open("ab", buffering=0) as file:
         file.write(text[:50])
         assert new() == []
         file.write(text[50:])

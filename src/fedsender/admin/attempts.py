@@ -14,13 +14,12 @@ import orjson
 
 from fedsender.ledger import NOTES
 from fedsender.matrix import matches
+from fedsender.outcomes import Gap, end_of_lines, read_lines
 from fedsender.segments import open_segment, segments
 
 MAX_ATTEMPTS = 10_000
 MAX_READ_BYTES = 256 * 2**20
 """The bytes of the ledger that one question reads, and about one or two seconds."""
-MAX_FOLLOWED = 100
-"""Segments that are followed at once; the newest ones."""
 _PIECE_BYTES = 2**20
 _MAX_LINE_BYTES = 16 * 2**20
 # A wall clock may be set back by so much between two lines of a segment.
@@ -202,75 +201,29 @@ def read_attempts(
     return Attempts(destination, tuple(newest), cut)
 
 
-class Follower:
-    """Reads the lines that are written to the ledger from now on; across restarts of the daemon.
+def follow(
+    directory: Path, instance: str, pattern: str = "*", *, failed: bool = False
+) -> Iterator[Attempt | None]:
+    """The attempts that are written to an instance's ledger from now on, across restarts of the
+    daemon; None: there is no more by now. Blocks for a read.
 
     Args:
-        directory: of the ledger.
         pattern: servers, by glob.
         failed: only attempts that failed.
 
     Raises:
-        OSError: the directory or a segment cannot be read; each call may raise it.
+        OSError: the directory or a segment cannot be read.
     """
-
-    def __init__(self, directory: Path, pattern: str = "*", *, failed: bool = False) -> None:
-        self._directory = directory
-        self._pattern = pattern
-        self._failed = failed
-        self._known: set[str] = set()
-        self._followed: dict[str, BinaryIO] = {}
-        # By segment, the line that is being written.
-        self._begun: dict[str, bytes] = {}
-        self._look()
-        for file in self._followed.values():
-            file.seek(0, os.SEEK_END)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._followed.values():
-            file.close()
-
-    def new(self) -> Iterator[Attempt]:
-        """The attempts since the last call, in the order of each segment. Blocks for a read."""
-        closed = self._look()
-        for name in list(self._followed):
-            for text in self._read(name):
+    at = end_of_lines(directory, instance)
+    while True:
+        yield None
+        try:
+            for behind, text in read_lines(directory, instance, at):
+                at = behind
                 attempt = Attempt.from_line(text)
-                if attempt is None or not matches(self._pattern, attempt.destination):
+                if attempt is None or not matches(pattern, attempt.destination):
                     continue
-                if attempt.failed or not self._failed:
+                if attempt.failed or not failed:
                     yield attempt
-            if name in closed:
-                self._followed.pop(name).close()
-                self._begun.pop(name, None)
-
-    def _look(self) -> set[str]:
-        """Open segments that were not there; return those that are closed now."""
-        listed = segments(self._directory)
-        first = not self._known
-        for path in listed:
-            # Those that are closed at the first look are old.
-            if path.stem not in self._known and not (first and path.suffix == ".jsonl"):
-                with suppress(FileNotFoundError):
-                    self._followed[path.stem] = open_segment(path.with_suffix(""))
-        self._known = {path.stem for path in listed} | {""}
-        opened = {path.stem for path in listed if path.suffix == ".open"}
-        for name in list(self._followed)[:-MAX_FOLLOWED]:
-            self._followed.pop(name).close()
-        return set(self._followed) - opened
-
-    def _read(self, name: str) -> Iterator[bytes]:
-        """The whole lines that are new in this segment."""
-        file = self._followed[name]
-        size = os.fstat(file.fileno()).st_size
-        if size < file.tell():
-            # A start has cut a torn line off.
-            file.seek(size)
-            self._begun[name] = b""
-        while piece := file.read(_PIECE_BYTES):
-            *lines, begun = (self._begun.get(name, b"") + piece).split(b"\n")
-            self._begun[name] = begun[:_MAX_LINE_BYTES]
-            yield from lines
+        except Gap as gap:
+            at = gap.oldest

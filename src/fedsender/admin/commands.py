@@ -330,7 +330,7 @@ def tail(
     from dataclasses import asdict
 
     from fedsender.admin import display
-    from fedsender.admin.attempts import Follower
+    from fedsender.admin.attempts import follow
     from fedsender.config import load
 
     loaded = load(config)
@@ -341,13 +341,14 @@ def tail(
         if not as_json:
             raise Mistake("--since goes with --json")
         return _tail_outcomes(directory, loaded.instance_name, since, pattern, failed=failed)
-    with suppress(KeyboardInterrupt), Follower(directory, pattern, failed=failed) as follower:
-        while True:
-            for attempt in follower.new():
-                entry = asdict(attempt)
-                if not say_live(json_line(entry) if as_json else display.attempt(entry)):
-                    return DONE  # Its reader has left.
-            time.sleep(TAIL_SECONDS)
+    with suppress(KeyboardInterrupt):
+        for attempt in follow(directory, loaded.instance_name, pattern, failed=failed):
+            if attempt is None:
+                time.sleep(TAIL_SECONDS)
+                continue
+            entry = asdict(attempt)
+            if not say_live(json_line(entry) if as_json else display.attempt(entry)):
+                break  # Its reader has left.
     return DONE
 
 
