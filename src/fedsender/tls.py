@@ -17,6 +17,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import trio
@@ -63,6 +64,20 @@ _RECORD_BYTES: Final = 16_384
 _AT_ONCE_BYTES: Final = 65_536
 # The largest record of a peer (RFC 8446, section 5.1), with its header and its seal.
 _RECEIVE_BYTES: Final = 16_384 + 512
+
+
+def client_context(
+    cafile: str | Path | None = None, capath: str | Path | None = None
+) -> ssl.SSLContext:
+    """A context that trusts these authorities (PEM), by default those of the system.
+
+    What OpenSSL accepts, and so Synapse, is accepted on each Python. From 3.13 on, Python's own
+    context refuses authorities without a key usage, which `openssl req -x509` makes.
+    Raises OSError and ssl.SSLError for files that cannot be used.
+    """
+    context = ssl.create_default_context(cafile=cafile, capath=capath)
+    context.verify_flags = ssl.VERIFY_X509_TRUSTED_FIRST
+    return context
 
 
 def set_groups(context: ssl.SSLContext, groups: str) -> bool:

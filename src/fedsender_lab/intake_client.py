@@ -41,6 +41,7 @@ from fedsender.embedded.facts import (
 )
 from fedsender.http.server import MAX_PARTS
 from fedsender.streams import Json
+from fedsender.tls import client_context
 
 T = TypeVar("T")
 
@@ -396,7 +397,7 @@ _REFUSALS: Final = {
 def _http_client(peer: HttpPeer, token: str, ca_file: str | None) -> httpx.AsyncClient:
     where = peer.address
     path = str(where.path) if isinstance(where, UnixAddress) else None
-    verify = ssl.create_default_context(cafile=ca_file) if peer.tls else False
+    verify = client_context(ca_file) if peer.tls else False
     token = token.strip()
     if not (token.isascii() and token.isprintable()):
         raise ValueError("the token has characters that no header takes")

@@ -27,7 +27,7 @@ from fedsender.federation.proxy import Proxy, ProxyRefused
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.limits import MAX_CONNECTING
 from fedsender.runtime import Network, OutOfResources, our_lack
-from fedsender.tls import GROUPS, MeteredTls, set_groups
+from fedsender.tls import GROUPS, MeteredTls, client_context, set_groups
 
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known", "gone"]
 Address = tuple[str, int]
@@ -79,7 +79,7 @@ class TlsPolicy:
         """
         file = self.ca_file
         try:
-            context = ssl.create_default_context(cafile=file)
+            context = client_context(file)
             for file in self.more_ca_files:
                 context.load_verify_locations(cafile=file)
         except (OSError, ssl.SSLError) as error:

@@ -37,6 +37,7 @@ from fedsender.runtime import Runtime
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.synapse import SynapseStore
 from fedsender.streams import FeedStatus
+from fedsender.tls import client_context
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
@@ -109,7 +110,7 @@ def _redis_tls(redis: RedisFeed) -> ssl.SSLContext:
 def tls_context(ca_file: Path | None, ca_directory: Path | None = None) -> ssl.SSLContext:
     """A context that checks the peer's certificate by these authorities. Raises ConfigError."""
     try:
-        return ssl.create_default_context(cafile=ca_file, capath=ca_directory)
+        return client_context(ca_file, ca_directory)
     except OSError as error:
         raise ConfigError(f"{ca_file}: {_why(error)}") from None
 
