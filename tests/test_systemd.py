@@ -191,6 +191,8 @@ def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
     assert {"Type=notify", "DynamicUser=yes", "CapabilityBoundingSet="} <= set(lines)
     assert {"PrivateMounts=yes", "DevicePolicy=closed", "RemoveIPC=yes"} <= set(lines)
     assert "User=fedsender" in lines
+    # With it there is no /proc/stat, and without that no metric of the process (process_*).
+    assert "ProcSubset=pid" not in lines
 
 
 def test_a_unit_for_a_user_of_yours_is_handed_no_secrets(
