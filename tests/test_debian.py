@@ -104,8 +104,10 @@ def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_o
     assert f"chown root:fedsender {root}/etc/fedsender" in calls
     assert not [each for each in calls if "start" in each or "enable" in each]
     etc, state = root / "etc/fedsender", root / "var/lib/fedsender"
-    assert (etc.stat().st_mode & 0o777, state.stat().st_mode & 0o777) == (0o750, 0o700)
+    assert etc.stat().st_mode & 0o777 == 0o750
     assert list(etc.iterdir()) == []
+    # The units make it, for the user whom they name.
+    assert not state.exists()
 
     assert machine.run("--version").stdout == f"fedsender {version()}\n"
     example = (root / "usr/share/doc/fedsender/config.example.yaml").read_text()
@@ -118,10 +120,11 @@ def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_o
     checked = machine.run("config", "check", "-c", etc / "config.yaml")
     assert (checked.returncode, checked.stderr) == (0, "")
 
-    machine.dpkg("-i", package)  # Over itself, as an upgrade.
+    # Over itself, as an upgrade: the administrator may have given the directory to Synapse's user.
+    assert not [each for each in machine.dpkg("-i", package) if each.startswith("chown")]
     assert (etc / "config.yaml").exists()
-    for name in ("fed1", "backup", "relay"):
-        (root / f"var/lib/fedsender-{name}").mkdir()
+    for name in ("", "-fed1", "-backup", "-relay"):
+        (root / f"var/lib/fedsender{name}").mkdir(parents=True)
     wanted = root / "etc/systemd/system/multi-user.target.wants"
     wanted.mkdir(parents=True)
     (wanted / "fedsender@fed1.service").symlink_to("/usr/lib/systemd/system/fedsender@.service")
