@@ -44,6 +44,7 @@ from fedsender.store import (
     open_store,
     tables,
 )
+from fedsender.store.engine import Faults
 from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import until
 
@@ -55,11 +56,11 @@ async def pushed_to(
     config: StoreConfig,
     sink: RecordingSink | None = None,
     around: Callable[[EmbeddedStore], Any] = lambda store: store,
-    after_commit: Callable[[], None] = lambda: None,
+    faults: Faults | None = None,
 ) -> AsyncIterator[tuple[PushFeed, Store]]:
     runtime = real_runtime()
     async with (
-        open_store(config, runtime, after_commit=after_commit) as store,
+        open_store(config, runtime, faults=faults) as store,
         trio.open_nursery() as nursery,
     ):
         feed = PushFeed(runtime, around(own_store(store.homeserver)), sink or RecordingSink())
@@ -168,19 +169,19 @@ async def test_what_is_stored_is_not_told_before_it_has_been_read(config: StoreC
 
 
 async def test_requests_that_wait_share_a_transaction(config: StoreConfig) -> None:
-    commits: list[None] = []
+    points: list[str] = []
     tokens: list[int | None] = []
-    async with pushed_to(config, after_commit=lambda: commits.append(None)) as (feed, store):
+    async with pushed_to(config, faults=points.append) as (feed, store):
 
         async def append(number: int) -> None:
             tokens.extend(await feed.intake.append([record(number)]))
 
-        before = len(commits)
+        points.clear()
         async with trio.open_nursery() as nursery:
             for number in range(100):
                 nursery.start_soon(append, number)
         assert sorted(tokens) == list(range(1, 101))  # type: ignore[type-var]
-        assert len(commits) - before < 10
+        assert points.count("homeserver: after commit") < 10
         assert len(await stored(store)) == 100
 
 

@@ -49,16 +49,16 @@ async def add_all(database: Database, names: list[str]) -> None:
 
 
 async def test_many_writers_share_few_commits(new_url: NewUrl) -> None:
-    commits: list[None] = []
+    points: list[str] = []
     async with open_database(
-        new_url(), real_runtime(), name="test", after_commit=lambda: commits.append(None)
+        new_url(), real_runtime(), name="test", faults=points.append
     ) as database:
         await database.write(make_table)
         names = [f"{number:03}" for number in range(100)]
         await add_all(database, names)
 
         assert names == await database.read(notes)
-        assert len(commits) <= 4
+        assert points.count("after commit") <= 4
 
 
 async def test_a_failing_writer_fails_alone(new_url: NewUrl) -> None:
@@ -285,7 +285,7 @@ async def test_a_serialization_failure_is_run_again(postgres: Databases) -> None
         assert await database.write(fails_twice) == "done"
         assert len(tries) == 3
         assert await database.read(notes) == ["once"]
-        assert database.available
+        assert database.trouble is None
 
 
 async def test_a_statement_that_always_takes_too_long_is_its_callers_error(
@@ -312,7 +312,7 @@ async def test_a_statement_that_always_takes_too_long_is_its_callers_error(
                 with trio.fail_after(60):
                     while len(tries) < 2:  # noqa: ASYNC110  (it is about other threads)
                         await trio.sleep(0.01)
-                assert database.available
+                assert database.trouble is None
             assert 3 < len(tries) < 10  # In a batch, then by itself.
             tries.clear()
         assert await database.read(notes) == ["False", "True"]
@@ -376,12 +376,12 @@ async def test_a_restart_of_the_database_loses_nothing_and_needs_none_of_ours(
                 with trio.move_on_after(1) as scope:
                     await database.read(notes)
                 assert scope.cancelled_caught
-                assert not database.available
+                assert database.trouble is not None
                 await trio.to_thread.run_sync(postgres.start)
 
         assert len(written) == 60
         assert written == await database.read(notes)
-        assert database.available
+        assert database.trouble is None
 
 
 def add_once(connection: Connection, note: str) -> None:
@@ -452,7 +452,7 @@ async def test_a_write_that_needs_a_lock_waits_for_it_and_the_others_go_on(
                 assert await database.read(notes) == ["a", "c"]
                 with trio.move_on_after(1.5):
                     await database.write(partial(remove_all, names=["a"]))
-                assert database.available
+                assert database.trouble is None
             with trio.fail_after(60):
                 await until(lambda: done == ["b", "a"])
         assert not database.locked
@@ -518,7 +518,7 @@ async def test_a_read_that_needs_a_lock_waits_for_it_and_the_others_go_on(
                 assert await database.read(lambda connection: connection.scalar(select(1))) == 1
                 await trio.sleep(0.2)
             assert not found
-            assert database.available
+            assert database.trouble is None
         with trio.fail_after(60):
             await until(lambda: len(found) == 2)
 
@@ -605,14 +605,14 @@ async def test_a_locked_sqlite_is_waited_for(
         other.execute("BEGIN IMMEDIATE")
         with trio.move_on_after(0.3):
             await database.write(lambda connection: add(connection, "given up"))
-        assert not database.available
+        assert database.trouble is not None
         other.execute("ROLLBACK")
         other.close()
         with trio.fail_after(60):
             await database.write(lambda connection: add(connection, "a"))
 
         assert await database.read(notes) == ["a"]
-        assert database.available
+        assert database.trouble is None
 
 
 # --- opening --------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 migrates a Synapse's tables.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -105,13 +105,12 @@ async def open_store(
     config: StoreConfig,
     runtime: Runtime,
     *,
-    after_commit: Callable[[], None] | None = None,
     faults: Faults | None = None,
     metrics: "Metrics | None" = None,
 ) -> AsyncIterator[Store]:
     """The store, open while the body runs, its tables up to date and checked.
 
-    `after_commit` and `faults`: see `open_database`; here a fault's point begins with the database,
+    `faults`: see `open_database`; here a fault's point begins with the database,
     "homeserver: before commit" and so on.
 
     Raises SchemaDiffers, LockHeld if our tables are old and a daemon runs on them, WrongDatabase if
@@ -133,7 +132,6 @@ async def open_store(
             url,
             runtime,
             name=name,
-            after_commit=after_commit,
             options=DatabaseOptions(synchronous=config.synchronous, ours=ours),
             faults=fault,
             meter=meter,

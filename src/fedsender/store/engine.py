@@ -401,7 +401,6 @@ class Database:
         *,
         name: str,
         options: DatabaseOptions,
-        after_commit: Callable[[], None] | None,
         faults: Faults | None,
         meter: Meter | None,
     ) -> None:
@@ -409,7 +408,6 @@ class Database:
         self.name = name
         self.dialect = url.get_backend_name()
         self._runtime = runtime
-        self._after_commit = after_commit or (lambda: None)
         self._faults = faults or (lambda _: None)
         self._meter = meter or Meter()
         self._readers = _make_lane("read", url, options.readers, options)
@@ -431,11 +429,6 @@ class Database:
         )
         self._worked = False
         self._locked_reads: set[Callable[[], object]] = set()
-
-    @property
-    def available(self) -> bool:
-        """False from the first failed try of an outage until a try has worked again."""
-        return self.trouble is None
 
     @property
     def trouble(self) -> str | None:
@@ -611,7 +604,6 @@ class Database:
     async def _commit(self, batch: Sequence[_Job]) -> None:
         await self._timed(lambda: self._transact(batch), self._writer)
         self._note_back(self._writer)
-        self._after_commit()
 
     def _transact(self, batch: Sequence[_Job]) -> None:
         with self._writer.engine.begin() as connection:
@@ -789,7 +781,6 @@ async def open_database(
     runtime: Runtime,
     *,
     name: str,
-    after_commit: Callable[[], None] | None = None,
     options: DatabaseOptions | None = None,
     faults: Faults | None = None,
     meter: Meter | None = None,
@@ -799,7 +790,6 @@ async def open_database(
     Args:
         url: `sqlite:///path` or `postgresql://...`.
         name: the database's name in log lines and errors.
-        after_commit: called in the event loop after each commit, before its writers go on.
         faults: called in the worker with "before commit" and "after commit", for tests. To play a
             crash it raises a BaseException that is not an Exception.
 
@@ -815,7 +805,6 @@ async def open_database(
         runtime,
         name=name,
         options=options,
-        after_commit=after_commit,
         faults=faults,
         meter=meter,
     )
