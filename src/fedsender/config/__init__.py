@@ -9,7 +9,7 @@ import os
 import re
 import ssl
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -581,7 +581,7 @@ def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
     Raises:
         OutOfReach: there is no telling now.
     """
-    for at, path in _files(section, ()):
+    for at, path in _files(section):
         name = _name(at)
         try:
             if name.endswith("_ca_files") or name == "ca_file":
@@ -602,7 +602,7 @@ def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
 
 def weak_files(section: Section) -> Iterator[tuple[Location, str]]:
     """Files of secrets and state that others may read or write, and secrets that are short."""
-    for at, path in _files(section, ()):
+    for at, path in _files(section):
         name = _name(at)
         if not name.endswith((*_SECRETS, *_TEXTS, *_KEPT)) or name == "certificate_file":
             continue
@@ -624,7 +624,9 @@ def surprising_units(
     section: Section, written: Mapping[str, object]
 ) -> Iterator[tuple[Location, str]]:
     """Durations and sizes that may have been meant otherwise than they are read."""
-    for at, info in _fields(section, ()):
+    for at, _, info in _walk(section):
+        if info is None:
+            continue
         value = _value_at(written, at)
         if _is_parsed_by(parse_duration, info) and isinstance(value, int | float) and value:
             yield at, f"{value} has no unit, and is {value} s"
@@ -635,17 +637,21 @@ def surprising_units(
                 yield at, f"{value} is {number:,} bytes; {binary} would be {parse_size(binary):,}"
 
 
-def _fields(value: object, at: Location) -> Iterator[tuple[Location, FieldInfo]]:
+def _walk(
+    value: object, at: Location = (), info: FieldInfo | None = None
+) -> Iterator[tuple[Location, object, FieldInfo | None]]:
+    """Each setting in a section, with its place, and its field; an item of a list has none."""
+    inside: Iterable[tuple[str | int, object, FieldInfo | None]] = ()
     if isinstance(value, Section):
-        for name, info in type(value).model_fields.items():
-            yield (*at, name), info
-            yield from _fields(getattr(value, name), (*at, name))
+        fields = type(value).model_fields.items()
+        inside = ((name, getattr(value, name), each) for name, each in fields)
     elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _fields(each, (*at, key))
+        inside = ((key, each, None) for key, each in value.items())
     elif isinstance(value, tuple):
-        for number, each in enumerate(value):
-            yield from _fields(each, (*at, number))
+        inside = ((number, each, None) for number, each in enumerate(value))
+    yield at, value, info
+    for part, each, field in inside:
+        yield from _walk(each, (*at, part), field)
 
 
 def _value_at(values: object, at: Location) -> object:
@@ -669,20 +675,12 @@ def _name(at: Location) -> str:
     return next(str(each) for each in reversed(at) if isinstance(each, str))
 
 
-def _files(value: object, at: Location) -> Iterator[tuple[Location, Path]]:
-    if isinstance(value, Section):
-        for name in type(value).model_fields:
-            yield from _files(getattr(value, name), (*at, name))
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _files(each, (*at, key))
-    elif isinstance(value, tuple):
-        for number, each in enumerate(value):
-            yield from _files(each, (*at, number))
-    elif isinstance(value, Path):
-        yield at, value
-    elif isinstance(value, str) and value.startswith(_SQLITE):
-        yield at, Path(value.removeprefix(_SQLITE))
+def _files(section: Section) -> Iterator[tuple[Location, Path]]:
+    for at, value, _ in _walk(section):
+        if isinstance(value, Path):
+            yield at, value
+        elif isinstance(value, str) and value.startswith(_SQLITE):
+            yield at, Path(value.removeprefix(_SQLITE))
 
 
 def _check_directory(path: Path) -> None:

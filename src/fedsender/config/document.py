@@ -18,6 +18,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 MAX_BYTES: Final = 1024 * 1024
 MAX_DEPTH: Final = 20
+_TOO_DEEP: Final = f"nested deeper than {MAX_DEPTH} levels"
 # Counted with aliases followed, so that a small file cannot grow into a large one.
 MAX_NODES: Final = 100_000
 
@@ -119,7 +120,6 @@ def parse_document(text: str, *, file: str) -> Document:
     """The values of a YAML text; raises ConfigError with `file` as the file's name."""
     walk = _Walk(file)
     try:
-        walk.check_depth(text)
         node = yaml.compose(text, Loader=_PlainLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -128,6 +128,8 @@ def parse_document(text: str, *, file: str) -> Document:
     except yaml.YAMLError as error:
         reason = getattr(error, "reason", "cannot be parsed")
         raise ConfigError(f"{file}:1:1: not YAML: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}:1:1: {_TOO_DEEP}") from None
     values: object = {} if node is None else walk.value(node, ())
     if not isinstance(values, dict):
         walk.problems.append(f"{file}:1:1: the file must be a mapping of settings")
@@ -172,22 +174,12 @@ class _Walk:
     marks: dict[Location, Mark] = field(default_factory=dict)
     nodes: int = 0
 
-    def check_depth(self, text: str) -> None:
-        """Refuse deep nesting before anything recursive sees it."""
-        depth = 0
-        for event in yaml.parse(text, Loader=_PlainLoader):
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            if depth > MAX_DEPTH:
-                line = event.start_mark.line + 1 if event.start_mark else 1
-                raise ConfigError(f"{self.file}:{line}:1: nested deeper than {MAX_DEPTH} levels")
-
     def value(self, node: Node, location: Location) -> object:
         """The plain value of `node`; an alias counts and is walked at each use."""
         self.nodes += 1
-        if self.nodes > MAX_NODES or len(location) > MAX_DEPTH:
+        if len(location) > MAX_DEPTH:
+            raise ConfigError(self._at(node, location, _TOO_DEEP))
+        if self.nodes > MAX_NODES:
             raise ConfigError(self._at(node, location, "too much is built from aliases"))
         self.marks[location] = _mark(node)
         if isinstance(node, MappingNode) and node.tag == "tag:yaml.org,2002:map":

@@ -37,7 +37,6 @@ from fedsender.config.values import TcpAddress, parse_no_proxy, parse_proxy, pro
 from fedsender.matrix import ROOM_VERSIONS, is_server_name
 
 MAX_PER_DESTINATION: Final = 100
-MAX_NO_PROXY: Final = 1000
 # Where a URL has no port.
 _PROXY_PORT: Final = 1080
 
@@ -402,9 +401,7 @@ class _Making:
             found += [str(name), f".{name}"]
         if wrong:
             self.note("no_proxy_hosts", f"{wrong} of it left out: no names, IPs or ranges")
-        if len(found) > MAX_NO_PROXY:
-            self.note("no_proxy_hosts", f"only the first {MAX_NO_PROXY}")
-        return found[:MAX_NO_PROXY]
+        return found
 
     # --- the rest ---------------------------------------------------------------------------------
 

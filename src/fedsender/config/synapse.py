@@ -26,6 +26,7 @@ from fedsender.config.values import is_pattern, parse_http_peer
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 MAX_ITEMS: Final = 10_000
+"""As many overrides as there may be."""
 # What PyYAML's constructors raise for scalars that are not what their tag or form says.
 _NOT_YAML: Final = (
     yaml.YAMLError,
@@ -383,8 +384,6 @@ def _peers(settings: Settings, writers: Settings, notes: list[str]) -> dict[str,
         key = "main" if name == MAIN and "main" in instances else name
         if key in instances:
             peers[name] = _address(instances.section(key))
-        elif name == MAIN and "worker_replication_http_port" in settings:
-            peers[name] = _old_address(settings)
         else:
             notes.append(
                 f"instance_map: has no {'main' if name == MAIN else name}: what it says while we"
@@ -414,14 +413,6 @@ def redis_address(redis: Settings) -> str:
     return _checked(redis, "host", _joined(host, port, tls=False))
 
 
-def _old_address(settings: Settings) -> str:
-    """As a worker's file named the main process before there was an `instance_map`."""
-    host = settings.text("worker_replication_host") or "localhost"
-    port = settings.integer("worker_replication_http_port", 0, least=1, most=65_535)
-    tls = settings.flag("worker_replication_http_tls", False)
-    return _checked(settings, "worker_replication_host", _joined(host, port, tls=tls))
-
-
 def _joined(host: str, port: int, *, tls: bool) -> str:
     bare = host.strip("[]")
     return f"{'https://' if tls else ''}{f'[{bare}]' if ':' in bare else bare}:{port}"
@@ -437,8 +428,6 @@ def _checked(settings: Settings, name: str, address: str) -> str:
 
 HEALTHY_S: Final = 3600.0
 LATELY_S: Final = 6 * 3600.0
-MAX_MORE_CA_FILES: Final = 100
-MAX_OVERRIDES: Final = 10_000
 
 Note = Callable[[str, str], None]
 """Notes the fate of a setting."""
@@ -455,9 +444,7 @@ def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
     elif authorities:
         values["ca_file"] = authorities[0]
         if authorities[1:]:
-            values["more_ca_files"] = list(authorities[1 : 1 + MAX_MORE_CA_FILES])
-        if len(authorities) > 1 + MAX_MORE_CA_FILES:
-            note("federation_custom_ca_list", f"only the first {1 + MAX_MORE_CA_FILES}")
+            values["more_ca_files"] = list(authorities[1:])
     oldest = settings.text("federation_client_minimum_tls_version")
     if oldest in ("1.3", "1.2"):
         values["minimum_tls_version"] = oldest
@@ -492,12 +479,12 @@ def destinations_of(settings: Settings, note: Note) -> dict[str, Any]:
     patterns = [name for name in names if is_pattern(name)]
     if patterns:
         values["overrides"] = [
-            {"match": pattern, "verify_certificates": False} for pattern in patterns[:MAX_OVERRIDES]
+            {"match": pattern, "verify_certificates": False} for pattern in patterns
         ]
-        if not len(names) == len(patterns) <= MAX_OVERRIDES:
+        if len(patterns) < len(names):
             note(
                 "federation_certificate_verification_whitelist",
-                f"only the first {MAX_OVERRIDES}, and only what can be a server's name",
+                "only what can be a server's name",
             )
         note(
             "federation_certificate_verification_whitelist",
