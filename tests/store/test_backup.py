@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 import trio
-from sqlalchemy import Connection, make_url, text
+from sqlalchemy import Connection, NullPool, create_engine, make_url, text
 from tests.servers import Databases, NewUrl
 from tests.store import backup_writer
 
@@ -30,6 +30,7 @@ from fedsender.store import (
 from fedsender.store.backup import Ours, Owner
 from fedsender.store.engine import open_database
 from fedsender.store.lock import LockHeld
+from fedsender_lab.testing.clock import until
 
 PATIENCE_S = 60.0
 STEPS = 8
@@ -128,6 +129,31 @@ async def test_a_restore_after_a_kill_has_both_databases_of_one_moment(
 
         assert at_least <= sender <= homeserver <= sender + 1
         assert mark.startswith("restored from ")
+
+
+@pytest.mark.slow
+async def test_a_backup_that_waits_for_one_database_keeps_nobody_from_the_other(
+    postgres: Databases, tmp_path: Path
+) -> None:
+    """A lease ends if it cannot be renewed for 6 s, and a vacuum of a table may take longer."""
+    homeserver, sender = postgres.create_database("homeserver"), postgres.create_database("sender")
+    world = World(homeserver, sender, tmp_path)
+    of_sender, of_homeserver = (
+        create_engine(each.url, poolclass=NullPool) for each in world.databases
+    )
+    async with trio.open_nursery() as nursery:
+        with of_homeserver.begin() as busy:
+            busy.execute(text("LOCK TABLE events IN SHARE UPDATE EXCLUSIVE MODE"))
+            copy = tmp_path / "copy"
+            nursery.start_soon(backup.backup, world.databases, world.owner, copy, real_runtime())
+            await until(copy.exists)
+            for _ in range(10):
+                await trio.sleep(0.1)
+                with of_sender.begin() as renewing:
+                    renewing.execute(text("SET LOCAL lock_timeout = 2000"))
+                    renewing.execute(text("LOCK TABLE leases IN ROW EXCLUSIVE MODE"))
+            assert not (copy / backup.MANIFEST).exists()
+    assert (copy / backup.MANIFEST).exists()
 
 
 async def test_a_second_restore_of_one_backup_brings_the_same(world: World, tmp_path: Path) -> None:

@@ -175,8 +175,7 @@ def _one_moment(
             raise StoreError(f"there is no database at {each.path}")
         readers.append(_connect(stack, each, "read"))
     with ExitStack() as pause:
-        for each in databases:
-            _hold_writers(_connect(pause, each, "write"), each.line)
+        _hold_writers([(_connect(pause, each, "write"), each.line) for each in databases])
         for reader in readers:
             # The first statement is when the snapshot begins, for both kinds.
             migrations.versions(reader, "sender")
@@ -194,20 +193,29 @@ def _connect(stack: ExitStack, each: Ours, kind: Literal["read", "write"]) -> Co
     return connection
 
 
-def _hold_writers(connection: Connection, line: Line) -> None:
-    """Keep all others from writing until the connection closes.
+def _hold_writers(writers: Sequence[tuple[Connection, Line]]) -> None:
+    """Keep all others from writing until these connections close.
 
     An SQLite transaction for writing does so by beginning. On PostgreSQL nothing is waited for
-    while a lock is held, so no writer of ours is ever in a deadlock with it.
+    while a lock is held: all are given back first. So no writer of ours is ever in a deadlock with
+    it, and a lease can be renewed.
     """
+
+    def let_go(_: object) -> None:
+        for connection, _line in writers:
+            connection.rollback()
+
     trying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(DBAPIError),
         wait=tenacity.wait_fixed(RETRY_S),
         stop=tenacity.stop_after_delay(PAUSE_S),
-        after=lambda _: connection.rollback(),
+        after=let_go,
         reraise=True,
     )
-    trying(_lock_tables, connection, line)
+    for attempt in trying:
+        with attempt:
+            for writer in writers:
+                _lock_tables(*writer)
 
 
 def _lock_tables(connection: Connection, line: Line) -> None:
