@@ -9,9 +9,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, MetaData, Text, inspect, text
 from tests.servers import Databases, NewUrl
@@ -43,7 +46,20 @@ async def test_an_upgrade_makes_what_the_code_expects_and_can_be_repeated(
     async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(lambda connection: migrations.upgrade(connection, line))
         await database.write(lambda connection: migrations.upgrade(connection, line))
-        await database.read(lambda connection: migrations.check(connection, line))
+        assert await database.read(lambda connection: differences(connection, line)) == []
+
+
+def differences(connection: Connection, line: Line) -> list[Any]:
+    """What Alembic would change in the tables to make them those of the code."""
+    metadata = migrations.METADATA[line]
+    options = {
+        "compare_type": True,
+        "include_name": lambda name, kind, _: kind != "table" or name in metadata.tables,
+    }
+    found: list[Any] = compare_metadata(
+        MigrationContext.configure(connection, opts=options), metadata
+    )
+    return found
 
 
 async def test_both_lines_fit_into_one_database(new_url: NewUrl) -> None:
@@ -57,21 +73,21 @@ async def test_both_lines_fit_into_one_database(new_url: NewUrl) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "ALTER TABLE redeliveries ADD COLUMN surprise INTEGER",
         "ALTER TABLE redeliveries DROP COLUMN added_ms",
         "DROP TABLE quarantine",
-        "DROP INDEX quarantine_room_id_idx",
     ],
 )
-async def test_tables_that_differ_are_refused(new_url: NewUrl, change: str) -> None:
+async def test_tables_that_lack_something_are_refused(new_url: NewUrl, change: str) -> None:
     async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(lambda connection: migrations.upgrade(connection, "sender"))
         await database.write(lambda connection: connection.execute(text(change)))
-        with pytest.raises(SchemaDiffers, match="sender tables differ"):
+        with pytest.raises(SchemaDiffers, match=r"sender database lacks (table|column) "):
             await database.read(lambda connection: migrations.check(connection, "sender"))
 
 
-async def test_a_store_does_not_open_on_tables_that_differ(new_url: NewUrl, tmp_path: Path) -> None:
+async def test_a_store_does_not_open_on_tables_that_lack_something(
+    new_url: NewUrl, tmp_path: Path
+) -> None:
     """One clear error, to be caught by its name."""
     url = new_url()
     async with open_database(url, real_runtime(), name="test") as database:
@@ -287,7 +303,6 @@ def upgrade():
         with self._monkeypatch.context() as patch:
             patch.setattr(migrations, "scripts", lambda: self._scripts)
             patch.setitem(migrations.METADATA, "sender", self._metadata)
-            patch.setattr(migrations, "_RIGHT", set())
             migrations._known.cache_clear()
             yield
         migrations._known.cache_clear()

@@ -11,21 +11,20 @@ ship inside the wheel.
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import structlog
 import trio
-from sqlalchemy import Connection, Inspector, Table, UniqueConstraint, inspect, select, text
-from sqlalchemy.types import TypeEngine
+from sqlalchemy import Connection, inspect, select, text
 
 import fedsender
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S
 from fedsender.store.engine import Database, StoreError, WrongDatabase
 from fedsender.store.lock import Lock, LockHeld, LockUnknown
+from fedsender.store.schema_check import missing_in
 from fedsender.store.statements import insert_rows
 from fedsender.waiting import again, doubling
 
@@ -37,15 +36,12 @@ log = structlog.get_logger()
 Line = Literal["homeserver", "sender"]
 
 METADATA = {"homeserver": tables.homeserver, "sender": tables.sender}
-NONE_OF_OURS = " is none of ours"
 RESTORING = "restoring"
 """The version while other databases are still to be restored: see `store.backup`."""
 # A migration takes seconds; who waits for longer waits for a daemon that runs.
 WAIT_SECONDS = 20.0
 # Alembic keeps the connection that it migrates in a global.
 _ONE_AT_A_TIME = threading.Lock()
-# A process that opens many stores, as a simulation does, compares the same text once.
-_RIGHT: set[tuple[Line, str]] = set()
 
 
 class SchemaDiffers(StoreError):
@@ -251,72 +247,6 @@ def upgrade(connection: Connection, line: Line, to: str = "head") -> None:
 
 
 def check(connection: Connection, line: Line) -> None:
-    """Raise SchemaDiffers, naming each difference, unless the tables are as `METADATA` has them.
-
-    A newer version's may have more columns.
-    """
-    written = _as_written(connection)
-    if (line, written) in _RIGHT:
-        return
-    differences = list(_differences(inspect(connection), METADATA[line].sorted_tables))
-    if versions(connection, line) != {head(line)}:
-        differences = [each for each in differences if not each.endswith(NONE_OF_OURS)]
-    if differences:
-        raise SchemaDiffers(
-            f"the {line} tables differ from what this version expects"
-            f" ({len(differences)} differences): {'; '.join(differences[:5])}"
-        )
-    if written is not None:
-        _RIGHT.add((line, written))
-
-
-def _as_written(connection: Connection) -> str | None:
-    """The text SQLite keeps of its tables, which says all of them; None: PostgreSQL keeps none."""
-    if connection.dialect.name != "sqlite":
-        return None
-    kept = connection.execute(text("SELECT name, sql FROM sqlite_master ORDER BY name"))
-    return repr(kept.all())
-
-
-def _differences(there: Inspector, tables: Sequence[Table]) -> Iterator[str]:
-    """The tables' differences, as texts; all tables are asked for at once.
-
-    Not Alembic's `compare_metadata`: the daemon would carry 8 MB of Alembic for as long as it runs,
-    a tenth of its memory, and imports it now only to migrate.
-    """
-    names = [table.name for table in tables]
-    all_columns = there.get_multi_columns(filter_names=names)
-    all_indexes = there.get_multi_indexes(filter_names=names)
-    all_unique = there.get_multi_unique_constraints(filter_names=names)
-    for table in tables:
-        key = (None, table.name)
-        if key not in all_columns:
-            yield f"there is no table {table.name}"
-            continue
-        found = {column["name"]: column for column in all_columns[key]}
-        for name in sorted(found.keys() - table.c.keys()):
-            yield f"{table.name}.{name}{NONE_OF_OURS}"
-        for column in table.c:
-            if column.name not in found:
-                yield f"{table.name}.{column.name} is missing"
-                continue
-            wanted = (_type_name(there, column.type), bool(column.nullable))
-            is_there = (
-                _type_name(there, found[column.name]["type"]),
-                bool(found[column.name]["nullable"]),
-            )
-            if wanted != is_there:
-                yield f"{table.name}.{column.name} is {is_there}, and should be {wanted}"
-        indexes = {index["name"] for index in all_indexes[key]}
-        unique = {constraint["name"] for constraint in all_unique[key]}
-        for index in table.indexes:
-            if index.name not in indexes:
-                yield f"{table.name} has no index {index.name}"
-        for constraint in table.constraints:
-            if isinstance(constraint, UniqueConstraint) and constraint.name not in unique:
-                yield f"{table.name} has no constraint {constraint.name}"
-
-
-def _type_name(there: Inspector, kind: TypeEngine[Any]) -> str:
-    name = kind.compile(dialect=there.dialect)
-    return {"FLOAT": "DOUBLE PRECISION"}.get(name, name)
+    """Raise SchemaDiffers if a table or column of `METADATA` is missing: somebody removed it."""
+    if missing := missing_in(connection, METADATA[line].sorted_tables):
+        raise SchemaDiffers(f"the {line} database lacks {', '.join(missing[:5])}")

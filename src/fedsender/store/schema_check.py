@@ -1,4 +1,4 @@
-"""Whether a Synapse's database is one that we can use: what we read and write in it is there.
+"""Whether a database is one that we can use: what we read and write in it is there.
 
 A number says too little. Synapse raises it with each change of its schema, also by a table that we
 never look at, and a database may have the number without all of its deltas. So we decide as
@@ -6,7 +6,7 @@ Synapse's own processes do, by `schema_compat_version`, and look for each table 
 use.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from sqlalchemy import Connection, Table, func, inspect, select, text
 
@@ -64,17 +64,21 @@ def check_schema(connection: Connection, *, split: bool) -> list[str]:
     return said + unknown_room_versions(connection)
 
 
-def check_tables(connection: Connection, wanted: Iterable[Table]) -> None:
-    """Raise StoreError if any of these tables, or of their columns, is missing."""
-    there = inspect(connection).get_multi_columns(filter_names=[each.name for each in wanted])
-    found = {name: {column["name"] for column in columns} for (_, name), columns in there.items()}
-    missing = [name for table in wanted for name in _missing(table, found.get(table.name))]
-    if missing:
+def check_tables(connection: Connection, wanted: Collection[Table]) -> None:
+    """Raise StoreError if any of these tables of a Synapse, or of their columns, is missing."""
+    if missing := missing_in(connection, wanted):
         raise StoreError(
             f"Synapse's database lacks {', '.join(missing)}, which fedsender uses: let Synapse"
             " apply all deltas of its schema (the table applied_schema_deltas lists them), or"
             " upgrade fedsender"
         )
+
+
+def missing_in(connection: Connection, wanted: Collection[Table]) -> list[str]:
+    """The tables and columns among these that are not there, in words."""
+    there = inspect(connection).get_multi_columns(filter_names=[each.name for each in wanted])
+    found = {name: {column["name"] for column in columns} for (_, name), columns in there.items()}
+    return [name for table in wanted for name in _missing(table, found.get(table.name))]
 
 
 def unknown_room_versions(connection: Connection) -> list[str]:
