@@ -31,6 +31,7 @@ from fedsender.config.policy import GAP_EVENTS
 from fedsender.runtime import real_runtime
 from fedsender_lab.demo import process
 from fedsender_lab.demo.report import still_owed
+from fedsender_lab.small_homeserver import VERSION
 from fedsender_lab.testing.receiver import ReceivedTransaction, Receivers, open_receivers
 from fedsender_lab.testing.rules import pdu_reader
 
@@ -145,7 +146,10 @@ class Campaign:
 
     def truth(self) -> dict[str, dict[str, list[str]]]:
         """Server -> room -> the events that it is to get, in order."""
-        query = "SELECT event_id, room_id, servers FROM events ORDER BY place"
+        query = (
+            "SELECT event_id, event ->> 'room_id', servers FROM events JOIN due USING (event_id)"
+            " ORDER BY place"
+        )
         due: dict[str, dict[str, list[str]]] = {name: {} for name in self.receivers.servers}
         for event_id, room_id, servers in self.read("small.sqlite3", query):
             for name in json.loads(servers):
@@ -174,7 +178,9 @@ class Campaign:
                 f"{len(missing)} events are not stored, {twice} are twice, or out of order"
             )
         nonsense = self.read("small.sqlite3", "SELECT id FROM nonsense ORDER BY id")
-        aside = self.read("small.sqlite3", "SELECT id FROM set_aside ORDER BY id")
+        aside = self.read(
+            "small.sqlite3", "SELECT id FROM outbox WHERE refused IS NOT NULL ORDER BY id"
+        )
         figures.nonsense = len(aside)
         if nonsense != aside:
             amiss.append(f"{len(nonsense)} records are nonsense, {len(aside)} were set aside")
@@ -204,7 +210,7 @@ async def open_campaign(directory: Path, seed: int) -> AsyncIterator[Campaign]:
         open_receivers(
             SERVERS,
             [signer.origin],
-            pdu_reader(lambda room_id: small_homeserver.VERSION),
+            pdu_reader(lambda room_id: VERSION),
             directory=directory / "tls",
             now_ms=runtime.now_ms(),
         ) as receivers,

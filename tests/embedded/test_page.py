@@ -1,5 +1,6 @@
-"""docs/homeservers.md: what a stranger pastes from it works."""
+"""docs/homeservers.md and small-homeserver.md: what a stranger pastes from them works."""
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from tests.servers import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("curl", "curl")]
 
-PAGE = Path(__file__).parents[2] / "docs" / "homeservers.md"
+DOCS = Path(__file__).parents[2] / "docs"
 OPENSSL = """#!{python}
 import sys
 import trustme
@@ -25,23 +26,28 @@ made.cert_pem.write_to_path("remote.pem", append=True)
 """
 
 
-def test_five_steps_from_nothing_to_a_pdu_at_a_remote(tmp_path: Path) -> None:
-    """All that stands there is pasted at once; only the ports are others."""
-    section = PAGE.read_text().partition("## From nothing to a PDU")[2].partition("\n## ")[0]
-    steps = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert len(steps) == 5
-    script = "".join(steps).replace("admin:\n", f"admin:\n  listen: 127.0.0.1:{free_port()}\n")
-    remote = free_port()
-    for given, port in (("8449", remote), ("9095", free_port())):
+def steps(page: str, heading: str) -> list[str]:
+    """What there is to paste below a heading of a page."""
+    section = (DOCS / page).read_text().partition(f"# {heading}")[2].partition("\n## ")[0]
+    return re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+FIRST = steps("homeservers.md", "From nothing to a PDU")
+
+
+def pasted(script: str, directory: Path, remote: int) -> str:
+    """What the commands print; only their ports are others. Raises AssertionError if they fail."""
+    for given, port in (("8449", remote), ("9095", free_port()), ("8020", free_port())):
         script = script.replace(given, str(port))
-    commands, home = tmp_path / "commands", tmp_path / "home"
-    for directory in (commands, home):
-        directory.mkdir()
+    script = script.replace("admin:\n", f"admin:\n  listen: 127.0.0.1:{free_port()}\n")
+    commands, home = directory / "commands", directory / "home"
+    for each in (commands, home):
+        each.mkdir()
     (commands / "openssl").write_text(OPENSSL.format(python=sys.executable))
     (commands / "openssl").chmod(0o755)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], str(commands)])
     with (home / "told").open("w+") as told:
-        pasted = subprocess.Popen(
+        shell = subprocess.Popen(
             ["bash", "-c", script],
             cwd=home,
             env={**os.environ, "PATH": path},
@@ -50,16 +56,42 @@ def test_five_steps_from_nothing_to_a_pdu_at_a_remote(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            code = pasted.wait(120)
+            code = shell.wait(120)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(pasted.pid, signal.SIGKILL)
-            pasted.wait()
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
     text = (home / "told").read_text()
+    assert code == 0, text
+    return text
+
+
+def test_five_steps_from_nothing_to_a_pdu_at_a_remote(tmp_path: Path) -> None:
+    """All that stands there is pasted at once."""
+    assert len(FIRST) == 5
+    remote = free_port()
+    text = pasted("".join(FIRST), tmp_path, remote)
     assert "config.yaml: nothing wrong" in text
     assert '"tokens":[1,2]' in text
     assert f"localhost:{remote} delivered" in text
     assert '"body":"Hello"' in text
     assert '"body":"Hello again"' in text
     assert '"signatures":{"hs.example"' in text
-    assert code == 0, text
+
+
+def test_a_small_homeserver_changes_its_key_and_gets_over_a_restore(tmp_path: Path) -> None:
+    script = "".join([*FIRST[:3], *steps("small-homeserver.md", "A small homeserver")])
+    text = pasted(script, tmp_path, free_port())
+    assert "Up to date" in text
+    both, new = (json.loads(each) for each in re.findall(r'^\{"old_verify.*$', text, re.MULTILINE))
+    assert (both["old_verify_keys"], sorted(both["verify_keys"])) == (
+        {},
+        ["ed25519:a_1", "ed25519:a_2"],
+    )
+    assert [*new["old_verify_keys"], *new["verify_keys"]] == ["ed25519:a_1", "ed25519:a_2"]
+    assert re.search(r"signs with +ed25519:a_2$", text, re.MULTILINE)
+    assert text.count("After the backup") == 2
+    assert text.index("After the backup") < text.rindex("After the restore")
+    got = (tmp_path / "home" / "remote.txt").read_text()
+    [event] = re.findall(r'"By the new key".*?"signatures":\{"hs.example":\{"(.*?)"', got)
+    assert event == "ed25519:a_2"
