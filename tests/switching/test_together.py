@@ -18,7 +18,7 @@ from fedsender.admin.app import build_app
 from fedsender.admin.together import answer_for_ever
 from fedsender.daemon import admin_context
 from fedsender.runtime import real_runtime
-from fedsender.store import tables
+from fedsender.store import requests, tables
 from fedsender_lab.testing.clock import until
 
 
@@ -227,3 +227,22 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         # In the order in which they were given.
         paused = {*of_b[:1], *of_b[2:]}
         await until(lambda: {name for name in of_b if state_of(name).paused} == paused)
+
+
+async def test_orders_for_a_sender_that_is_away_keep_nobody_from_looking(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script wakes all servers each minute, for days. What waits already does not wait twice."""
+    monkeypatch.setattr(requests, "MOST", 4)
+    async with desks(tmp_path, postgres) as both:
+        of_b = both.of("b")[:1]
+        both.close("b")
+        await both.site.stop("b")
+        for _ in range(6):
+            await both.post("a", "notify_remote_server_up", {"pattern": "*"})
+        assert await rows_left(both.site) <= 2
+        for why in "1234":
+            said = await both.post("a", "pause", {"servers": of_b, "reason": why}, 503)
+        assert said["error"] == "4 orders wait already for senders that are away"
+        shown = await both.get("a", "destinations")
+        assert {row["destination"] for row in shown["destinations"]} == set(both.of("a"))

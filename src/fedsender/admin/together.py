@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from fedsender.admin.context import AdminContext
 from fedsender.http.server import Refusal
+from fedsender.store import requests
 from fedsender.store.engine import StoreError
 from fedsender.store.requests import HANDED_ON, Request
 
@@ -162,7 +163,8 @@ class Part(Generic[Asked, Answer]):
         text = json.dumps(self._types[0].dump_python(asked, mode="json"))
         rows = await context.store.requests.ask(senders, self._name, text, is_order=self._is_order)
         if rows is None:
-            raise Refusal(503, "M_LIMIT_EXCEEDED", "too many requests wait for other senders")
+            text = f"{requests.MOST} orders wait already for senders that are away"
+            raise Refusal(503, "M_LIMIT_EXCEEDED", text)
         return rows
 
     async def _hear(
@@ -173,9 +175,9 @@ class Part(Generic[Asked, Answer]):
         refusals: dict[str, Refusal],
     ) -> None:
         """Wait for the answers to these rows; put them, or why there is none, by sender."""
-        requests, waiting, began = context.store.requests, dict(rows), trio.current_time()
+        of_store, waiting, began = context.store.requests, dict(rows), trio.current_time()
         while waiting:
-            replies, waited_s = await requests.replies(waiting), trio.current_time() - began
+            replies, waited_s = await of_store.replies(waiting), trio.current_time() - began
             for row in rows.keys() & waiting.keys():
                 reply = replies.get(row, HANDED_ON)
                 if reply.answer is not None:
@@ -192,7 +194,7 @@ class Part(Generic[Asked, Answer]):
                     refusals[name] = Refusal(503, AWAY, f"{queued}{what} ({name})")
             if waiting:
                 await trio.sleep(LOOK_EVERY_S / 2)
-        await requests.leave(rows)
+        await of_store.leave(rows)
 
     async def answer(self, context: AdminContext, asked: str) -> str:
         """Do it for another sender; returns the answer, or the refusal, as its row has it."""

@@ -17,10 +17,13 @@ from fedsender.store.engine import Database, reading, writing
 requests = tables.requests
 
 MOST: Final = 1_000
-"""Rows without an answer. Each has at most some MiB, as a request to the admin endpoint."""
+"""Orders without an answer. Each has at most some MiB, as a request to the admin endpoint. Whoever
+asks a question takes it back."""
 AT_ONCE: Final = 8
 KEPT_MS: Final = 10 * 60_000
 """Whoever has asked has taken the answer by then, or does not wait any more."""
+AWAY_MS: Final = 3_000
+"""Whoever has asked does not wait any more for a sender that has not seen the row by then."""
 
 
 class Request(NamedTuple):
@@ -61,11 +64,21 @@ class Requests:
         *,
         is_order: bool,
     ) -> dict[int, str] | None:
-        """Ask these senders; returns the row of each, by its id. None: too many rows wait."""
-        waiting = select(func.count()).select_from(requests).where(requests.c.answer.is_(None))
-        if connection.execute(waiting).scalar_one() >= MOST:
-            return None
-        return _insert(connection, senders, what, asked, is_order, self._now_ms())
+        """Ask these senders; returns the row of each, by its id. None: too many orders wait.
+
+        An order that waits already counts as of now alone: it may undo what came between.
+        """
+        now_ms = self._now_ms()
+        if is_order:
+            waits = requests.c.is_order & requests.c.answer.is_(None)
+            same = (requests.c.what == what) & (requests.c.asked == asked)
+            of_these = requests.c.instance_name.in_(senders)
+            given_up = ~requests.c.taken & (requests.c.asked_ms < now_ms - AWAY_MS)
+            connection.execute(delete(requests).where(waits, same, of_these, given_up))
+            waiting = select(func.count()).select_from(requests).where(waits)
+            if connection.execute(waiting).scalar_one() >= MOST:
+                return None
+        return _insert(connection, senders, what, asked, is_order, now_ms)
 
     @reading
     def replies(self, connection: Connection, ids: Collection[int]) -> dict[int, Reply]:
