@@ -17,7 +17,14 @@ from tests.store.test_sender import ONE, config, frozen
 from trio.testing import MockClock
 
 from fedsender.runtime import RunSync, Runtime, real_runtime
-from fedsender.store import LockHeld, SenderStore, WrongDatabase, free_lease, open_store
+from fedsender.store import (
+    LockHeld,
+    SenderStore,
+    StoreError,
+    WrongDatabase,
+    free_lease,
+    open_store,
+)
 from fedsender.store import leases as module
 from fedsender.store.leases import LEASE_S, RENEWAL_S, Lease, LeaseLost
 from fedsender.store.lock import LockUnknown
@@ -352,6 +359,8 @@ async def test_the_operator_frees_the_lease_of_a_machine_that_is_dead(
         await free_lease(settings, runtime, "fed1")
         with pytest.raises(LeaseLost):
             await store.sender.renew_lock()
+        with pytest.raises(StoreError, match="nobody has ever run as 'fed'"):
+            await free_lease(settings, runtime, "fed")
     sqlite = replace(settings, sender_url=f"sqlite:///{tmp_path}/sender.db")
     with pytest.raises(WrongDatabase, match="no other machine"):
         await free_lease(sqlite, runtime, "fed1")

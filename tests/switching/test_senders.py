@@ -15,7 +15,7 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Connection, insert
-from tests.servers import Databases
+from tests.servers import Databases, free_port
 from tests.store import synapse_schema
 from tests.store.rooms import Room, put_event
 
@@ -25,12 +25,12 @@ from fedsender.ledger import NOTES
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
 from fedsender.segments import read_lines, segments
-from fedsender.store import LockHeld, store_config, tables
+from fedsender.store import LockHeld, StoreError, migrations, store_config, tables
 from fedsender.store.engine import Database, DatabaseOptions, open_database
 from fedsender.store.membership import Membership, Standing
 from fedsender.switching import senders
 from fedsender.switching.handback import Findings, hand_back
-from fedsender.switching.senders import NotChanged, change_list, change_list_of
+from fedsender.switching.senders import NotChanged, change_list, change_list_of, describe_list
 from fedsender_lab.demo.process import KEY_VERSION, write_signing_key
 from fedsender_lab.testing.clock import until
 from fedsender_lab.testing.receiver import Receivers, failing, healthy, open_receivers
@@ -535,6 +535,18 @@ async def test_a_worker_of_synapses_in_the_list_is_named_at_once(
             await change_list_of(it.config("a", ["a", "b"]), real_runtime(), ["a", "c"])
         assert trio.current_time() - began < 5
         assert it.sending["a"] is daemon
+
+
+async def test_a_command_does_not_wait_for_ever_for_a_database_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrations, "COMMAND_S", 0.5)
+    write_signing_key(tmp_path, b"s" * 32, HS)
+    away = f"postgresql://postgres@127.0.0.1:{free_port()}/own"
+    config = config_of(tmp_path, "a", ["a"], away, away)
+    with trio.fail_after(10):
+        with pytest.raises(StoreError, match=r"sender database does not answer: .*refused"):
+            await describe_list(config, real_runtime())
 
 
 async def test_a_list_in_a_file_counts_only_where_there_is_none_yet(

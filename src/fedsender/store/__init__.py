@@ -32,8 +32,8 @@ from fedsender.store.lock import AdvisoryLock, InstanceLock, Lock, LockHeld, loc
 from fedsender.store.migrations import (
     SchemaDiffers,
     bring_up_to_date,
+    look_for_command,
     refuse_a_synapses,
-    refuse_old_tables,
 )
 from fedsender.store.opening import Homeserver, OpenHomeserver, StoreConfig
 from fedsender.store.sender import ReceiptRecords, SenderStore
@@ -184,7 +184,7 @@ async def free_lease(config: StoreConfig, runtime: Runtime, instance: str) -> No
         lock = lock_of(own.url, runtime)
         if not isinstance(lock, AdvisoryLock):
             raise WrongDatabase("sender_database is an SQLite: no other machine can go on with it")
-        await own.read(lambda connection: refuse_old_tables(connection, "sender"))
+        await look_for_command(own, "sender")
         try:
             await Lease(lock, runtime, instance).free()
         finally:

@@ -32,6 +32,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from fedsender.files import owned_like
 from fedsender.runtime import Runtime
 from fedsender.store import tables
+from fedsender.store.connections import StoreError
 from fedsender.store.lock import (
     MARK_SESSION,
     AdvisoryLock,
@@ -209,9 +210,12 @@ class Lease:
     async def free(self) -> None:
         """Give the lease of a holder that is dead, as the operator says, to whoever wants it.
 
-        Raises LockHeld if it has renewed it meanwhile, and LockUnknown.
+        Raises LockHeld if it has renewed it meanwhile, StoreError if nobody ever ran under this
+        name, and LockUnknown.
         """
         seen = await self._lock.run(self._look)
+        if not seen.there:
+            raise StoreError(f"nobody has ever run as {self._instance!r} on this database")
         if seen.holder == NOBODY:
             return
         await trio.sleep(LEASE_S)

@@ -40,6 +40,7 @@ RESTORING = "restoring"
 """The version while other databases are still to be restored: see `store.backup`."""
 # A migration takes seconds; who waits for longer waits for a daemon that runs.
 WAIT_SECONDS = 20.0
+COMMAND_S = 15.0
 # Alembic keeps the connection that it migrates in a global.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -150,6 +151,15 @@ def refuse_old_tables(connection: Connection, line: Line) -> None:
     """Raise SchemaDiffers if the tables are of a version on which we do not run."""
     if not is_usable(connection, line):
         raise SchemaDiffers(f"the {line} tables are not of version {head(line)}")
+
+
+async def look_for_command(database: Database, line: Line) -> None:
+    """Raise as `refuse_old_tables` does, and StoreError if the database is away for `COMMAND_S`:
+    somebody waits for the command."""
+    with trio.move_on_after(COMMAND_S):
+        await database.read(lambda connection: refuse_old_tables(connection, line))
+        return
+    raise StoreError(f"the {line} database does not answer: {database.trouble}")
 
 
 async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:

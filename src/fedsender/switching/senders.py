@@ -26,7 +26,7 @@ from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.leases import NOBODY, Waits
 from fedsender.store.membership import Membership, Missing, Standing
-from fedsender.store.migrations import refuse_old_tables
+from fedsender.store.migrations import look_for_command
 from fedsender.store.positions import NEVER_ACKED
 from fedsender.store.records import Generation
 
@@ -183,7 +183,7 @@ async def _membership(config: Config, runtime: Runtime) -> AsyncIterator[Members
         text = "must be a PostgreSQL that all senders share (and not behind a relay)"
         raise ConfigError(config.problem(("sender_database",), text))
     async with open_database(url, runtime, name="sender") as database:
-        await database.read(lambda connection: refuse_old_tables(connection, "sender"))
+        await look_for_command(database, "sender")
         yield Membership(database, runtime, config.instance_name)
 
 
