@@ -58,11 +58,18 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def owned_like(path: Path, other: Path) -> None:
-    """Give a file that root has made to the owner of another one, who is to use it."""
-    if os.geteuid() == 0:
-        status = other.stat()
-        os.chown(path, status.st_uid, status.st_gid)
+def open_for(owner: Path, path: Path, flags: int) -> int:
+    """Open a file, which may be made, with mode 0600; what root opens is then the owner's of
+    another one, or of a directory.
+
+    The daemon runs as that user, and root only now and then. The user may have put any file there:
+    no link is followed, and a file with another name elsewhere is not given. Raises OSError.
+    """
+    file = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if os.geteuid() == 0 and os.fstat(file).st_nlink == 1:
+        status = owner.stat()
+        os.fchown(file, status.st_uid, status.st_gid)
+    return file
 
 
 @contextmanager

@@ -39,6 +39,7 @@ import structlog
 import trio
 
 from fedsender.config.sections import Ledger as Settings
+from fedsender.files import open_for
 from fedsender.runtime import Runtime
 from fedsender.segments import (
     close_torn_segments,
@@ -360,8 +361,8 @@ class Ledger:
 
     def _open(self, now: float) -> None:
         self._number += 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(self._path(self._number, "open"), flags, 0o600)
+        path = self._path(self._number, "open")
+        self._file = open_for(self.directory, path, os.O_WRONLY | os.O_APPEND)
         self._opened_at, self._size, self._torn = now, 0, False
 
     # --- answers that the databases do not know of yet --------------------------------------------

@@ -35,7 +35,7 @@ from sqlalchemy import URL, Connection, Engine, Table, func, inspect, select, te
 from sqlalchemy.exc import DBAPIError
 
 from fedsender import version
-from fedsender.files import flush, owned_like
+from fedsender.files import flush, open_for
 from fedsender.runtime import Runtime
 from fedsender.segments import open_segment, segments_of
 from fedsender.store import migrations, tables
@@ -432,12 +432,11 @@ def _lay_beside(copy: Path, each: Ours, made_ms: int) -> None:
     was = path if path.exists() else _aside(path)[""]
     mode = was.stat().st_mode & 0o777 if was.exists() else 0o600
     new.unlink(missing_ok=True)
-    os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    os.close(open_for(was if was.exists() else path.parent, new, os.O_WRONLY | os.O_EXCL))
     shutil.copyfile(copy, new)
     if each.line == "sender":
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
             connection.execute("UPDATE generation SET mark = ?", (restored_mark(made_ms),))
-    owned_like(new, was if was.exists() else path.parent)
     new.chmod(mode)
     flush(new)
     flush(new.parent)

@@ -29,7 +29,7 @@ import trio
 from sqlalchemy import Connection, Row, Select, Table, insert, select, text, update
 from sqlalchemy.engine.interfaces import DBAPIConnection
 
-from fedsender.files import owned_like
+from fedsender.files import open_for
 from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.connections import StoreError
@@ -464,8 +464,7 @@ class _Here:
         if self._file is None:
             # The ledger's directory, which is not opened yet.
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            owned_like(self._path, self._path.parent)
+            file = open_for(self._path.parent, self._path, os.O_RDWR)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

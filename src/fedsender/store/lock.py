@@ -22,7 +22,7 @@ from sqlalchemy import URL, Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from fedsender.files import owned_like
+from fedsender.files import open_for
 from fedsender.runtime import Runtime
 from fedsender.store.connections import (
     CONNECT_S,
@@ -139,9 +139,8 @@ class FileLock(Lock):
 
     def _lock(self, name: str, kind: int) -> bool:
         path = self._path(name)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # If root runs a command, the daemon's user must still be able to open the file.
-        owned_like(path, self._database if self._database.exists() else path.parent)
+        owner = self._database if self._database.exists() else path.parent
+        file = open_for(owner, path, os.O_RDWR)
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -11,17 +11,13 @@ events that are to be sent again, and transactions that left and were not answer
 tables are our own, too (behind a relay), all that they owe is counted.
 """
 
-import os
-import stat
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import trio
-from sqlalchemy import make_url
 
 from fedsender.config import Config, ConfigError
 from fedsender.ledger import Ledger, TransactionRecord, open_ledger
@@ -32,8 +28,6 @@ from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Redelivery, Settlement
 from fedsender.switching.senders import owed_in_words, until_member
 from fedsender.telemetry import Metrics
-
-__all__ = ["Findings", "hand_back", "leave_to_owner", "owner_of"]
 
 PAGE: Final = 1000
 REASON_CHARACTERS: Final = 200
@@ -90,25 +84,22 @@ async def hand_back(
             "homeserver.kind is not synapse, and homeserver.federation_sender_instances names no"
             " other sender: there is nobody to hand back to"
         )
-    try:
-        async with _records(config, settings, runtime) as (store, ledger, config):
-            frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
-            sticky, again = await _redeliveries(store, config)
-            sticky |= await _passed_sticky(store, config)
-            here = await _only_here(store, config)
-            losses = [*await _quarantined(store, config), *again, *here]
-            repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
-            refused = not accept_loss and (losses or (repeats and not accept_repeats))
-            notes = [] if refused else await _settle(store, ledger, runtime, config, frozen)
-            if not refused:
-                await _leave_sticky(store, sticky)
-            await hand_over(store, config.instance_name)
-            if not refused:
-                position = await store.homeserver.events_position()
-                await note_handed_over(store, ledger, runtime, position, config.handles)
-                await store.homeserver.hand_back()
-    finally:
-        leave_to_owner(_places(config, settings))
+    async with _records(config, settings, runtime) as (store, ledger, config):
+        frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
+        sticky, again = await _redeliveries(store, config)
+        sticky |= await _passed_sticky(store, config)
+        here = await _only_here(store, config)
+        losses = [*await _quarantined(store, config), *again, *here]
+        repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
+        refused = not accept_loss and (losses or (repeats and not accept_repeats))
+        notes = [] if refused else await _settle(store, ledger, runtime, config, frozen)
+        if not refused:
+            await _leave_sticky(store, sticky)
+        await hand_over(store, config.instance_name)
+        if not refused:
+            position = await store.homeserver.events_position()
+            await note_handed_over(store, ledger, runtime, position, config.handles)
+            await store.homeserver.hand_back()
     return Findings(losses, repeats, notes, done=not refused)
 
 
@@ -278,56 +269,3 @@ async def _held_back(store: Store, config: Config, now_ms: int) -> list[str]:
     if config.lists():
         notes.append(f"allow and deny hold here alone: {_next(config)} does not read them")
     return notes
-
-
-def _places(config: Config, settings: StoreConfig) -> list[Path]:
-    """The directories that a hand-back writes to."""
-    database = make_url(settings.sender_url)
-    if database.get_backend_name() != "sqlite" or not database.database:
-        return [config.ledger.directory]
-    return [config.ledger.directory, Path(database.database).parent]
-
-
-def owner_of(file: int) -> tuple[int, int]:
-    """The user and group that own an open file or directory."""
-    found = os.fstat(file)
-    return found.st_uid, found.st_gid
-
-
-def leave_to_owner(directories: Sequence[Path]) -> None:
-    """Give the files that root wrote in these directories to the owner of each directory.
-
-    The daemon runs as that user, which may have put any file there, and may do so now. So each file
-    is opened, checked and given by its descriptor. A link, or a file with another name elsewhere,
-    is never given.
-    """
-    if os.geteuid() != 0:
-        return
-    for directory in directories:
-        with _opened(directory, os.O_DIRECTORY) as there:
-            if there is None:
-                continue
-            user, group = owner_of(there)
-            for name in os.listdir(there) if user != 0 else ():
-                with _opened(name, os.O_NONBLOCK, there) as file:
-                    if file is not None and owner_of(file)[0] == 0 and _is_one_file(file):
-                        os.fchown(file, user, group)
-
-
-@contextmanager
-def _opened(path: str | Path, flags: int, directory: int | None = None) -> Iterator[int | None]:
-    """The file, open while the body runs; None: it is a link, not of this kind, or not there."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=directory)
-    except OSError:
-        yield None
-        return
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _is_one_file(file: int) -> bool:
-    found = os.fstat(file)
-    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
