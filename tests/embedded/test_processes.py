@@ -112,7 +112,7 @@ async def test_a_renewed_certificate_is_taken_up_by_a_reload(tmp_path: Path) -> 
             f"https://localhost:{port}", TOKEN, ca_file=str(tmp_path / "second.pem")
         ) as client:
             assert (await client.position()).stored == 0
-        assert b'"takes_appends":"we do"' in await daemon.ask("GET", "/ready")
+        assert b'"takes_appends":"we do"' in (await daemon.ask("GET", "/ready")).content
 
 
 async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
@@ -172,9 +172,10 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
                 await until(partial(more_than, 0))
                 told = [await each.ask("GET", "/metrics") for each in daemons.values()]
                 takes = [
-                    re.findall(rb"^fedsender_takes_appends\S* (\S+)", text, re.M) for text in told
+                    re.findall(r"^fedsender_takes_appends\S* (\S+)", each.text, re.M)
+                    for each in told
                 ]
-                assert sorted(takes) == [[b"0.0"], [b"0.0"], [b"1.0"]]
+                assert sorted(takes) == [["0.0"], ["0.0"], ["1.0"]]
                 for round_ in (1, 2):
                     await until(partial(more_than, len(said) + 30))
                     with psycopg.connect(database) as connection:

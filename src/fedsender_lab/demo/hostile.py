@@ -331,7 +331,7 @@ async def _attack_admin(directory: Path) -> None:
 
 async def _longest_step_s(daemon: DaemonProcess) -> float:
     """The longest step of the event loop, as the daemon reports it, in seconds of CPU time."""
-    found = _LONGEST_STEP.search(await daemon.ask("GET", "/metrics"))
+    found = _LONGEST_STEP.search((await daemon.ask("GET", "/metrics")).content)
     return float(found[1]) if found is not None else math.inf
 
 

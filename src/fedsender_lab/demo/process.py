@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
+import httpx
 import trio
 import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -182,47 +182,33 @@ class DaemonProcess:
         Raises:
             DaemonDied: it does not answer with 200.
         """
-        body = orjson.dumps({"servers": list(servers)})
-        await self.ask("POST", "/_fedsender/admin/v1/notify_remote_server_up", body)
+        body = {"servers": list(servers)}
+        answer = await self.ask("POST", "/_fedsender/admin/v1/notify_remote_server_up", body)
+        if answer.status_code != 200:
+            raise DaemonDied(f"admin endpoint: {answer.text[:500]}")
 
-    async def ask(self, method: str, target: str, body: bytes = b"") -> bytes:
-        """The admin endpoint's answer, head included.
+    async def ask(self, method: str, target: str, body: object = None) -> httpx.Response:
+        """The admin endpoint's answer, once there is an endpoint: the daemon may just have started.
 
         Raises:
-            DaemonDied: it does not answer with 200.
+            DaemonDied: it does not answer.
         """
-        answer = await self._ask(method, target, body)
-        if not answer.startswith(b"HTTP/1.1 200"):
-            raise DaemonDied(f"admin endpoint: {answer[:500].decode(errors='replace')}")
-        return answer
+        path, headers = self.directory / "admin.sock", {"Authorization": f"Bearer {self._token}"}
+        transport = httpx.AsyncHTTPTransport(uds=str(path), verify=False)
+        try:
+            with trio.fail_after(ADMIN_SECONDS):
+                async with httpx.AsyncClient(
+                    transport=transport, base_url="http://localhost", headers=headers, timeout=None
+                ) as http:
+                    request = partial(http.request, method, target, json=body)
+                    return await again(request, httpx.ConnectError, 0.1)
+        except (httpx.HTTPError, trio.TooSlowError) as error:
+            raise DaemonDied(f"admin endpoint: {error!r}\n{self.last_words()}") from error
 
     async def not_ready(self) -> str | None:
         """Its answer to `/ready`, in its own words; None: it is ready. Raises DaemonDied."""
-        answer = await self._ask("GET", "/ready", b"")
-        if answer.startswith(b"HTTP/1.1 200"):
-            return None
-        return answer.partition(b"\r\n\r\n")[2][:500].decode(errors="replace")
-
-    async def _ask(self, method: str, target: str, body: bytes) -> bytes:
-        head = (
-            f"{method} {target} HTTP/1.1\r\n"
-            f"Host: localhost\r\nAuthorization: Bearer {self._token}\r\n"
-            "Content-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        try:
-            with trio.fail_after(ADMIN_SECONDS):
-                return await self._ask_when_up(head.encode() + body)
-        except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
-            raise DaemonDied(f"admin endpoint: {error!r}\n{self.last_words()}") from error
-
-    async def _ask_when_up(self, request: bytes) -> bytes:
-        """The endpoint's answer, once there is an endpoint: the daemon may just have started."""
-        connect = partial(trio.open_unix_socket, str(self.directory / "admin.sock"))
-        stream = await again(connect, OSError, 0.1)
-        async with stream:
-            await stream.send_all(request)
-            return b"".join([bytes(piece) async for piece in stream])
+        answer = await self.ask("GET", "/ready")
+        return None if answer.status_code == 200 else answer.text[:500]
 
     def last_words(self, count: int = 15) -> str:
         """The last lines that it logged."""
