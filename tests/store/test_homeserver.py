@@ -273,6 +273,28 @@ async def test_a_table_without_positions_is_an_error(open_synapse: OpenSynapse) 
             await synapse.store.events_position()
 
 
+async def test_a_position_that_we_move_while_it_is_looked_at_is_ours(
+    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep looks in one thread, and the fan-out commits in another."""
+    async with open_synapse() as synapse:
+        store, looks = synapse.store, True
+        before = await store.events_position()
+        execute = Connection.execute
+
+        def after_a_commit(connection: Connection, query: Any, *args: Any) -> Any:
+            nonlocal looks
+            if query is positions._POSITION and looks:
+                looks = False
+                trio.from_thread.run(store.commit_fan_out, before + 5, {})
+            return execute(connection, query, *args)
+
+        monkeypatch.setattr(Connection, "execute", after_a_commit)
+        await store.check_left()
+        assert not looks
+        assert await store.events_position() == before + 5
+
+
 async def test_a_position_that_somebody_else_moved_is_noticed(open_synapse: OpenSynapse) -> None:
     async with open_synapse() as synapse:
         await synapse.store.events_position()

@@ -201,7 +201,7 @@ class HomeserverStore(ABC):
             await self._database.read(self._check_as_left)
 
     def _check_as_left(self, connection: Connection) -> None:
-        positions.check_left(connection, self._settings.instance, self._left)
+        positions.check_left(connection, self._settings.instance, lambda: self._left)
         if self._has_timeline is None:
             self._has_timeline = positions.has_timeline(connection)
         if self._has_timeline:

@@ -17,7 +17,7 @@ that we have read, say. So we note a PostgreSQL's timeline, too. It is another o
 failover.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from sqlalchemy import (
     Connection,
@@ -134,19 +134,22 @@ def set_position(connection: Connection, kind: str, instance: str, stream_id: in
     replace_rows(connection, positions, ("type", "instance_name"), [row])
 
 
-def check_left(connection: Connection, instance: str, left: Collection[int]) -> None:
+def check_left(connection: Connection, instance: str, where: Callable[[], Collection[int]]) -> None:
     """Raise an error if our events position is not where we left it.
 
-    `left`: where we knew it to be last, and the furthest that commits of ours lead whose answers we
-    lack: it is between the two. Empty: we do not know yet, and nothing is checked.
+    `where`: gives where we know it to be, and the furthest that commits of ours lead whose answers
+    we lack: it is between the two. Empty: we do not know yet, and nothing is checked. It is asked
+    before and after the position is read, which a commit of ours may move meanwhile.
 
     Raises SetBack if it is lower, and StoreError if it is higher or gone.
     """
-    if not left:
+    before = where()
+    if not before:
         return
     found = connection.execute(_POSITION, {"kind": "events", "instance": instance}).scalar()
     if found is None:
         raise no_position(instance)
+    left = {*before, *where()}
     if min(left) <= found <= max(left):
         return
     if found < min(left):
@@ -173,7 +176,7 @@ def advance_events(
     if connection.execute(_ADVANCE, given | {"instance": instance}).rowcount == len(SHARED):
         return
     if read_position(connection, "events", instance) != position:
-        check_left(connection, instance, places)
+        check_left(connection, instance, lambda: places)
     for kind in SHARED:
         set_position(connection, kind, instance, position)
 
