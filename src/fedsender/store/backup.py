@@ -381,8 +381,11 @@ async def _nobody_else(databases: Sequence[Ours], runtime: Runtime) -> AsyncIter
             stack.push_async_callback(_release, lock.release)
             try:
                 await lock.take_tables()
-            except LockHeld as error:
-                raise LockHeld(f"{error}: stop it first; nothing was restored") from None
+            except LockHeld:
+                raise LockHeld(
+                    f"a daemon runs on the {each.line} database, or somebody migrates it:"
+                    " stop it first; nothing was restored"
+                ) from None
         yield
 
 
