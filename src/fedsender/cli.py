@@ -26,6 +26,7 @@ from fedsender.console import Mistake, say, say_alarm, say_json, say_text, show,
 
 if TYPE_CHECKING:
     from fedsender.config import Config
+    from fedsender.runtime import Runtime
     from fedsender.store.backup import Ours, Owner
 
 __all__ = ["app", "main", "run_command"]
@@ -95,6 +96,14 @@ def _complain(text: str, code: int) -> int:
     for line in text.splitlines() or [text]:
         say(f"fedsender: {line}", error=True)
     return code
+
+
+def _loaded(config: Path, *, signs: bool = True) -> "tuple[Config, Runtime]":
+    """The configuration, and what the outside is; as for `fedsender.config.load`."""
+    from fedsender.config import load
+    from fedsender.runtime import real_runtime
+
+    return load(config, signs=signs), real_runtime()
 
 
 def _explain(error: Exception) -> int:
@@ -271,14 +280,12 @@ def probe(server: Server, config: ConfigFile, as_json: AsJson = False) -> int:
     import trio
 
     from fedsender.admin import reach
-    from fedsender.config import load
     from fedsender.matrix import is_server_name
-    from fedsender.runtime import real_runtime
     from fedsender.telemetry import configure_logging
 
     if not is_server_name(server):
         raise Mistake(f"{server[:300]!r} is not a server name")
-    loaded, runtime = load(config, signs=False), real_runtime()
+    loaded, runtime = _loaded(config, signs=False)
     configure_logging(loaded.log, now_ms=runtime.now_ms)
 
     def seen(step: reach.Step) -> None:
@@ -313,15 +320,14 @@ def db_upgrade(config: ConfigFile) -> int:
     """Bring our own tables up to date. A Synapse's are never touched."""
     import trio
 
-    from fedsender.config import load
-    from fedsender.runtime import real_runtime
     from fedsender.store import store_config, upgrade_databases
 
-    settings = store_config(load(config))
+    loaded, runtime = _loaded(config)
+    settings = store_config(loaded)
 
     async def upgrade() -> None:
         with trio.fail_after(MIGRATION_SECONDS):
-            await upgrade_databases(settings, real_runtime())
+            await upgrade_databases(settings, runtime)
 
     try:
         trio.run(upgrade)
@@ -339,12 +345,10 @@ def db_backup(directory: BackupDirectory, config: ConfigFile) -> int:
     """Copy our own databases, all of one moment, into a new directory. The daemon may run."""
     import trio
 
-    from fedsender.config import load
-    from fedsender.runtime import real_runtime
     from fedsender.store import backup
 
-    loaded = load(config)
-    copied = trio.run(backup.backup, *_what_is_ours(loaded), directory, real_runtime())
+    loaded, runtime = _loaded(config)
+    copied = trio.run(backup.backup, *_what_is_ours(loaded), directory, runtime)
     for line, size in copied.items():
         say(f"{line} database: {size:,} bytes")
     if loaded.homeserver.kind == "synapse":
@@ -358,12 +362,10 @@ def db_restore(directory: BackupDirectory, config: ConfigFile) -> int:
     """With the daemon stopped: put the databases of a backup in the place of our own."""
     import trio
 
-    from fedsender.config import load
-    from fedsender.runtime import real_runtime
     from fedsender.store import backup
 
-    loaded = load(config)
-    done = trio.run(backup.restore, *_what_is_ours(loaded), directory, real_runtime())
+    loaded, runtime = _loaded(config)
+    done = trio.run(backup.restore, *_what_is_ours(loaded), directory, runtime)
     say(f"restored: the databases of {utc_text(done.made_ms)}")
     say(f"void: {done.answers:,} answers since then; what they were for is sent again")
     if loaded.homeserver.kind == "embedded" and loaded.feed.kind == "push":
@@ -389,11 +391,9 @@ def list_senders(config: ConfigFile) -> int:
     """Print the list of senders in force, and who runs."""
     import trio
 
-    from fedsender.config import load
-    from fedsender.runtime import real_runtime
     from fedsender.switching.senders import describe_list
 
-    for line in trio.run(describe_list, load(config), real_runtime()):
+    for line in trio.run(describe_list, *_loaded(config)):
         say(line)
     return DONE
 
@@ -403,12 +403,10 @@ def set_senders(names: str, config: ConfigFile) -> int:
     """Have the running senders go by the list NAMES, such as a,b,c: one that is new must run."""
     import trio
 
-    from fedsender.config import load
-    from fedsender.runtime import real_runtime
     from fedsender.switching.senders import change_list_of
 
     wanted = tuple(names.split(","))
-    trio.run(change_list_of, load(config), real_runtime(), wanted)
+    trio.run(change_list_of, *_loaded(config), wanted)
     say(f"in force: {', '.join(wanted)}")
     return DONE
 
@@ -418,11 +416,10 @@ def free_name(name: str, config: ConfigFile) -> int:
     """Say that the machine that ran NAME is dead, so that another one may go on as NAME."""
     import trio
 
-    from fedsender.config import load
-    from fedsender.runtime import real_runtime
     from fedsender.store import free_lease, store_config
 
-    trio.run(free_lease, store_config(load(config)), real_runtime(), name)
+    loaded, runtime = _loaded(config)
+    trio.run(free_lease, store_config(loaded), runtime, name)
     say(f"{name} is free")
     return DONE
 
@@ -440,25 +437,15 @@ def hand_back(
     """With the daemon stopped: hand over to the next sender, or list the obstacles."""
     import trio
 
-    from fedsender.config import load
-    from fedsender.runtime import real_runtime
     from fedsender.store import store_config
     from fedsender.switching import handback
     from fedsender.telemetry import configure_logging
 
-    loaded, runtime = load(config), real_runtime()
+    loaded, runtime = _loaded(config)
     configure_logging(loaded.log, now_ms=runtime.now_ms)
 
-    async def hand() -> handback.Findings:
-        return await handback.hand_back(
-            loaded,
-            store_config(loaded),
-            runtime,
-            accept_repeats=accept_repeats,
-            accept_loss=accept_loss,
-        )
-
-    found = trio.run(hand)
+    hand = partial(handback.hand_back, accept_repeats=accept_repeats, accept_loss=accept_loss)
+    found = trio.run(hand, loaded, store_config(loaded), runtime)
     for text in (*found.losses, *found.repeats):
         _complain(text, DONE)
     for note in found.notes:
