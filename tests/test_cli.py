@@ -25,6 +25,7 @@ import trio
 import yaml
 from tests.admin.desk import TOKEN, Standing, serve
 from tests.sender.harness import HS, World
+from tests.store.rooms import queue_to_device
 from typer import Context
 from typer.main import get_command
 
@@ -165,7 +166,7 @@ async def test_destinations_show_an_operators_reason_before_an_older_error_and_k
 ) -> None:
     async with open_shell(tmp_path, capsys) as shell:
         await with_a_dead_server(shell.world)
-        await shell.world.store.homeserver.queue_to_device(B, 1, '{"messages":{"n":"1"}}')
+        await queue_to_device(shell.world.store.homeserver, B, 1, '{"messages":{"n":"1"}}')
         await shell.world.sender.sweep()
         assert await shell("destinations", "--behind") == 0
         assert "1 room, keys" in shell.out

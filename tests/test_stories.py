@@ -21,6 +21,7 @@ from tests.pages import ROOT
 from tests.sender.harness import HS, World, answer, ok
 from tests.servers import Databases
 from tests.service import Service, open_service
+from tests.store.rooms import queue_to_device
 from tests.switching.test_senders import settings_of, site
 from tests.test_cli import R1, A, B, Shell, open_shell, with_a_dead_server, write_config
 
@@ -263,7 +264,7 @@ async def test_encrypted_messages_cannot_be_read_at_one_server(
         a, b = world.server(A), world.server(B)
         event_id = await with_a_dead_server(world)
         for number, name in enumerate((A, B), 1):
-            await world.store.homeserver.queue_to_device(name, number, '{"messages":{}}')
+            await queue_to_device(world.store.homeserver, name, number, '{"messages":{}}')
             world.sender.to_device_changed(name)
         await until(lambda: bool(a.answered[-1].edus))
         refused = await world.store.sender.quarantine_item(

@@ -16,6 +16,7 @@ import structlog.testing
 import trio
 from tests.relay.relay_tables import Relay, hosts, pdu
 from tests.relay.test_relay_load import as_loaded, load, load_into
+from tests.store.rooms import queue_to_device
 
 from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
@@ -83,7 +84,7 @@ async def test_nothing_that_is_written_waits_for_the_end_of_a_long_load(
                     while not snapshot.begun.is_set():  # noqa: ASYNC110
                         await trio.sleep(0.01)
                     for number in range(1, 4):
-                        await store.homeserver.queue_to_device("a.x", number, "{}")
+                        await queue_to_device(store.homeserver, "a.x", number, "{}")
                         await store.sender.save_server_state(ServerState("a.x", reason="x"))
                         assert await own_store(store.homeserver).feed_position() == -1
                         assert await store.homeserver.to_device("a.x", 0, None, 9) == []

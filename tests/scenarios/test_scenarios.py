@@ -12,6 +12,7 @@ from tests.sender.harness import EPOCH_MS, HS, World
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from tests.servers import Databases
 from tests.store import synapse_schema
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.runtime import real_runtime
@@ -180,7 +181,7 @@ async def test_the_shared_columns_tell_of_a_streak_from_its_first_failure_to_its
         assert await columns(world) == (None, 0, 0)
 
         world.servers[A].down = True
-        await world.store.homeserver.queue_to_device(A, 1, "{}")
+        await queue_to_device(world.store.homeserver, A, 1, "{}")
         sender.to_device_changed(A)
         await trio.sleep(1)
         failed, last, first_interval = await columns(world)
@@ -214,7 +215,7 @@ async def test_a_server_is_said_to_be_up_once_when_its_streak_ends(
         await trio.sleep(1)
         assert announced.up == []
         world.servers[A].down = True
-        await world.store.homeserver.queue_to_device(A, 1, "{}")
+        await queue_to_device(world.store.homeserver, A, 1, "{}")
         sender.to_device_changed(A)
         await trio.sleep(600)
         assert announced.up == []
@@ -235,7 +236,7 @@ async def test_the_wait_stays_at_its_ceiling(
     world.settings["destinations"] = {"defaults": {"backoff": {"ceiling": "1h"}}}
     world.server(A, down=True)
     async with world.run():
-        await world.store.homeserver.queue_to_device(A, 1, "{}")
+        await queue_to_device(world.store.homeserver, A, 1, "{}")
         world.sender.to_device_changed(A)
         await trio.sleep(16 * 3600)
 
@@ -268,7 +269,7 @@ async def test_many_large_messages_to_devices_arrive_in_as_many_transactions_as_
         world.server(A)
         for row in range(1, 102):
             content = json.dumps({"n": row, "messages": {"@x:a.example": {"D": "x" * 60_000}}})
-            await world.store.homeserver.queue_to_device(A, row, content)
+            await queue_to_device(world.store.homeserver, A, row, content)
         sender.to_device_changed(A)
         await trio.sleep(60)
         assert await world.store.homeserver.to_device(A, 0, None, 500) == []

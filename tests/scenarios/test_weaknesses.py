@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from tests.replication.test_synapse import fed
 from tests.sender.harness import HS, World
 from tests.sender.synapse_world import ALICE, SynapseWorld
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.sender.queues import EphemeralQueue, Ready, alone
@@ -201,7 +202,7 @@ async def test_what_another_worker_thinks_of_a_server_does_not_hold_its_messages
         await world.write(tables.destinations, {**row, "retry_interval": DAY_MS})
         sender.backoff_changed(A)
         await trio.sleep(1)
-        await world.store.homeserver.queue_to_device(A, 1, "{}")
+        await queue_to_device(world.store.homeserver, A, 1, "{}")
         sender.to_device_changed(A)
         await trio.sleep(5)
 
@@ -216,7 +217,7 @@ async def test_a_server_that_was_seen_alive_while_we_were_down_is_tried_at_the_s
     """W8: its columns were cleared, and nobody says that again. Without that it has to wait."""
     server = world.server(A, down=True)
     async with world.run() as sender:
-        await world.store.homeserver.queue_to_device(A, 1, "{}")
+        await queue_to_device(world.store.homeserver, A, 1, "{}")
         sender.to_device_changed(A)
         await trio.sleep(6 * 3600)
         row = await world.store.homeserver.backoff(A)

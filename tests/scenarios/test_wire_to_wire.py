@@ -14,6 +14,7 @@ from tests.replication.support import ANYWHERE, HandNetwork
 from tests.replication.test_edu_streams import Endpoint
 from tests.sender.harness import EPOCH_MS, HS
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.replication.redis import RedisSettings
@@ -199,7 +200,7 @@ async def test_messages_to_devices_go_out_in_the_order_of_their_ids(
         await redis.say("POSITION to_device master 1 1")
         for stream_id in (2, 3, 4):
             content = json.dumps({"message_id": str(stream_id)})
-            await world.store.homeserver.queue_to_device(A, stream_id, content)
+            await queue_to_device(world.store.homeserver, A, stream_id, content)
             await redis.say(f'RDATA to_device master {stream_id} ["{A}"]')
             assert len(world.servers[A].requests) == 1
         await trio.sleep(30)

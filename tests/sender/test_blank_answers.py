@@ -5,6 +5,7 @@ import json
 import pytest
 import trio
 from tests.sender.harness import Reply, Request, World, answer
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.federation.answer import Answer, answer_of
@@ -31,7 +32,7 @@ async def messages_left(world: World) -> list[str]:
 
 
 async def to_device(world: World, number: int) -> None:
-    await world.store.homeserver.queue_to_device(A, number, json.dumps({"n": str(number)}))
+    await queue_to_device(world.store.homeserver, A, number, json.dumps({"n": str(number)}))
     world.sender.to_device_changed(A)
 
 

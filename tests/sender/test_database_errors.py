@@ -11,6 +11,7 @@ import pytest
 import trio
 from tests.sender.harness import HS, World, answer, ok
 from tests.sender.synapse_world import ALICE, SynapseWorld
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.matrix import Pdu
@@ -74,7 +75,7 @@ async def test_a_database_error_in_the_sweep_does_not_end_the_sender(
         with broken_table(world.directory / "homeserver.sqlite3", "device_federation_outbox"):
             await trio.sleep(400)
         assert crashes(world) > 0
-        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        await queue_to_device(world.store.homeserver, A, 1, '{"messages":{"n":"1"}}')
         await trio.sleep(400)
 
     assert [edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus]
@@ -103,7 +104,7 @@ async def test_a_database_too_slow_for_the_look_at_the_start_does_not_end_the_se
     monkeypatch.setattr(HomeserverStore, "lagging", too_slow)
     async with world.run() as sender:
         assert trio.current_time() < 60
-        await world.store.homeserver.queue_to_device(B, 1, "{}")
+        await queue_to_device(world.store.homeserver, B, 1, "{}")
         sender.to_device_changed(B)
         await world.say(R2, "two")
         await trio.sleep(900)
@@ -341,6 +342,6 @@ async def test_an_error_of_our_database_is_not_the_servers_failure(
         assert state.failures == 0
         row = await world.store.homeserver.backoff(A)
         assert row is None or not row.retry_interval
-        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        await queue_to_device(world.store.homeserver, A, 1, '{"messages":{"n":"1"}}')
         await trio.sleep(15)
     assert [edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus]

@@ -6,6 +6,7 @@ import pytest
 import trio
 from tests.sender.harness import HS, Request, World, answer, ok
 from tests.sender.test_database_errors import R1, A
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.config import Policy
@@ -26,7 +27,7 @@ async def test_two_transactions_are_never_in_flight_to_one_server(
         await world.say(R1, "one")
         await trio.sleep(1)
         await world.say(R1, "two")
-        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        await queue_to_device(world.store.homeserver, A, 1, '{"messages":{"n":"1"}}')
         sender.to_device_changed(A)
         sender.registry.wake([A], by_admin=True)
         sender.server_up(A)
@@ -48,7 +49,7 @@ async def test_a_to_device_message_of_a_lower_id_that_is_stored_later_is_sent_to
         await world.join(R1, A)
         for row_id in (2, 1):
             content = json.dumps({"message_id": f"message {row_id}"})
-            await world.store.homeserver.queue_to_device(A, row_id, content)
+            await queue_to_device(world.store.homeserver, A, row_id, content)
             sender.to_device_changed(A)
             await trio.sleep(10)
         assert await world.store.homeserver.to_device(A, 0, None, 10) == []

@@ -11,6 +11,7 @@ import trio
 from structlog.testing import capture_logs
 from tests.sender.harness import RemoteServer, Reply, Request, World, answer, ok
 from tests.sender.synapse_world import ALICE, SynapseWorld
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
@@ -279,7 +280,7 @@ async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_g
         for number in range(12 * 5):
             await world.say(rooms[number % 4], f"m{number}")
             if number % 5 == 2:
-                await world.store.homeserver.queue_to_device(A, number + 1, '{"message_id": "x"}')
+                await queue_to_device(world.store.homeserver, A, number + 1, '{"message_id": "x"}')
                 sender.to_device_changed(A)
             await trio.sleep(720)
         keys = sum(len(request.edus) for request in server.answered)
@@ -348,10 +349,10 @@ async def test_keys_for_a_server_out_of_memory_wait_for_no_search_among_pdus(
     due, _ = await search_waits_longer(world)
     if came != "later":
         async with world.open() as store:
-            await store.homeserver.queue_to_device(A, 1, '{"message_id": "x"}')
+            await queue_to_device(store.homeserver, A, 1, '{"message_id": "x"}')
     async with world.run() as sender:
         if came == "later":
-            await world.store.homeserver.queue_to_device(A, 1, '{"message_id": "x"}')
+            await queue_to_device(world.store.homeserver, A, 1, '{"message_id": "x"}')
             sender.to_device_changed(A)
         await trio.sleep_until(due + 10)
 
@@ -444,7 +445,7 @@ async def test_a_server_that_never_answers_sees_sixty_attempts_a_day_searched_or
         begun = trio.current_time()
         for number in range(30):
             await world.say(R2 if number % 3 else R1, f"m{number}")
-            await world.store.homeserver.queue_to_device(A, number + 1, '{"message_id": "x"}')
+            await queue_to_device(world.store.homeserver, A, number + 1, '{"message_id": "x"}')
             sender.to_device_changed(A)
             await trio.sleep(3600)
         assert await quarantined(world) == 0
@@ -468,7 +469,7 @@ async def test_a_poisonous_edu_is_found_by_another_edu(
         server.reply = refuses(status)
         for number, text in enumerate(("one", "poison", "two"), 1):
             content = f'{{"message_id": "{text}"}}'
-            await world.store.homeserver.queue_to_device(A, number, content)
+            await queue_to_device(world.store.homeserver, A, number, content)
         sender.to_device_changed(A)
         await trio.sleep(300)
         (item,) = await world.store.sender.quarantine_list(A, 10)
@@ -492,7 +493,7 @@ async def test_a_server_that_refuses_every_edu_costs_none_and_gets_its_pdus(
         server.reply = lambda r: answer(400) if r.edus else ok(r)
         for number in range(60):
             content = f'{{"message_id": "{number}"}}'
-            await world.store.homeserver.queue_to_device(A, number + 1, content)
+            await queue_to_device(world.store.homeserver, A, number + 1, content)
             sender.to_device_changed(A)
             await world.say(R1, f"m{number}")
             await trio.sleep(60)
@@ -523,7 +524,7 @@ async def test_typing_and_presence_that_are_refused_take_no_room_from_what_is_du
             destination.put_presence(PresenceState(f"@{number % 5}:hs.example", "online", number))
             await trio.sleep(30)
             content = f'{{"message_id": "{number}"}}'
-            await world.store.homeserver.queue_to_device(A, number + 1, content)
+            await queue_to_device(world.store.homeserver, A, number + 1, content)
             sender.to_device_changed(A)
             await trio.sleep(30)
         assert await quarantined(world) == 0
@@ -557,7 +558,7 @@ async def test_what_waited_beside_an_acquitted_edu_goes_on_at_once(
         server.reply = lambda r: answer(400) if len(server.requests) <= 7 else ok(r)
         for number in range(60):
             content = f'{{"message_id": "{number}"}}'
-            await world.store.homeserver.queue_to_device(A, number + 1, content)
+            await queue_to_device(world.store.homeserver, A, number + 1, content)
         sender.to_device_changed(A)
         await trio.sleep(60)
     assert len(server.requests) > 7

@@ -11,6 +11,7 @@ import trio
 from structlog.testing import capture_logs
 from tests.sender.harness import Request, World, answer, ok
 from tests.sender.synapse_world import Killed, killed
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
@@ -292,7 +293,7 @@ async def test_what_is_frozen_outlives_the_first_mark_that_we_give_its_server(
     server = world.server(A, latency=1000)
     async with world.run() as sender:
         content = json.dumps({"message_id": "m1", "sender": "@a:hs.example", "messages": {}})
-        await world.store.homeserver.queue_to_device(A, 1, content)
+        await queue_to_device(world.store.homeserver, A, 1, content)
         sender.to_device_changed(A)
         await trio.sleep(75)
         await world.join(R1, A)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 from tests.sender.harness import World, answer, ok
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.sender.sender import MARKS_EVERY_S, SWEEP_EVERY_S
@@ -46,7 +47,7 @@ def rows(directory: Path, server: str = A) -> list[int]:
 
 async def to_device(world: World, row: int) -> None:
     """A to-device message to A."""
-    await world.store.homeserver.queue_to_device(A, row, f'{{"messages":{{"n":"{row}"}}}}')
+    await queue_to_device(world.store.homeserver, A, row, f'{{"messages":{{"n":"{row}"}}}}')
     world.sender.to_device_changed(A)
 
 
@@ -335,7 +336,7 @@ async def test_a_row_that_was_deleted_at_once_stands_in_no_later_line(
         await five_answers(world)
         await world.store.homeserver.write_marks()
         for row in range(1, 1_001):
-            await world.store.homeserver.queue_to_device(A, row, "{}")
+            await queue_to_device(world.store.homeserver, A, row, "{}")
         world.sender.to_device_changed(A)
         await trio.sleep(MARKS_EVERY_S / 2)
         assert rows(world.directory) != []

@@ -8,6 +8,7 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 from tests.sender.harness import HS, Request, StepsOf, World, answer, ok
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender import fairness
@@ -1051,7 +1052,7 @@ async def test_servers_that_stall_do_not_hold_back_the_others(
 
 
 async def to_device(world: World, row: int, text: str) -> None:
-    await world.store.homeserver.queue_to_device(A, row, f'{{"messages":{{"n":"{text}"}}}}')
+    await queue_to_device(world.store.homeserver, A, row, f'{{"messages":{{"n":"{text}"}}}}')
     world.sender.to_device_changed(A)
 
 
@@ -1311,7 +1312,7 @@ async def test_what_a_lost_hint_left_waiting_is_found(
     async with world.run():
         await world.join(R1, A)
         await settle(60)
-        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        await queue_to_device(world.store.homeserver, A, 1, '{"messages":{"n":"1"}}')
         await settle(400)
 
     assert [edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus]

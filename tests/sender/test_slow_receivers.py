@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 from tests.sender.harness import RemoteServer, World, answer, ok
+from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.store.sender import SenderStore
@@ -98,7 +99,7 @@ async def test_keys_do_not_wait_behind_a_batch_that_takes_too_long(
         await say(world, 200)
         await trio.sleep(1)
         assert receiver.in_flight
-        await world.store.homeserver.queue_to_device(A, 1, '{"message_id": "x"}')
+        await queue_to_device(world.store.homeserver, A, 1, '{"message_id": "x"}')
         sender.to_device_changed(A)
         await trio.sleep(180)
         assert any(request.edus for request in receiver.answered)

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Table, insert
 
 from fedsender.store import tables
+from fedsender.store.homeserver import HomeserverStore
 from fedsender_lab.testing.rooms import Event
 
 ROOM = "!room:us.example"
@@ -168,3 +169,20 @@ def put_group(
         state.execute(
             insert(tables.state_group_edges).values(state_group=group, prev_state_group=previous)
         )
+
+
+async def queue_to_device(
+    store: HomeserverStore, destination: str, stream_id: int, messages: str
+) -> None:
+    """Put a to-device message (EDU content as JSON text) into the outbox, as a homeserver does."""
+    statement = insert(tables.device_federation_outbox).values(
+        destination=destination,
+        stream_id=stream_id,
+        queued_ts=store._now_ms(),
+        messages_json=messages,
+    )
+
+    def queue(connection: Connection) -> None:
+        connection.execute(statement)
+
+    await store._database.write(queue)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Table, delete, insert, select, text, update
 from tests.servers import Databases
 from tests.store import synapse_schema
 from tests.store.conftest import OpenSynapse, Synapse
-from tests.store.rooms import ROOM, Room
+from tests.store.rooms import ROOM, Room, queue_to_device
 
 from fedsender.ledger import DevicePoke
 from fedsender.runtime import real_runtime
@@ -521,8 +521,8 @@ async def test_to_device_messages_are_deleted_by_their_exact_ids(open_synapse: O
     """I4: a message may be committed below those that were already sent."""
     async with open_synapse() as synapse:
         for stream_id in (3, 5, 7):
-            await synapse.store.queue_to_device("one.example", stream_id, f'{{"n":{stream_id}}}')
-        await synapse.store.queue_to_device("two.example", 5, "{}")
+            await queue_to_device(synapse.store, "one.example", stream_id, f'{{"n":{stream_id}}}')
+        await queue_to_device(synapse.store, "two.example", 5, "{}")
         await synapse.store.settle([Settlement("one.example", None, outbox_ids=(5, 7))])
 
         assert await synapse.store.to_device("one.example", 0, None, 10) == [(3, '{"n":3}')]
@@ -535,8 +535,8 @@ async def test_what_several_are_owed_is_asked_together(open_synapse: OpenSynapse
     names = ["one.example", "two.example", "none.example"]
     async with open_synapse() as synapse:
         store = synapse.store
-        await store.queue_to_device("one.example", 3, "{}")
-        await store.queue_to_device("two.example", 5, "{}")
+        await queue_to_device(store, "one.example", 3, "{}")
+        await queue_to_device(store, "two.example", 5, "{}")
         await store.settle([Settlement("two.example", 7)])
         messages: dict[str, list[tuple[int, str]]] = {}
         marks: dict[str, int | None] = {}
@@ -557,7 +557,7 @@ async def test_to_device_messages_of_one_id_come_together(open_synapse: OpenSyna
     """They are deleted by that id: whoever gets some of them must get them all."""
     async with open_synapse() as synapse:
         for stream_id in (3, 5, 5, 5, 7):
-            await synapse.store.queue_to_device("one.example", stream_id, "{}")
+            await queue_to_device(synapse.store, "one.example", stream_id, "{}")
 
         async def ids(after: int, upto: int | None, limit: int) -> list[int]:
             found = await synapse.store.to_device("one.example", after, upto, limit)
@@ -590,8 +590,8 @@ async def test_lagging_destinations_are_those_that_are_owed_something(
             {"destination": "unknown.example", "room_id": "!a:x", "stream_ordering": 5},
         )
         await synapse.store.settle([Settlement("level.example", 10), Settlement("b.example", 10)])
-        await synapse.store.queue_to_device("c.example", 1, "{}")
-        await synapse.store.queue_to_device("keys.example", 1, "{}")
+        await queue_to_device(synapse.store, "c.example", 1, "{}")
+        await queue_to_device(synapse.store, "keys.example", 1, "{}")
         await put(
             synapse,
             tables.device_lists_outbound_pokes,
@@ -647,7 +647,7 @@ async def test_pending_counts_say_since_when(open_synapse: OpenSynapse) -> None:
         await synapse.database.write(write)
         await synapse.store.events_position()
         await synapse.store.commit_fan_out(3, {("one.example", ROOM): 2})
-        await synapse.store.queue_to_device("one.example", 1, "{}")
+        await queue_to_device(synapse.store, "one.example", 1, "{}")
         pending = await synapse.store.pending_counts("one.example")
 
         assert (pending.rooms, pending.to_device) == (1, 1)
@@ -679,7 +679,7 @@ async def test_purging_forgets_what_is_owed(open_synapse: OpenSynapse) -> None:
         await synapse.store.commit_fan_out(
             30, {("one.example", "!a:x"): 10, ("two.example", "!a:x"): 10}
         )
-        await synapse.store.queue_to_device("one.example", 1, "{}")
+        await queue_to_device(synapse.store, "one.example", 1, "{}")
         await synapse.store.purge("one.example")
 
         assert [item.destination for item in await synapse.store.lagging()] == ["two.example"]
@@ -740,7 +740,7 @@ async def test_a_backoff_change_is_announced_with_an_id_of_synapses_own(
 async def test_new_to_device_rows_name_their_destinations(open_synapse: OpenSynapse) -> None:
     async with open_synapse() as synapse:
         for stream_id, name in ((1, "old.example"), (2, "b.example"), (3, "a.example")):
-            await synapse.store.queue_to_device(name, stream_id, "{}")
+            await queue_to_device(synapse.store, name, stream_id, "{}")
 
         assert await synapse.store.changed_to_device(1, 3) == ["a.example", "b.example"]
 

@@ -30,7 +30,6 @@ from sqlalchemy import (
     delete,
     exists,
     func,
-    insert,
     or_,
     select,
 )
@@ -875,20 +874,6 @@ class HomeserverStore(ABC):
         name = destinations.c.destination
         query = select(name).where(name > after).order_by(name).limit(limit)
         return connection.scalars(query).all()
-
-    async def queue_to_device(self, destination: str, stream_id: int, messages: str) -> None:
-        """Put a to-device message (EDU content as JSON text) into the outbox."""
-        statement = insert(outbox).values(
-            destination=destination,
-            stream_id=stream_id,
-            queued_ts=self._now_ms(),
-            messages_json=messages,
-        )
-
-        def queue(connection: Connection) -> None:
-            connection.execute(statement)
-
-        await self._database.write(queue)
 
 
 # --- answers and backoff --------------------------------------------------------------------------
