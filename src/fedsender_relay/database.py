@@ -56,8 +56,6 @@ from fedsender.embedded.facts import (
     ServersRow,
     SigningKeyRow,
     ToDeviceRow,
-    lines_of,
-    rows_of,
 )
 from fedsender.embedded.stays import Ended, room_of, store_hosts
 from fedsender.matrix import is_sent_by
@@ -83,6 +81,7 @@ from fedsender.store.statements import (
 )
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.waiting import again
+from fedsender_relay.protocol import lines_of, rows_of
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from typing import Final
 import structlog
 
 from fedsender.config import Config, ConfigError, read_secret
-from fedsender.embedded.facts import SERVER_UP, STREAM, Ephemeral, without_edus
+from fedsender.embedded.facts import SERVER_UP, STREAM, Ephemeral
 from fedsender.replication.commands import Position
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
@@ -43,6 +43,7 @@ from fedsender_relay.protocol import (
     Server,
     Shard,
     Snapshot,
+    without_edus,
 )
 from fedsender_relay.registry import Registry, TooManyConsumers, is_consumer_name
 from fedsender_relay.retention import Retention

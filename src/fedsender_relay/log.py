@@ -14,11 +14,12 @@ from typing import Final
 
 import trio
 
-from fedsender.embedded.facts import Answer, Full, Record, lines_of
+from fedsender.embedded.facts import Answer, Full, Record
 from fedsender.embedded.intake import Writer
 from fedsender.runtime import Runtime
 from fedsender.waiting import Watermark
 from fedsender_relay.database import DamagedLog, LogBounds, LogRecord, RelayStore
+from fedsender_relay.protocol import lines_of
 
 TAIL_BYTES: Final = 8 * 2**20
 """The size of the log's part in memory, in bytes, for all readers."""

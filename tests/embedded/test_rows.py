@@ -16,15 +16,12 @@ from fedsender.embedded.facts import (
     DeviceListRow,
     SigningKeyRow,
     ToDeviceRow,
-    lines_of,
     parse_relay_row,
     prepare,
-    rows_of,
-    without_edus,
 )
 from fedsender.replication.commands import Rdata, RdataBatches
 from fedsender.streams import HostsRow, Json, PduRow
-from fedsender_relay.protocol import Connection
+from fedsender_relay.protocol import Connection, lines_of, rows_of, without_edus
 
 KEY = {"keys": {"ed25519:PUB": "PUB"}}
 DEVICE = ["device_list", "b.example", "@a:hs.example", "DEV", None]

@@ -23,7 +23,7 @@ from tests.relay.log_support import lines_after, log_of, numbers, open_log, pdu
 
 from fedsender.config import Address, TcpAddress, UnixAddress
 from fedsender.embedded.endpoint import BOUNDS, PREFIX, description, serve_intake
-from fedsender.embedded.facts import Ephemeral, prepare_ephemeral, rows_of
+from fedsender.embedded.facts import Ephemeral, prepare_ephemeral
 from fedsender.embedded.intake import Intake
 from fedsender.runtime import real_runtime
 from fedsender_lab.intake_client import (
@@ -35,6 +35,7 @@ from fedsender_lab.intake_client import (
     Refused,
     ReservationLost,
 )
+from fedsender_relay.protocol import rows_of
 
 TOKEN = "not for everybody"
 ANY_PORT: Address = TcpAddress("127.0.0.1", 0)

@@ -30,17 +30,9 @@ from tests.relay.fuzz_peers import (
 )
 from tests.relay.log_support import hosts, pdu, to_device
 
-from fedsender.embedded.facts import (
-    BadRow,
-    lines_of,
-    parse_relay_row,
-    prepare,
-    prepare_ephemeral,
-    rows_of,
-    without_edus,
-)
+from fedsender.embedded.facts import BadRow, parse_relay_row, prepare, prepare_ephemeral
 from fedsender.replication.commands import BadLine, Rdata, RdataBatches, UnsendableCommand
-from fedsender_relay.protocol import OLD, Connection
+from fedsender_relay.protocol import OLD, Connection, lines_of, rows_of, without_edus
 from fedsender_relay.snapshot import (
     BadSnapshot,
     FileInfo,

@@ -9,13 +9,14 @@ from weakref import WeakKeyDictionary
 import trio
 from tests.store.ready_made import lay
 
-from fedsender.embedded.facts import prepare, rows_of
+from fedsender.embedded.facts import prepare
 from fedsender.embedded.intake import Intake, Writer
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import virtual_runtime
 from fedsender_relay.database import open_relay_store
 from fedsender_relay.log import RelayLog
+from fedsender_relay.protocol import rows_of
 
 
 class Clock:

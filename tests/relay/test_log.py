@@ -13,8 +13,9 @@ from sqlalchemy.exc import OperationalError
 from tests.relay.log_support import append, lines_after, numbers, pdu
 from tests.relay.relay_world import World
 
-from fedsender.embedded.facts import Full, rows_of
+from fedsender.embedded.facts import Full
 from fedsender_relay.log import TAIL_BYTES, Collected
+from fedsender_relay.protocol import rows_of
 
 Clock = trio.testing.MockClock
 BODY = "x" * 1_000

@@ -331,37 +331,6 @@ def _encode(row: Json) -> bytes:
     return text
 
 
-def lines_of(rows: Sequence[bytes], token: int) -> bytes:
-    """RDATA lines of the stream `events`: all but the last have `batch` in place of the token."""
-    batch = b"".join([b"RDATA events batch %b\n" % row for row in rows[:-1]])
-    return b"%bRDATA events %d %b\n" % (batch, token, rows[-1])
-
-
-def rows_of(lines: bytes) -> list[bytes]:
-    """The rows in the RDATA lines of one or more records, as JSON text."""
-    return [line.split(b" ", 3)[3] for line in lines.split(b"\n")[:-1]]
-
-
-def without_edus(lines: bytes) -> bytes:
-    """RDATA lines of whole records without their edu rows, for observers.
-
-    A record that has only edu rows leaves no line: the next token, or a POSITION, covers it.
-    """
-    if b' ["edu",' not in lines:
-        return lines
-    kept: list[bytes] = []
-    record: list[bytes] = []
-    for line in lines.split(b"\n")[:-1]:
-        _, _, token, row = line.split(b" ", 3)
-        if not row.startswith(b'["edu",'):
-            record.append(row)
-        if token != b"batch":
-            if record:
-                kept.append(lines_of(record, int(token)))
-            record = []
-    return b"".join(kept)
-
-
 # --- what is of use only now ----------------------------------------------------------------------
 
 

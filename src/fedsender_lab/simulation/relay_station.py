@@ -22,7 +22,6 @@ from typing import Final, TypeVar
 import trio
 
 from fedsender.config import Config
-from fedsender.embedded.facts import rows_of
 from fedsender.runtime import Limiter, real_runtime
 from fedsender_lab.simulation.daemon_life import (
     Away,
@@ -37,6 +36,7 @@ from fedsender_lab.testing.network import MemoryStream, memory_connection
 from fedsender_relay.daemon import RelayDaemon, open_relay
 from fedsender_relay.database import LogRecord
 from fedsender_relay.log import Collected
+from fedsender_relay.protocol import rows_of
 
 
 class Links:
