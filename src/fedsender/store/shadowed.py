@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, select
 
 from fedsender.store import tables
+from fedsender.store.statements import select_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,6 @@ class Stand:
     waiting: bool
 
 
-# Servers of one question, and rooms of one; more go into the next.
-PAGE = 500
-
-
 def read_owed(
     connection: Connection, room_ids: Sequence[str], above: int
 ) -> dict[str, dict[str, int]]:
@@ -32,39 +29,30 @@ def read_owed(
 
     A room that exists is in the answer, perhaps with no server; a purged one is not.
     """
-    rooms, rows = tables.rooms, tables.destination_rooms
-    found: dict[str, dict[str, int]] = {}
-    for start in range(0, len(room_ids), PAGE):
-        page = room_ids[start : start + PAGE]
-        for room_id in connection.scalars(select(rooms.c.room_id).where(rooms.c.room_id.in_(page))):
-            found[room_id] = {}
-        query = select(rows.c.room_id, rows.c.destination, rows.c.stream_ordering).where(
-            rows.c.room_id.in_(page), rows.c.stream_ordering > above
-        )
-        for room_id, server, stream_ordering in connection.execute(query):
-            found.setdefault(room_id, {})[server] = stream_ordering
+    room, row = tables.rooms.c.room_id, tables.destination_rooms.c
+    found: dict[str, dict[str, int]] = {
+        room_id: {} for (room_id,) in select_rows(connection, select(room), room, room_ids)
+    }
+    query = select(row.room_id, row.destination, row.stream_ordering).where(
+        row.stream_ordering > above
+    )
+    for room_id, server, ordering in select_rows(connection, query, row.room_id, room_ids):
+        found.setdefault(room_id, {})[server] = ordering
     return found
 
 
 def read_partial_rooms(connection: Connection, room_ids: Collection[str]) -> set[str]:
     """Of these rooms, those of which Synapse has only partial state."""
-    table = tables.partial_state_rooms
-    wanted = sorted(room_ids)
-    return set(connection.scalars(select(table.c.room_id).where(table.c.room_id.in_(wanted))).all())
+    room = tables.partial_state_rooms.c.room_id
+    return {row[0] for row in select_rows(connection, select(room), room, room_ids)}
 
 
 def read_stands(connection: Connection, servers: Sequence[str]) -> dict[str, Stand]:
     """The states of those of these servers that Synapse knows."""
-    table = tables.destinations
-    found: dict[str, Stand] = {}
-    for start in range(0, len(servers), PAGE):
-        page = servers[start : start + PAGE]
-        query = select(
-            table.c.destination, table.c.last_successful_stream_ordering, table.c.retry_interval
-        ).where(table.c.destination.in_(page))
-        for server, lsso, interval in connection.execute(query):
-            found[server] = Stand(lsso, bool(interval))
-    return found
+    row = tables.destinations.c
+    query = select(row.destination, row.last_successful_stream_ordering, row.retry_interval)
+    rows = select_rows(connection, query, row.destination, servers)
+    return {server: Stand(lsso, bool(interval)) for server, lsso, interval in rows}
 
 
 def read_oldest_to_device(connection: Connection) -> Mapping[str, int]:
