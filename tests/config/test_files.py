@@ -245,7 +245,7 @@ REDIS = "homeserver: {kind: synapse, database: postgresql://u@127.0.0.1/x}\nfeed
         (REDIS + "redis: {address: 'unix:/r.sock', password_file: pw}}", None),
         (REDIS + "redis: {address: 'redis.lan:6379'}}", None),
         ("feed: {redis: {address: 'redis.lan:6379', password_file: pw}}", None),
-        (REDIS + "http: {instances: {w: '10.0.0.7:9'}, secret_file: pw}}", "10.0.0.7 in clear"),
+        (REDIS + "http: {instances: {w: '10.0.0.7:9'}, secret_file: pw}}", "10.0.0.7:9 in clear"),
         (REDIS + "http: {instances: {w: 'https://10.0.0.7:9'}, secret_file: pw}}", None),
         (REDIS + "http: {instances: {w: 'localhost:9'}, secret_file: pw}}", None),
         (REDIS + "http: {instances: {w: 'unix:/w'}, secret_file: pw}}", None),

@@ -41,12 +41,7 @@ class TcpFeed(Section):
         yield from _tls_contradictions(
             self.tls, isinstance(self.address, UnixAddress), self.ca_file
         )
-        if (
-            self.secret_file is not None
-            and not self.tls
-            and isinstance(self.address, TcpAddress)
-            and _in_clear(self.address.host)
-        ):
+        if self.secret_file is not None and _in_clear(self.address, self.tls):
             yield ("secret_file",), "would be sent in clear: needs tls, or a loopback address"
 
 
@@ -79,9 +74,11 @@ class RelayFeed(TcpFeed):
             yield ("secret_file",), "must be set: only a Unix socket is followed without a secret"
 
 
-def _in_clear(host: str) -> bool:
-    """Whether traffic without TLS can be read on the way there."""
-    return host != "localhost" and not is_loopback(host)
+def _in_clear(address: Address, tls: bool) -> bool:
+    """Whether traffic can be read on the way there."""
+    if tls or isinstance(address, UnixAddress):
+        return False
+    return address.host != "localhost" and not is_loopback(address.host)
 
 
 class RedisFeed(Section):
@@ -126,12 +123,7 @@ class RedisFeed(Section):
 
     def warnings(self) -> Contradictions:
         """The unsafe settings."""
-        if (
-            self.password_file is not None
-            and not self.tls
-            and isinstance(self.address, TcpAddress)
-            and _in_clear(self.address.host)
-        ):
+        if self.password_file is not None and _in_clear(self.address, self.tls):
             yield ("password_file",), f"goes to {self.address} in clear: use tls, or a tunnel"
 
 
@@ -156,12 +148,10 @@ class HttpFeed(Section):
 
     def warnings(self) -> Contradictions:
         """The unsafe settings."""
-        hosts = {
-            each.address.host
-            for each in self.instances.values()
-            if not each.tls and isinstance(each.address, TcpAddress)
-        }
-        clear = ", ".join(sorted(filter(_in_clear, hosts)))
+        peers = self.instances.values()
+        clear = ", ".join(
+            sorted({str(each) for each in peers if _in_clear(each.address, each.tls)})
+        )
         if self.secret_file is not None and clear:
             yield ("secret_file",), f"goes to {clear} in clear: use https://, or a tunnel"
 
