@@ -503,6 +503,12 @@ async def test_a_change_is_withdrawn_while_nobody_is_there_to_send_under_a_new_n
             connection.execute(insert(tables.leases), {"instance_name": "c", **row})
 
         await it.in_own(kill)
+        assert await describe_list(it.config("a", ["a"]), real_runtime()) == [
+            "in force: a, b",
+            "  a: sends",
+            "  b: sends",
+            "  c: has not renewed its lease for 6 s: it is dead, frozen or cut off",
+        ]
         with pytest.raises(NotChanged, match=r"the change was withdrawn: .*nobody waits as c"):
             await it.change("a", "b", "c")
         await until(lambda: set(it.sending) == {"a", "b"})

@@ -24,8 +24,8 @@ from fedsender.store import Store, StoreError, positions, store_config
 from fedsender.store.connections import checked_url
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.leases import NOBODY, Waits
-from fedsender.store.membership import Membership, Missing, Standing
+from fedsender.store.leases import LEASE_S, NOBODY, Waits
+from fedsender.store.membership import Holder, Membership, Missing, Standing
 from fedsender.store.migrations import look_for_command
 from fedsender.store.positions import NEVER_ACKED
 from fedsender.store.records import Generation
@@ -191,6 +191,7 @@ async def describe_list(config: Config, runtime: Runtime) -> list[str]:
     """The list of senders, and who runs, in lines."""
     async with _membership(config, runtime) as senders:
         standing, rows = await senders.standing(), await senders.holders()
+        silent = await _silent(senders, rows, runtime)
     if standing is None:
         return ["no sender has run on this database yet"]
     lines = [f"in force: {', '.join(standing.in_force)}"]
@@ -200,12 +201,26 @@ async def describe_list(config: Config, runtime: Runtime) -> list[str]:
         row = rows.get(name)
         if row is None or row.holder == NOBODY:
             what = "does not run"
+        elif name in silent:
+            what = f"has not renewed its lease for {LEASE_S:g} s: it is dead, frozen or cut off"
         elif standing.change is not None and row.stopped == standing.change:
             what = "has stopped for the change"
         else:
             what = "sends" if name in standing.in_force else "stands by"
         lines.append(f"  {name}: {what}")
     return lines
+
+
+async def _silent(
+    senders: Membership, rows: Mapping[str, Holder], runtime: Runtime
+) -> Collection[str]:
+    """The names whose holders do not renew their leases, by these rows and what is there later."""
+    began_s, silent = runtime.elapsed_s(), {name for name in rows if rows[name].holder != NOBODY}
+    while silent and runtime.elapsed_s() - began_s < LEASE_S:
+        await trio.sleep(LOOK_EVERY_S)
+        now = await senders.holders()
+        silent = {name for name in silent if now.get(name) == rows[name]}
+    return silent
 
 
 async def change_list_of(config: Config, runtime: Runtime, wanted: Sequence[str]) -> None:
