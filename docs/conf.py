@@ -14,6 +14,8 @@ author = copyright = "the authors of fedsender"
 extensions = ["myst_parser"]
 myst_heading_anchors = 4
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["keyboard.css"]
 html_title = "fedsender"
 html_copy_source = False
 html_show_sphinx = False
@@ -40,8 +42,21 @@ def _lead_to_the_pages(_app: Any, _name: str, source: list[str]) -> None:
     source[0] = text.replace("](../../docs/", "](")
 
 
+def _name_and_reach_all(
+    _app: Any, _page: str, _template: str, context: dict[str, Any], _: Any
+) -> None:
+    """Headings of the navigation have a level for screen readers; long lines and wide tables scroll by keyboard."""
+    navigation = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = navigation.replace(
+        'role="heading"', 'role="heading" aria-level="2"'
+    )
+    body = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
+    context["body"] = body.replace('<div class="table-', '<div tabindex="0" class="table-')
+
+
 def setup(app: Any) -> None:
     """Sphinx calls this."""
     app.add_lexer("mermaid", TextLexer)
     app.connect("builder-inited", _write_what_the_code_knows)
     app.connect("source-read", _lead_to_the_pages)
+    app.connect("html-page-context", _name_and_reach_all, priority=900)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,11 +12,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
+from tests.admin.chromium import ARGUMENTS
 from tests.pages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 EACH_LOOK_S = 0.5
+IN_SIGHT = """() => {
+  const focus = document.activeElement, box = focus.getBoundingClientRect();
+  return box.right > 0 && box.left < innerWidth && getComputedStyle(focus).outlineStyle !== "none";
+}"""
 
 
 class Loads(HTMLParser):
@@ -33,27 +40,56 @@ class Loads(HTMLParser):
         ]
 
 
-def test_the_site_is_made_without_a_warning_and_loads_nothing_from_elsewhere(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made without a warning."""
+    site = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "PYTHON": sys.executable}
     made = subprocess.run(
-        [ROOT / ".ci/site", tmp_path], env=environment, capture_output=True, text=True, check=False
+        [ROOT / ".ci/site", site], env=environment, capture_output=True, text=True, check=False
     )
     assert (made.returncode, made.stderr) == (0, "")
-    pages = {page.stem for page in tmp_path.glob("*.html")}
+    return site
+
+
+@pytest.mark.program("chromium", "chromium")
+@pytest.mark.parametrize("width", [380, 1280])
+def test_by_keyboard_alone_the_focus_is_always_in_sight(site: Path, width: int) -> None:
+    """Also in the drawers, which furo leaves closed."""
+    seen = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=ARGUMENTS
+        )
+        page = browser.new_page(
+            viewport={"width": width, "height": 900}, reduced_motion="reduce", color_scheme="dark"
+        )
+        page.goto(f"file://{site}/switching.html")
+        while True:
+            page.keyboard.press("Tab")
+            focus = page.locator("*:focus")
+            if not focus.count():
+                break
+            page.wait_for_function(IN_SIGHT)
+            seen.append(focus.text_content())
+        browser.close()
+    assert {"Ten minutes with fedsender", "What may be sent twice"} <= set(seen)
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {page.stem for page in site.glob("*.html")}
     assert pages >= {page.stem for page in (ROOT / "docs").glob("*.md")}
-    for page in tmp_path.glob("*.html"):
+    for page in site.glob("*.html"):
         loads = Loads()
         loads.feed(page.read_text())
         assert not loads.found, page
-    front = re.sub("<[^>]*>", "", (tmp_path / "index.html").read_text())
+    front = re.sub("<[^>]*>", "", (site / "index.html").read_text())
     assert "$ fedsender destinations --behind" in front
     assert "$ fedsender why" in front
     # Made of the code: one of the commands, of the settings, and of the lake's columns.
-    assert "--standby" in (tmp_path / "commands.html").read_text()
-    assert "handshakes_per_second" in (tmp_path / "settings.html").read_text()
-    assert "stream_ordering" in (tmp_path / "lake.html").read_text()
+    assert "--standby" in (site / "commands.html").read_text()
+    assert "handshakes_per_second" in (site / "settings.html").read_text()
+    assert "stream_ordering" in (site / "lake.html").read_text()
 
 
 def blocks() -> Iterator[list[str]]:
