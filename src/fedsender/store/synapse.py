@@ -312,7 +312,10 @@ class SynapseStore(HomeserverStore):
         )
         return stream_id
 
-    async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
+    @reading
+    def changed_backoffs(
+        self, connection: Connection, writer: str, after: int, upto: int
+    ) -> list[str]:
         """The servers with a backoff that `writer` changed, by name.
 
         Found in its rows of the `caches` stream with after < stream id <= upto. Empty where there
@@ -326,11 +329,12 @@ class SynapseStore(HomeserverStore):
             " AND stream_id > :after AND stream_id <= :upto"
         )
         given = {"writer": writer, "after": after, "upto": upto}
-        rows = await self._database.read(lambda connection: connection.execute(query, given).all())
+        rows = connection.execute(query, given).all()
         # Without keys the whole cache is void; nobody's reset can be told from that.
         return sorted({name for (keys,) in rows for name in keys or ()})
 
-    async def last_cache_write(self, *, of_all: bool = False) -> int | None:
+    @reading
+    def last_cache_write(self, connection: Connection, *, of_all: bool = False) -> int | None:
         """The newest id of our rows (`of_all`: all rows) in the `caches` stream; None if none."""
         if not self._tells_caches:
             return None
@@ -338,12 +342,8 @@ class SynapseStore(HomeserverStore):
         if not of_all:
             query += " WHERE instance_name = :instance"
         given = {"instance": self._settings.instance}
-
-        def look(connection: Connection) -> int | None:
-            newest: int | None = connection.execute(text(query), given).scalar()
-            return newest
-
-        return await self._database.read(look)
+        newest: int | None = connection.execute(text(query), given).scalar()
+        return newest
 
 
 def _stream_positions(connection: Connection, stream: str) -> dict[str, int]:
@@ -364,55 +364,49 @@ def _check_given(connection: Connection, upto: int) -> None:
 class SynapseEdus(EduStore):
     """The sources of EDUs in a Synapse's database."""
 
-    async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
+    @reading
+    def present(self, connection: Connection, server_name: str) -> tuple[list[PresenceState], int]:
         """The states of this server's users that are not offline, and the newest stream id then."""
+        states = _states(connection, _of_server(server_name) & (presence.c.state != "offline"))
+        newest = connection.execute(select(func.max(presence.c.stream_id))).scalar()
+        return states, newest or 0
 
-        def look(connection: Connection) -> tuple[list[PresenceState], int]:
-            states = _states(connection, _of_server(server_name) & (presence.c.state != "offline"))
-            newest = connection.execute(select(func.max(presence.c.stream_id))).scalar()
-            return states, newest or 0
-
-        return await self._database.read(look)
-
-    async def presence_said(self, server_name: str, after: int, upto: int) -> list[PresenceState]:
+    @reading
+    def presence_said(
+        self, connection: Connection, server_name: str, after: int, upto: int
+    ) -> list[PresenceState]:
         """The states of this server's users with after < stream id <= upto, ascending."""
         written = (presence.c.stream_id > after) & (presence.c.stream_id <= upto)
-        return await self._database.read(
-            lambda connection: _states(connection, _of_server(server_name) & written)
-        )
+        return _states(connection, _of_server(server_name) & written)
 
-    async def presence_of(self, users: Collection[str]) -> list[PresenceState]:
+    @reading
+    def presence_of(self, connection: Connection, users: Collection[str]) -> list[PresenceState]:
         """The states of these users, where they have one."""
-        return await self._database.read(
-            lambda connection: [
-                state
-                for chunk in in_chunks(sorted(users))
-                for state in _states(connection, presence.c.user_id.in_(chunk))
-            ]
-        )
+        return [
+            state
+            for chunk in in_chunks(sorted(users))
+            for state in _states(connection, presence.c.user_id.in_(chunk))
+        ]
 
-    async def servers_of(
-        self, users: Collection[str], excluded_rooms: Collection[str]
+    @reading
+    def servers_of(
+        self, connection: Connection, users: Collection[str], excluded_rooms: Collection[str]
     ) -> dict[str, frozenset[str]]:
         """By user the servers in the rooms that the user is in now, without the excluded rooms."""
-
-        def look(connection: Connection) -> dict[str, frozenset[str]]:
-            state = tables.current_state_events.c
-            rooms: defaultdict[str, set[str]] = defaultdict(set)
-            query = select(state.state_key, state.room_id).where(
-                state.type == "m.room.member", state.membership == "join"
-            )
-            for user_id, room_id in select_rows(connection, query, state.state_key, users):
-                if room_id not in excluded_rooms:
-                    rooms[user_id].add(room_id)
-            wanted = {room for each in rooms.values() for room in each}
-            servers = room_servers.servers_now(connection, wanted)
-            return {
-                user: frozenset().union(*(servers[room_id] for room_id in rooms[user]))
-                for user in users
-            }
-
-        return await self._database.read(look)
+        state = tables.current_state_events.c
+        rooms: defaultdict[str, set[str]] = defaultdict(set)
+        query = select(state.state_key, state.room_id).where(
+            state.type == "m.room.member", state.membership == "join"
+        )
+        for user_id, room_id in select_rows(connection, query, state.state_key, users):
+            if room_id not in excluded_rooms:
+                rooms[user_id].add(room_id)
+        wanted = {room for each in rooms.values() for room in each}
+        servers = room_servers.servers_now(connection, wanted)
+        return {
+            user: frozenset().union(*(servers[room_id] for room_id in rooms[user]))
+            for user in users
+        }
 
 
 def _of_server(server_name: str) -> ColumnElement[bool]:
