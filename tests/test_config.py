@@ -198,7 +198,7 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
         ("federation: {minimum_tls_version: 1.1}", "must be '1.2' or '1.3'"),
         ('federation: {user_agent_suffix: "a\\nb"}', "has characters that are not allowed"),
         ("feed: {tcp: {address: localhost}}", "must be an address such as"),
-        ("feed: {relay: {name: sender-1}}", "feed.relay.name: is gone: instance_name is the name"),
+        ("feed: {relay: {name: sender-1}}", "feed.relay.name: is gone: all senders have one name"),
         ("ledger: {segment_bytes: 3GiB}", "segment_bytes: is gone: a file has 64 MiB"),
         ("feed: {redis: {host: redis.lan}}", "redis.host: is gone: address has it: address: local"),
         ("feed: {redis: {path: /r}}", "redis.path: is gone: address has it: address: unix:/path"),
@@ -603,7 +603,10 @@ def test_every_list_has_a_say_in_whom_we_send_to(text: str, server: str, allowed
 def test_senders_share_the_servers_by_synapses_hash() -> None:
     text = """\
         instance_name: {name}
-        homeserver: {{federation_sender_instances: [fed1, fed2]}}
+        homeserver:
+          federation_sender_instances: [fed1, fed2]
+          database: postgresql://x/hs
+        sender_database: postgresql://x/own
         feed: {{kind: tcp}}
         """
     first, second = (config(text.format(name=name)) for name in ("fed1", "fed2"))

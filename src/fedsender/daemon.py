@@ -432,7 +432,7 @@ def admin_context(daemon: Daemon, runtime: Runtime) -> AdminContext:
         gate=daemon.admission.gate,
         runtime=runtime,
         metrics=daemon.metrics,
-        senders=config.senders if config.shares_database else (config.instance_name,),
+        senders=config.senders,
     )
 
 

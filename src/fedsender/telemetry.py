@@ -736,6 +736,10 @@ class Metrics:
         self.takes_appends = self._gauge(
             "fedsender_takes_appends", "1 while this sender takes what its homeserver appends"
         )
+        self.notices_dropped = self._count(
+            "fedsender_notices_dropped",
+            "Rows of typing and presence that other senders were not told of: too many waited",
+        )
         self.feed_connects = self._count("fedsender_feed_connects", "Times the feed came up")
         self.full_syncs = self._counts(
             "fedsender_feed_full_syncs", "Snapshots asked for in place of a relay's log", "reason"

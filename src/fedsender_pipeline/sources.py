@@ -89,7 +89,7 @@ def standing(main: Source, own: Source | None, config: Config) -> Standing:
     places = main.read(look)
     if not places:
         raise PipelineError("homeserver database: federation_stream_position has no row 'events'")
-    if own is not None and config.shares_database and not own.is_file:
+    if own is not None and not own.is_file:
         in_force, ran, walked = own.read(look_at_senders)
         names = tuple(in_force or names)
         ours = [name for name in names if name in ran] or ours

@@ -86,7 +86,6 @@ async def open_relay(
         LockHeld: another relay runs on the same database, and we do not stand by.
         LeaseLost: (in the body, in a group) our lease has ended.
         WrongDatabase, SchemaDiffers, DamagedLog, StoreError: the database cannot be used.
-        Elsewhere: (in the body, in a group) another relay may have taken over.
         OSError.
     """
     settings = config.relay

@@ -72,6 +72,7 @@ from fedsender.store.engine import (
 from fedsender.store.leases import RENEWAL_S, Hold, Lease, Waits
 from fedsender.store.lock import AdvisoryLock, LockUnknown, lock_of
 from fedsender.store.migrations import bring_up_to_date, claim_store
+from fedsender.store.records import History
 from fedsender.store.statements import (
     MAX_PARAMETERS,
     in_chunks,
@@ -171,7 +172,6 @@ class Consumer:
         full_syncs: number of snapshots handed out, by reason.
         first_seen_ms, last_seen_ms: in ms since the epoch; the latter is kept while it is away.
         away_ms: ms for which it has been away while the relay ran.
-        shard: the servers that it sends to, in its words; None: it did not say.
     """
 
     name: str
@@ -183,7 +183,6 @@ class Consumer:
     error: str | None = None
     full_syncs: dict[str, int] = field(default_factory=dict)
     away_ms: int = 0
-    shard: str | None = None
     following: bool = False
 
     @property
@@ -221,7 +220,6 @@ def _save_consumers(
             "away_ms": one.away_ms,
             "error": one.error,
             "full_syncs": one.full_syncs,
-            "shard": one.shard,
         }
         for one in changed
     ]
@@ -648,7 +646,7 @@ class SnapshotTables:
 class RelayStore:
     """The database of a relay; see `open_relay_store`. Errors: StoreError, as `Database` has them.
 
-    Writes happen only from `begin_intake` until another relay begins.
+    Writes happen only from `begin_intake` until the lease has ended.
 
     Attributes:
         server_name: the homeserver's.
@@ -665,7 +663,6 @@ class RelayStore:
         self._database = database
         self._runtime = runtime
         self.hold = hold
-        self._epoch: str | None = None
         self._snapshot: trio.Event | None = None
         self._log_after = 0
 
@@ -682,10 +679,9 @@ class RelayStore:
         `waits`: we stand by while another relay holds it.
         """
         await again(partial(self.hold.take, epoch, waits), LockUnknown, RENEWAL_S)
-        self._epoch = epoch
 
         def begin(connection: Connection) -> None:
-            appends.begin_epoch(connection, INSTANCE, epoch)
+            positions.set_feed_history(connection, History(epoch, 0))
             if connection.execute(select(_epochs.c.epoch).where(_epochs.c.epoch == epoch)).first():
                 return  # It is run again: its COMMIT was not answered.
             head = read_bounds(connection).head
@@ -703,19 +699,6 @@ class RelayStore:
                 with suppress(LockUnknown):
                     await self.hold.take(epoch)
 
-    async def _write(self, fn: Callable[[Connection], T]) -> T:
-        """As `Database.write`, but only while no other relay has begun.
-
-        Raises StoreError; Elsewhere: another relay writes now.
-        """
-        epoch = self._epoch
-
-        def write(connection: Connection) -> T:
-            appends.check_epoch(connection, epoch)
-            return fn(connection)
-
-        return await self._database.write(write)
-
     async def epochs(self) -> list[tuple[str, int]]:
         """The epochs, oldest first, each with the last token that it shares with the next.
 
@@ -726,18 +709,17 @@ class RelayStore:
     # --- appending --------------------------------------------------------------------------------
 
     async def append_records(self, records: Sequence[Record]) -> list[Answer]:
-        """Store records in this order, in one transaction; see `appends`. Raises Elsewhere.
+        """Store records in this order, in one transaction; see `appends`.
 
         Records that are appended while a snapshot is read stay in SQLite's write-ahead log. If that
         has grown too long, this waits until the snapshot is read.
         """
         while self._snapshot is not None and self._wal_bytes() > MAX_WAL_BYTES:
             await self._snapshot.wait()
-        epoch, now_ms = self._epoch, self._runtime.now_ms()
+        now_ms = self._runtime.now_ms()
         make_rows = partial(RelayRows, self.server_name, now_ms)
 
         def append(connection: Connection) -> list[Answer]:
-            appends.check_epoch(connection, epoch)
             return appends.append_records(connection, records, now_ms, make_rows)
 
         self.appending_since = trio.current_time()
@@ -760,7 +742,7 @@ class RelayStore:
         now_ms = self._runtime.now_ms() - max(0, keep_ms - appends.KEPT_MS)
         forget = partial(appends.forget_appends, now_ms=now_ms)
         forgotten = 0
-        while some := await self._write(forget):
+        while some := await self._database.write(forget):
             forgotten += some
         return forgotten
 
@@ -811,10 +793,10 @@ class RelayStore:
 
         Deletes the records before it, some at a time, except those that the state names.
         """
-        begin, end = await self._write(partial(_move_first, token=token))
+        begin, end = await self._database.write(partial(_move_first, token=token))
         while begin < end:
             upto = min(end, begin + ROWS_AT_ONCE)
-            await self._write(partial(_delete_between, begin=begin, end=upto))
+            await self._database.write(partial(_delete_between, begin=begin, end=upto))
             begin = upto
 
     async def expire(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
@@ -834,13 +816,13 @@ class RelayStore:
             partial(_forget, table=tables.redactions, which=old),
             partial(_forget, table=_edus, which=had),
         ):
-            while await self._write(forget) >= ROWS_AT_ONCE:
+            while await self._database.write(forget) >= ROWS_AT_ONCE:
                 pass
         dropped = await self._bound_edus(edu_floor, edu_bytes)
         deleted = ROWS_AT_ONCE
         while 4 * deleted >= ROWS_AT_ONCE:
             tidy = partial(_tidy_log, after=self._log_after)
-            self._log_after, deleted = await self._write(tidy)
+            self._log_after, deleted = await self._database.write(tidy)
         return dropped
 
     async def _bound_edus(self, floor: int, most_bytes: int) -> int:
@@ -850,14 +832,14 @@ class RelayStore:
         """
         dropped = 0
         excess = await self._database.read(_size_of_edus) - most_bytes
-        while excess > 0 and (shorter := await self._write(_shorten_device_lists)):
+        while excess > 0 and (shorter := await self._database.write(_shorten_device_lists)):
             excess -= shorter
         while excess > 0:
             going = await self._database.read(partial(_oldest_edus, size=excess))
             if not going:
                 break  # Newer ones have taken their place since.
             which = [(token, number) for token, number, _ in going]
-            await self._write(partial(_delete_edus, which=which))
+            await self._database.write(partial(_delete_edus, which=which))
             excess -= sum(size for *_, size in going)
             dropped += sum(token > floor for token, _ in which)
         return dropped
@@ -879,7 +861,7 @@ class RelayStore:
             cursor.close()
             return int(left)
 
-        while await self._write(give) > PAGES_AT_ONCE:
+        while await self._database.write(give) > PAGES_AT_ONCE:
             await trio.lowlevel.checkpoint()
 
     # --- consumers and snapshots ------------------------------------------------------------------
@@ -898,7 +880,6 @@ class RelayStore:
                 error=row.error,
                 full_syncs=dict(row.full_syncs),
                 away_ms=row.away_ms,
-                shard=row.shard,
             )
             for row in connection.execute(select(_consumers).order_by(_consumers.c.name))
         ]
@@ -907,7 +888,7 @@ class RelayStore:
         self, changed: Sequence[Consumer], removed: Collection[str] = ()
     ) -> None:
         """Store the changed consumers, and delete the removed ones."""
-        await self._write(partial(_save_consumers, changed=changed, removed=removed))
+        await self._database.write(partial(_save_consumers, changed=changed, removed=removed))
 
     async def with_tables(self, write: Callable[[SnapshotTables], T]) -> T:
         """The result of `write`, run in a worker thread in one read transaction.

@@ -49,7 +49,7 @@ from fedsender_relay.line_feed import (
     said,
 )
 from fedsender_relay.line_stream import Wire
-from fedsender_relay.load import Handles, Load
+from fedsender_relay.load import Load
 from fedsender_relay.protocol import (
     Ack,
     Command,
@@ -389,7 +389,6 @@ class RelayStore(EmbeddedStore, Protocol):
     async def feed_history(self) -> History | None: ...
     async def begin_history(self, history: History) -> None: ...
     async def drop_unfinished_load(self) -> None: ...
-    async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +421,6 @@ class RelayFeed(EmbeddedFeed):
         sink: Sink,
         *,
         load: Load,
-        handles: Handles,
         directory: Path,
         disk_reserve: int = 0,
     ) -> None:
@@ -431,7 +429,7 @@ class RelayFeed(EmbeddedFeed):
             load: loads a snapshot into the store.
             directory: for the files of snapshots; its disk keeps `disk_reserve` bytes free.
         """
-        super().__init__(settings, runtime, store, sink, handles=handles)
+        super().__init__(settings, runtime, store, sink)
         self.state = State.OFF
         self.state_since = 0.0
         self.full_syncs: Counter[str] = Counter()
@@ -536,10 +534,6 @@ class RelayFeed(EmbeddedFeed):
         super()._be_level()
         self.fruitless = 0
 
-    async def _store_receipts(self, receipts: Sequence[Receipt]) -> None:
-        stored = await self.insist(partial(self._store.store_receipts, receipts))
-        self._sink.edus.receipts.advance(stored)
-
     async def _answer(self, wire: Wire, *, pinged: bool, stored: bool) -> None:
         due = trio.current_time() - self._acked_at >= ACK_EVERY_S
         token, epoch = self._token()
@@ -570,8 +564,7 @@ class RelayFeed(EmbeddedFeed):
             self._turn(State.LOADING)
             history = self._history_after(relay, refused)
             snapshot = _Fetched(info.token, history, partial(read_rows, info))
-            load = partial(self._load, snapshot, self._handles)
-            loaded = await self.insist(load)
+            loaded = await self.insist(partial(self._load, snapshot))
             self._history = history
             self._sink.redacted(loaded.redacted)
             self._show(loaded.position)

@@ -1,7 +1,7 @@
 """The feeds that this package brings: of a relay, and of a homeserver over TCP."""
 
-from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from fedsender.config import Config, TcpFeed, read_secret
 from fedsender.embedded.store import own_store
@@ -11,19 +11,20 @@ from fedsender.replication.feed_api import Feed
 from fedsender_relay.feed import RelayFeed
 from fedsender_relay.line_feed import EmbeddedFeed, LineSettings, NoticeFeed
 from fedsender_relay.load import load_snapshot
-from fedsender_relay.protocol import Shard
+
+CONSUMER: Final = "fedsender"
+"""The name of all senders together: one consumer, which one of them is at a time."""
 
 
 def relay_feed(parts: FeedParts) -> Feed:
     """The feed of a sender behind a relay. Raises ConfigError."""
     relay, store = parts.config.feed.relay, own_store(parts.store)
     return RelayFeed(
-        relay_settings(parts.config, sends=not parts.shadow),
+        relay_settings(parts.config),
         parts.runtime,
         store,
         parts.sink,
         load=partial(load_snapshot, store, parts.runtime.now_ms),
-        handles=parts.config.handles,
         directory=relay.directory,
         disk_reserve=relay.disk_reserve,
     )
@@ -35,7 +36,7 @@ def tcp_feed(parts: FeedParts) -> Feed:
     if config.homeserver.kind == "synapse":
         return NoticeFeed(settings, parts.runtime, parts.store, parts.sink)
     store = own_store(parts.store)
-    return EmbeddedFeed(settings, parts.runtime, store, parts.sink, handles=config.handles)
+    return EmbeddedFeed(settings, parts.runtime, store, parts.sink)
 
 
 def tcp_settings(config: Config) -> LineSettings:
@@ -43,18 +44,15 @@ def tcp_settings(config: Config) -> LineSettings:
 
     Its limits are those of our own kind: only that kind has the rows of a store of ours.
     """
-    return _line_settings(config, config.feed.tcp)
+    return _line_settings(config, config.feed.tcp, config.instance_name)
 
 
-def relay_settings(config: Config, *, sends: bool = True) -> LineSettings:
-    """The relay, and our name to it; a shadow sends nothing. Raises ConfigError."""
-    return replace(
-        _line_settings(config, config.feed.relay),
-        shard=_shard(config) if sends else None,
-    )
+def relay_settings(config: Config) -> LineSettings:
+    """The relay, and the name that all senders have there. Raises ConfigError."""
+    return _line_settings(config, config.feed.relay, CONSUMER)
 
 
-def _line_settings(config: Config, feed: TcpFeed) -> LineSettings:
+def _line_settings(config: Config, feed: TcpFeed, name: str) -> LineSettings:
     secret_file = feed.secret_file
 
     def secret() -> str | None:
@@ -64,12 +62,6 @@ def _line_settings(config: Config, feed: TcpFeed) -> LineSettings:
     return LineSettings(
         endpoint=Endpoint(feed.address, tls_context(feed.ca_file) if feed.tls else None),
         server_name=config.server_name,
-        name=config.instance_name,
+        name=name,
         secret=secret,
     )
-
-
-def _shard(config: Config) -> Shard:
-    """The servers that we send to, as a share of all senders' (`Config.handles`)."""
-    senders = config.senders
-    return Shard(senders.index(config.instance_name), len(senders))

@@ -7,12 +7,10 @@ from collections import Counter, deque
 from collections.abc import (
     Awaitable,
     Callable,
-    Iterator,
     Sequence,
 )
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Final
 
 import structlog
@@ -26,7 +24,7 @@ from fedsender.streams import Fact
 from fedsender.waiting import Watermark
 from fedsender_relay.line_server import Counts, LineServer, Refused, TooFarBehind
 from fedsender_relay.line_server import Session as LineSession
-from fedsender_relay.line_stream import SEND_PIECE, Wire
+from fedsender_relay.line_stream import PING_EVERY_S, SEND_PIECE, Wire
 from fedsender_relay.log import Collected, RelayLog
 from fedsender_relay.protocol import (
     RELAY_VERSION,
@@ -41,7 +39,6 @@ from fedsender_relay.protocol import (
     ReplicateFrom,
     Resync,
     Server,
-    Shard,
     Snapshot,
     without_edus,
 )
@@ -51,6 +48,8 @@ from fedsender_relay.snapshots import SnapshotFailed, Snapshots
 
 MAX_UNACKED: Final = 1000
 """The most sent pieces with a known age."""
+SILENT_S: Final = PING_EVERY_S + 1.0
+"""A consumer that lives says something more often than this."""
 READ_PIECE: Final = 4 * SEND_PIECE
 """Bytes of the log that are read at once; no more of it waits in memory for a consumer."""
 
@@ -60,7 +59,6 @@ class Session(LineSession):
 
     Attributes:
         consumer: its name as a consumer; None: an observer, so far.
-        shard: the share of servers that it has named; None: it has named none.
         follows: whether it is fed as a consumer.
         sent: the newest token that was sent.
         level: whether it was told that it has the whole log.
@@ -69,7 +67,6 @@ class Session(LineSession):
     def __init__(self, hub: Hub, wire: Wire, *, trusted: bool) -> None:
         super().__init__(hub, wire, trusted=trusted)
         self.consumer: str | None = None
-        self.shard: Shard | None = None
         self.follows = False
         self.sent = 0
         self.level = False
@@ -100,10 +97,6 @@ class Session(LineSession):
                 await self._greet(name)
             case Name() if self.consumer is not None:
                 raise Refused("PROTO the name was used already")
-            case Shard():
-                if self.consumer is not None:
-                    raise Refused("PROTO SHARD belongs before what a consumer asks for")
-                self.shard = command
             case Ack(stream, token) if stream == STREAM:
                 self._take_ack(token)
             case ReplicateFrom(stream, token, str(epoch)) if stream == STREAM:
@@ -138,39 +131,20 @@ class Session(LineSession):
     def _claim(self) -> str:
         """Make this the only connection to be fed under its name; return the name."""
         name = self._be_consumer()
-        owners = self._hub.owners
-        if owners.get(name, self) is not self:
-            self._hub.counts.refused["DUPLICATE"] += 1
-            raise Refused(f"DUPLICATE {name} is connected already")
-        for other in owners.values():
-            if (
-                other is not self
-                and self.shard
-                and other.shard
-                and self.shard.overlaps(other.shard)
-            ):
-                self._hub.counts.refused["OVERLAP"] += 1
+        owner = self._hub.owners.get(name, self)
+        if owner is not self:
+            if owner.wire.silent_s() <= SILENT_S:
+                self._hub.counts.refused["DUPLICATE"] += 1
                 raise Refused(
-                    f"OVERLAP {other.name} is connected and sends to the same servers: its share"
-                    f" is {other.shard}, and this one is {self.shard}"
+                    f"DUPLICATE {name} is connected already: one consumer, whose senders share"
+                    " their databases"
                 )
-        if self._hub.registry.get(name) is None:
-            self._refuse_the_share_of_another()
-        owners[name] = self
+            # Its process was frozen, or its machine is gone.
+            owner.cut("silent, and its consumer is here again")
+        self._hub.owners[name] = self
         if self.follows:
             raise Refused("PROTO it follows already")
         return name
-
-    def _refuse_the_share_of_another(self) -> None:
-        """Refuse a new sender while one that is away may owe something to the same servers."""
-        for other in self._hub.registry:
-            if self.shard and other.shard and self.shard.overlaps(Shard.of_text(other.shard)):
-                self._hub.counts.refused["OVERLAP"] += 1
-                raise Refused(
-                    f"OVERLAP {other.name} is known and sends to the same servers: its share is"
-                    f" {other.shard}, and this one is {self.shard}. Start it by its new list first;"
-                    f" if it has handed back, forget it (relay forget {other.name})"
-                )
 
     async def _resume(self, token: int | None, epoch: str) -> None:
         """Obey `REPLICATE events 53 <epoch>`; register nothing before all checks have passed."""
@@ -183,18 +157,12 @@ class Session(LineSession):
             return
         self.take_stream(STREAM)
         hub.registry.resume(name, at)
-        self._note_shard(name)
         self.follows = True
         self._resync = None
         self._feed_from(at)
         await hub.registry.save()
         hub.retention.look()
         log.info("relay_consumer_follows", consumer=name, at=at, head=hub.log.head)
-
-    def _note_shard(self, name: str) -> None:
-        """Put the shard into the consumer's record, to be stored with the other changes."""
-        if record := self._hub.registry.get(name):
-            record.shard = None if self.shard is None else str(self.shard)
 
     def _misfit(self, name: str, at: int, epoch: str) -> Reason | None:
         hub = self._hub
@@ -253,7 +221,6 @@ class Session(LineSession):
             hub.registry.hand(name, info.id, info.token, reason)
         except SnapshotFailed as failed:
             raise Refused(f"BUSY there is no snapshot: {failed}") from failed
-        self._note_shard(name)
         hub.counts.full_syncs[reason] += 1
         log.info("relay_consumer_joins", consumer=name, snapshot=info.id, reason=reason)
         await hub.registry.save()
@@ -437,7 +404,7 @@ class Hub(LineServer[Session]):
         if owner:
             del self.owners[name]
         self.registry.disconnect(
-            name, followed=session.follows, error=session.over if owner else None
+            name, followed=owner and session.follows, error=session.over if owner else None
         )
         self.retention.look()
 
@@ -455,14 +422,3 @@ class Hub(LineServer[Session]):
         for session in self.owners.values():
             if session.follows and not session.offer(line):
                 self.counts.dropped_rows += 1
-
-    def overlaps(self) -> Iterator[str]:
-        """One sentence for each pair of known consumers with shards that overlap."""
-        shards = [(one.name, Shard.of_text(one.shard)) for one in self.registry if one.shard]
-        for (name, shard), (other, others) in combinations(shards, 2):
-            if shard.overlaps(others):
-                yield (
-                    f"{name} (share {shard}) and {other} (share {others}) send to the same"
-                    " servers: start both by the same list, or forget the one that has handed back"
-                    " (relay forget NAME)"
-                )

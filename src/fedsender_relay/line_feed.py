@@ -13,27 +13,32 @@ the events are in a database that we read in place.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol
 
 import structlog
 import trio
 
+from fedsender.embedded.appends import News
 from fedsender.embedded.facts import (
+    EPHEMERAL_STREAMS,
+    SERVER_UP,
     STREAM,
     BadRow,
-    EduRow,
+    Elsewhere,
     RelayRow,
     ToDeviceRow,
     parse_relay_row,
     redacted_in,
     tell_ephemeral,
 )
+from fedsender.embedded.taking import TakenStore, Taking
 from fedsender.matrix import is_server_name
 from fedsender.replication.commands import (
     BadLine,
@@ -50,7 +55,6 @@ from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus, Json
 from fedsender.waiting import BeginAnew, again, doubling
 from fedsender_relay.line_stream import Wire
-from fedsender_relay.load import Handles
 from fedsender_relay.protocol import (
     RELAY_VERSION,
     Auth,
@@ -62,24 +66,17 @@ from fedsender_relay.protocol import (
     ReplicateFrom,
     Resync,
     Server,
-    Shard,
 )
 
 
-def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[RelayRow]:
-    """The rows of one token that concern us. Raises BadRow.
-
-    Durable EDUs for the servers of other shards are left out: they would lie here for ever.
-    """
+def parse_record(token: int, rows: Sequence[Json]) -> list[RelayRow]:
+    """The rows of one token. Raises BadRow."""
     found: list[RelayRow] = []
     for row in rows:
         try:
-            parsed = parse_relay_row(row)
+            found.append(parse_relay_row(row))
         except BadRow as bad:
             raise BadRow(f"stream {STREAM}, token {token}: {bad}") from bad
-        if isinstance(parsed, EduRow) and not handles(parsed.destination):
-            continue
-        found.append(parsed)
     return found
 
 
@@ -105,7 +102,7 @@ class Unusable(Exception):
     """
 
 
-FINAL = (BadRow, FeedError, HistoryLost, BeginAnew)
+FINAL = (BadRow, FeedError, HistoryLost, BeginAnew, Elsewhere)
 """The errors that end the feed, and not only a connection."""
 
 
@@ -122,7 +119,6 @@ class LineSettings:
         name: our name; a relay remembers us by it.
         secret: reads the secret that is sent as `AUTH`, after the server has said its name; asked
             at each connection, so that it may change. Raises ValueError or OSError.
-        shard: the servers that we send to, for a relay to know; None: no servers.
         fetch_parallel: number of connections that fetch a relay's snapshot. That is a small part of
             a full sync, which mostly loads it: no setting is needed.
     """
@@ -131,7 +127,6 @@ class LineSettings:
     server_name: str
     name: str
     secret: Callable[[], str | None] = field(default=_no_secret, repr=False)
-    shard: Shard | None = None
     fetch_parallel: int = 4
 
 
@@ -191,8 +186,6 @@ async def _greet(wire: Wire, settings: LineSettings, secret: str | None) -> None
 
 async def _greet_relay(wire: Wire, settings: LineSettings) -> Relay:
     await wire.send(Server(settings.server_name))
-    if settings.shard is not None:
-        await wire.send(settings.shard)
     while True:
         match await wire.next_command():
             case Relay(version) as relay:
@@ -402,8 +395,7 @@ class LineFeed(Feed):
                 await self._apply(facts)
             if any(not rows for _, rows in facts):
                 self._be_level()
-            if receipts:
-                await self._store_receipts(receipts)
+            await self._store_ephemeral(receipts)
             if isinstance(end, Exception):
                 raise end
             if end is not None:
@@ -413,8 +405,15 @@ class LineFeed(Feed):
     async def _answer(self, wire: Wire, *, pinged: bool, stored: bool) -> None:
         """Send the answers that are due after a read."""
 
-    async def _store_receipts(self, receipts: Sequence[Receipt]) -> None:
-        """Store receipts, which only a relay passes on."""
+    async def _store_ephemeral(self, receipts: Sequence[Receipt]) -> None:
+        """Store receipts, and what other senders are to know."""
+
+    def _tell(self, stream: str, token: int, value: Json) -> Receipt | None:
+        """Tell the sink of an ephemeral row; returns a receipt, which is to be stored."""
+        return tell_ephemeral(self._sink.edus, stream, token, value)
+
+    def _server_up(self, server: str) -> None:
+        self._sink.server_up(server)
 
     def _take(
         self, command: Command, facts: list[Fact], receipts: list[Receipt]
@@ -426,8 +425,7 @@ class LineFeed(Feed):
                 if whole is not None:
                     self._take_fact(whole, facts)
             case Rdata(stream, _, token, row):
-                receipt = tell_ephemeral(self._sink.edus, stream, token or 0, row)
-                if receipt is not None:
+                if (receipt := self._tell(stream, token or 0, row)) is not None:
                     receipts.append(receipt)
             case Position(stream, _, _, token) if stream == STREAM:
                 if self._batches.is_open(STREAM, ""):
@@ -437,7 +435,7 @@ class LineFeed(Feed):
                 self._order.newest = max(token, self._order.newest)
                 facts.append((token, ()))
             case RemoteServerUp(server) if is_server_name(server):
-                self._sink.server_up(server)
+                self._server_up(server)
             case Resync():
                 return command
             case Error(text):
@@ -485,9 +483,10 @@ class LineFeed(Feed):
                 log.debug("server_up_not_told", destination=server, reason=str(gone))
 
 
-class EmbeddedStore(Protocol):
+class EmbeddedStore(TakenStore, Protocol):
     """The questions and changes of the store that a feed of facts needs."""
 
+    async def take_feed(self) -> bool: ...
     async def feed_position(self) -> int: ...
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None: ...
 
@@ -501,12 +500,42 @@ class EmbeddedFeed(LineFeed):
         runtime: Runtime,
         store: EmbeddedStore,
         sink: Sink,
-        *,
-        handles: Handles,
     ) -> None:
         super().__init__(settings, runtime, sink)
         self._embedded = store
-        self._handles = handles
+        take = store.take_feed
+        self._taking = Taking(self, runtime, store, sink, take=take, heard=self._heard)
+
+    def _status(self) -> FeedStatus:
+        status, words = super()._status(), None if self._embedded.alone else self._taking.words
+        if not self._taking.following:
+            return replace(status, appends=words)
+        return FeedStatus(
+            status.kind,
+            connected=True,
+            level=True,
+            position=self._position,
+            head=self._position,
+            appends=words,
+        )
+
+    async def run(self) -> None:
+        await self._taking.run(super().run)
+
+    def _heard(self, found: News) -> None:
+        self._position = found.place.position
+
+    def _tell(self, stream: str, _token: int, value: Json) -> Receipt | None:
+        receipt = self._taking.tell(stream, value)
+        if receipt is None and stream in EPHEMERAL_STREAMS:
+            self._taking.pass_on(stream, json.dumps(value))
+        return receipt
+
+    def _server_up(self, server: str) -> None:
+        self._tell(SERVER_UP, 0, server)
+
+    async def _store_ephemeral(self, receipts: Sequence[Receipt]) -> None:
+        await self._taking.store(receipts)
 
     def _show(self, position: int) -> None:
         self._sink.edus.device_lists.advance(position)
@@ -524,7 +553,7 @@ class EmbeddedFeed(LineFeed):
             if token + base <= newest:
                 continue
             try:
-                batch.append((token + base, parse_record(token, rows, self._handles)))
+                batch.append((token + base, parse_record(token, rows)))
             except BadRow:
                 if (named := next(filter(None, map(_noticed, rows)), None)) is None:
                     raise

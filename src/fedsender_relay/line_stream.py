@@ -40,7 +40,7 @@ class Wire:
         self._connection = Connection()
         self._now_ms = now_ms
         self._sending = trio.Lock()
-        self._last_sent = trio.current_time()
+        self._last_sent = self._last_heard = trio.current_time()
         self._armed = False
         # Half a line may be out, or the last one is: nothing that we add would be read.
         self._torn = False
@@ -124,6 +124,10 @@ class Wire:
             else:
                 await self.send(Ping(str(self._now_ms())))
 
+    def silent_s(self) -> float:
+        """For how long nothing has come from the peer, in seconds."""
+        return trio.current_time() - self._last_heard
+
     async def aclose(self) -> None:
         """Close at once; tasks that wait on the wire get Disconnected."""
         self._torn = True
@@ -164,4 +168,5 @@ class Wire:
             raise self._gone() from error
         if not data:
             raise Disconnected("the peer closed the connection")
+        self._last_heard = trio.current_time()
         self._connection.receive_data(bytes(data))

@@ -66,9 +66,6 @@ from fedsender_relay.snapshot import PARTS, Row, part_of
 ROWS = 1000
 """The most rows that are written in one transaction, which takes some 30 ms."""
 
-Handles = Callable[[str], bool]
-"""Whether a server belongs to this shard: the EDUs of others are left out."""
-
 _room_servers = tables.room_servers
 _outbox = tables.device_federation_outbox
 _pokes = tables.device_lists_outbound_pokes
@@ -110,7 +107,7 @@ class Loaded:
     redacted: frozenset[str] = frozenset()
 
 
-Load = Callable[[LoadedSnapshot, Handles], Awaitable[Loaded]]
+Load = Callable[[LoadedSnapshot], Awaitable[Loaded]]
 """Loads a snapshot, as `load_snapshot` does."""
 
 
@@ -125,19 +122,21 @@ _Stays = Mapping[str, Sequence[_Stay]]
 """By server the stays of a room, by the snapshot, in our stream orderings."""
 _Rows = list[dict[str, Any]]
 """What is written about one server in one room."""
+TellRedacted = Callable[[Connection, Iterable[str]], None]
+"""Tells other senders: see `EmbeddedStore.tell_redacted`."""
 
 
 async def load_snapshot(
-    store: EmbeddedStore, now_ms: Callable[[], int], snapshot: LoadedSnapshot, handles: Handles
+    store: EmbeddedStore, now_ms: Callable[[], int], snapshot: LoadedSnapshot
 ) -> Loaded:
     """Load a snapshot into our store; nothing of it counts until all is stored.
 
     Raises FeedError for rows that cannot be stored, and the errors of `snapshot.read`.
     """
-    return await store.write_in_steps(load(snapshot, handles, now_ms()))
+    return await store.write_in_steps(load(snapshot, now_ms(), store.tell_redacted))
 
 
-def load(snapshot: LoadedSnapshot, handles: Handles, now_ms: int) -> Steps[Loaded]:
+def load(snapshot: LoadedSnapshot, now_ms: int, tell_redacted: TellRedacted) -> Steps[Loaded]:
     """Load a snapshot. Raises FeedError for rows that cannot be stored; errors of `read`."""
     yield from feeding.drop_unfinished_load()
     position = max(0, (yield positions.feed_position))
@@ -145,7 +144,7 @@ def load(snapshot: LoadedSnapshot, handles: Handles, now_ms: int) -> Steps[Loade
     if reached < position:
         raise FeedError(f"the snapshot ends at {reached}, and {position} is stored")
     yield partial(positions.begin_load, position=position)
-    return (yield from _Loading(snapshot, handles, now_ms, position, reached).run())
+    return (yield from _Loading(snapshot, now_ms, tell_redacted, position, reached).run())
 
 
 class _Loading:
@@ -154,13 +153,13 @@ class _Loading:
     def __init__(
         self,
         snapshot: LoadedSnapshot,
-        handles: Handles,
         now_ms: int,
+        tell_redacted: TellRedacted,
         position: int,
         reached: int,
     ) -> None:
         self._snapshot = snapshot
-        self._handles = handles
+        self._tell_redacted = tell_redacted
         self._position = position
         self._reached = reached
         self._base = snapshot.history.base
@@ -335,8 +334,12 @@ class _Loading:
         """Store the redactions: their targets are sent pruned, if they are not sent yet."""
         for some in in_chunks(self._snapshot.read("redactions", part), ROWS):
             rows = [feeding.redaction_values(*row) for row in some]
-            self._redacted.update(target for target, _, _ in some)
-            yield partial(insert_rows, table=tables.redactions, rows=rows)
+            self._redacted.update(row["redacts"] for row in rows)
+            yield partial(self._store_redactions, rows=rows)
+
+    def _store_redactions(self, connection: Connection, rows: _Rows) -> None:
+        insert_rows(connection, tables.redactions, rows)
+        self._tell_redacted(connection, [row["redacts"] for row in rows])
 
     def _load_edus(self, part: int) -> Steps[None]:
         """Store to-device messages and device lists."""
@@ -350,8 +353,8 @@ class _Loading:
     def _parsed_edus(
         self, part: int
     ) -> Iterator[tuple[int, ToDeviceRow | DeviceListRow | SigningKeyRow]]:
-        for destination, token, _, _, _, text in self._snapshot.read("edus", part):
-            if token + self._base <= self._position or not self._handles(destination):
+        for _, token, _, _, _, text in self._snapshot.read("edus", part):
+            if token + self._base <= self._position:
                 continue
             row = parse_relay_row(json.loads(text))
             if isinstance(row, ToDeviceRow | DeviceListRow | SigningKeyRow):

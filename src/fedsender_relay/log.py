@@ -94,7 +94,7 @@ class RelayLog:
         return 0.0 if since is None else trio.current_time() - since
 
     async def run(self) -> None:
-        """Store appended records, for ever. Raises Elsewhere: another relay has taken over."""
+        """Store appended records, for ever."""
         try:
             while True:
                 await self.writer.news()

@@ -17,7 +17,6 @@ import trio
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
 from fedsender.embedded.endpoint import serve_intake
-from fedsender.embedded.facts import Elsewhere
 from fedsender.http.server import Admin, read_files
 from fedsender.limits import OF_RELAY, raise_file_limit
 from fedsender.runtime import Runtime, real_runtime
@@ -124,7 +123,7 @@ async def _run_until_told(
         while not signals.stop.is_set():
             try:
                 await _serve(run, config, standby=standby)
-            except* (Elsewhere, LeaseLost):
+            except* LeaseLost:
                 log.warning("lease_lost", instance=INSTANCE)
                 # One that waits has nothing to drain: told to stop, it ends at once.
                 standby, signals.started = True, False

@@ -17,7 +17,6 @@ of the peer (`BadLine`), one from `encode` is ours (`UnsendableCommand`).
 from __future__ import annotations
 
 import enum
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -106,7 +105,6 @@ class ReplicateFrom:
 # --- between a relay and its consumers ------------------------------------------------------------
 
 RELAY_VERSION: Final = 1
-MAX_SHARDS: Final = 10_000
 
 
 class Reason(enum.StrEnum):
@@ -139,27 +137,6 @@ class Relay:
     stream: str = ""
     first: int = 0
     head: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The servers that a consumer sends to: their hash, divided by `of`, leaves `index`."""
-
-    index: int
-    of: int
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.of}"
-
-    @classmethod
-    def of_text(cls, text: str) -> Shard:
-        """The shard of a text made by `str`."""
-        index, _, of = text.partition("/")
-        return cls(int(index), int(of))
-
-    def overlaps(self, other: Shard) -> bool:
-        """Whether some servers are in both shards."""
-        return (self.index - other.index) % math.gcd(self.of, other.of) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +210,6 @@ Command = (
     | Error
     | ReplicateFrom
     | Relay
-    | Shard
     | Ack
     | Resync
     | Join
@@ -300,12 +276,6 @@ _FILE_NAME = _matching(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\Z", "file")
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def _make_shard(index: int, of: int) -> Shard:
-    if not index < of <= MAX_SHARDS:
-        raise BadLine("that is no share")
-    return Shard(index, of)
-
-
 def _parse_replicate(rest: str) -> Replicate | ReplicateFrom:
     if not rest.strip():
         return Replicate()
@@ -348,7 +318,6 @@ _CONNECTIONS: Final = (
 _RELAYS: Final = (
     _RELAY._replace(parse=_parse_relay),
     layout("ACK", Ack, _STREAM, ("token", _COUNT)),
-    layout("SHARD", Shard, ("index", _COUNT), ("of", _COUNT), make=_make_shard),
     layout("RESYNC", Resync, _STREAM, ("reason", _REASON), ("first", _COUNT), ("head", _COUNT)),
     layout("JOIN", Join, ("stream", LAST_WORD)),
     layout(

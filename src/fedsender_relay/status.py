@@ -28,7 +28,6 @@ class ConsumerStatus:
     """One consumer.
 
     Attributes:
-        shard: the share of servers that it has named, as index/number; None: it has named none.
         pin: the token behind which the log is kept for it; None: no log is.
         acked: the token that it last acknowledged; None: it never did.
         sent: the newest token that it was sent on this connection; None: it is not fed.
@@ -42,7 +41,6 @@ class ConsumerStatus:
     state: State
     connected: bool
     level: bool
-    shard: str | None
     pin: int | None
     acked: int | None
     sent: int | None
@@ -156,7 +154,6 @@ async def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> Cons
         state=consumer.state,
         connected=connected,
         level=fed and session is not None and session.level and session.sent >= log.head,
-        shard=consumer.shard,
         pin=consumer.pin,
         acked=consumer.acked,
         sent=session.sent if fed and session is not None else None,
@@ -189,7 +186,6 @@ def problems(relay: RelayDaemon) -> Iterator[str]:
     if relay.retention.dropping:
         count = relay.retention.dropped_edus
         yield f"{count} messages to devices were dropped: no consumer took them in time"
-    yield from relay.hub.overlaps()
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def context_of(world: World, standing: Standing) -> AdminContext:
         gate=standing,
         runtime=world.runtime,
         metrics=world.metrics,
-        senders=config.senders if config.shares_database else (config.instance_name,),
+        senders=config.senders,
     )
 
 

@@ -130,7 +130,6 @@ async def _sync(
         store,
         DeafSink(),
         load=partial(load_snapshot, store, runtime.now_ms),
-        handles=lambda _server: True,
         directory=directory / "snapshot",
     )
     seen: dict[State, float] = {}

@@ -60,14 +60,19 @@ def test_what_contradicts_itself_is_named(feed: dict[str, Any], error: str) -> N
 
 @pytest.mark.parametrize("database", ["sqlite:///hs.db", "postgresql://db/hs"])
 @pytest.mark.parametrize("own", ["sqlite:///own.db", "postgresql://db/own"])
-def test_several_senders_are_pushed_to_on_postgresql_only(database: str, own: str) -> None:
+@pytest.mark.parametrize("kind", ["push", "relay", "tcp"])
+def test_several_senders_share_two_postgresqls(kind: str, database: str, own: str) -> None:
     values = {
         "server_name": "hs.example",
         "signing_key": "key",
         "instance_name": "a",
         "homeserver": {"database": database, "federation_sender_instances": ["a", "b"]},
         "sender_database": own,
-        "feed": {"kind": "push", "push": {"token_file": "x"}},
+        "feed": {
+            "kind": kind,
+            "push": {"token_file": "x"},
+            "relay": {"address": "unix:/relay.sock"},
+        },
     }
     if "sqlite" in database + own:
         with pytest.raises(ConfigError, match=r"must be one PostgreSQL for all senders"):

@@ -550,7 +550,7 @@ async def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
     batches = taken_records()
     assert sum(map(len, batches)) > 100
     async with open_store(config, real_runtime()) as store:
-        assert await own_store(store.homeserver).begin_intake("0" * 16)
+        assert await own_store(store.homeserver).take_feed("0" * 16)
         for batch in batches:
             answers = await own_store(store.homeserver).append_records(batch)
             assert all(isinstance(each, int | Outdated) for each in answers)

@@ -236,7 +236,7 @@ def test_who_gets_an_event_is_the_list_before_it_whatever_is_said(config: StoreC
     async def check() -> None:
         model = Model()
         async with open_store(config, real_runtime()) as store:
-            assert await own_store(store.homeserver).begin_intake("0" * 16)
+            assert await own_store(store.homeserver).take_feed("0" * 16)
             for number, history in enumerate(wanted):
                 for group in history:
                     await store_group(store, model, number, group)

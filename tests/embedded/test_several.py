@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedsender.config import Config, ConfigError, UnixAddress, from_values
 from fedsender.daemon import Daemon, open_core
 from fedsender.embedded.endpoint import PREFIX, serve_intake
 from fedsender.embedded.facts import Elsewhere, KeyReused
+from fedsender.embedded.feeding import Steps
 from fedsender.embedded.intake import Append, ReservationGone
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
@@ -30,9 +32,12 @@ from fedsender.store import (
     Store,
     StoreConfig,
     open_store,
+    positions,
     store_config,
+    tables,
 )
 from fedsender.store.records import PresenceState
+from fedsender.store.statements import insert_rows
 from fedsender.switching.handback import hand_back
 from fedsender_lab.demo.process import write_signing_key
 from fedsender_lab.intake_client import IntakeClient
@@ -79,7 +84,7 @@ async def test_an_sqlite_feeds_one_sender(tmp_path: Path) -> None:
 
 
 def config_of(homeserver: str, sender: str, name: str, names: Sequence[str] = ()) -> StoreConfig:
-    of = HomeserverSettings("embedded", name, tuple(names) or (name,), shared=True)
+    of = HomeserverSettings("embedded", name, tuple(names) or (name,))
     return StoreConfig(of, homeserver, sender, synchronous="OFF")
 
 
@@ -139,12 +144,16 @@ class Sender:
 
 
 class Site:
-    """A PostgreSQL, and the senders on it."""
+    """A PostgreSQL, and the senders on it.
+
+    Attributes:
+        ended: the names under which nobody acts any more.
+    """
 
     def __init__(self, directory: Path, postgres: Databases, nursery: trio.Nursery) -> None:
         self.homeserver = postgres.create_database()
+        self.ended: set[str] = set()
         self._directory = directory
-        self._postgres = postgres
         self._nursery = nursery
 
     async def start(self, name: str) -> Sender:
@@ -157,21 +166,18 @@ class Site:
         gate, sink, runtime = Gate(), RecordingSink(), real_runtime()
         with trio.CancelScope() as scope:
             async with open_store(config, runtime, faults=gate) as store:
+                store.homeserver.ended = self._has_ended
+                self.ended.discard(name)
                 feed = PushFeed(runtime, own_store(store.homeserver), sink)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(feed.run)
                     await feed.connected.wait()
                     task_status.started(Sender(feed, store, sink, gate, scope))
+        self.ended.add(name)
 
-    def break_locks(self) -> None:
-        """End the connections that hold locks, and no others."""
-        database = self.homeserver.rpartition("/")[2]
-        with self._postgres.server.connect("postgres") as connection:
-            connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE datname = %s AND application_name = 'fedsender lock'",
-                (database,),
-            )
+    async def _has_ended(self, name: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return name in self.ended
 
 
 @pytest.fixture
@@ -243,7 +249,7 @@ async def test_another_one_takes_over_from_one_that_ends(site: Site) -> None:
 
 
 async def test_who_was_taken_over_stores_nothing_and_says_so(site: Site) -> None:
-    """Its connections to the tables are whole: only the lock's broke, without its knowing."""
+    """It does not know it: its connections to the tables are whole."""
     a, b = await site.start("a"), await site.start("b")
     assert await a.append(record(1)) == [1]
     (place,) = a.feed.intake.reserve("writer", 1)
@@ -253,16 +259,15 @@ async def test_who_was_taken_over_stores_nothing_and_says_so(site: Site) -> None
     async def wait() -> None:
         try:
             await a.append(record(8))
-        except ReservationGone as gone:
+        except (Elsewhere, ReservationGone) as gone:
             answers.append(gone)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
-        site.break_locks()
+        site.ended.add("a")
         await until(lambda: b.takes_appends)
-    # Either it has looked by now, or the transaction tells it.
-    with pytest.raises((Elsewhere, ReservationGone)):
-        await a.append(append_of("late", [pdu(9)], place))
+        with pytest.raises(Elsewhere):
+            await a.append(append_of("late", [pdu(9)], place))
     await until(lambda: not a.takes_appends)
     with pytest.raises(Elsewhere) as refused:
         await a.append(record(2))
@@ -275,7 +280,7 @@ async def test_who_was_taken_over_stores_nothing_and_says_so(site: Site) -> None
 
 
 async def test_a_transaction_under_way_ends_before_another_sender_begins(site: Site) -> None:
-    """Paused between its look at the lock and its commit, for as long as it likes."""
+    """Paused between its look at the row and its commit, for as long as it likes."""
     a, b = await site.start("a"), await site.start("b")
     answers: list[Any] = []
 
@@ -286,7 +291,7 @@ async def test_a_transaction_under_way_ends_before_another_sender_begins(site: S
         a.gate.shut()
         nursery.start_soon(append)
         await trio.to_thread.run_sync(a.gate.reached.wait)
-        site.break_locks()
+        site.ended.add("a")
         await trio.sleep(4)
         assert not b.takes_appends
         a.gate.open()
@@ -294,6 +299,22 @@ async def test_a_transaction_under_way_ends_before_another_sender_begins(site: S
     assert answers == [1, 2]
     assert await b.append(record(3), record(2)) == [3, 2]
     assert b.sink.events.value == 3
+
+
+async def test_each_step_of_a_snapshot_is_fenced(site: Site) -> None:
+    """Who takes the feed in the middle of a load removes its remains; nothing more of it comes."""
+    a, b = await site.start("a"), await site.start("b")
+    room = {"room_id": "!late:hs.example", "room_version": None}
+
+    def steps() -> Steps[None]:
+        yield partial(positions.begin_load, position=0)
+        site.ended.add("a")
+        trio.from_thread.run(until, lambda: b.takes_appends)
+        yield partial(insert_rows, table=tables.rooms, rows=[room])
+
+    with pytest.raises(Elsewhere):
+        await own_store(a.store.homeserver).write_in_steps(steps())
+    assert await b.append(record(1)) == [1]
 
 
 async def test_the_endpoint_of_the_others_names_the_one(site: Site, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.relay.relay_world import new_directory
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
+from fedsender.embedded.appends import News, Notice, Place
 from fedsender.embedded.facts import RelayRow, parse_relay_row
 from fedsender.embedded.store import EmbeddedStore
 from fedsender.replication.endpoint import Endpoint
@@ -29,7 +30,7 @@ from fedsender_lab.testing import clock
 from fedsender_lab.testing.clock import virtual_runtime
 from fedsender_relay.feed import RelayFeed, RelayStore
 from fedsender_relay.line_feed import LineSettings
-from fedsender_relay.load import Handles, Load, Loaded, LoadedSnapshot, load_snapshot
+from fedsender_relay.load import Load, Loaded, LoadedSnapshot, load_snapshot
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0
@@ -103,6 +104,16 @@ class MemoryStore:
         self.receipts: list[Receipt] = []
         self.before_load: Callable[[], Awaitable[None]] | None = None
 
+    @property
+    def alone(self) -> bool:
+        return True
+
+    async def take_feed(self) -> bool:
+        return True
+
+    async def feed_news(self, after: Place | None) -> News:
+        return News(Place(max(0, self.position), 0, 0), None, None, (), ())
+
     async def feed_position(self) -> int:
         return self.position
 
@@ -125,7 +136,7 @@ class MemoryStore:
     async def drop_unfinished_load(self) -> None:
         pass
 
-    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
+    async def load_snapshot(self, snapshot: LoadedSnapshot) -> Loaded:
         if self.before_load is not None:
             await self.before_load()
         for part in range(16):
@@ -137,15 +148,20 @@ class MemoryStore:
         self.position, self.history = snapshot.token + snapshot.history.base, snapshot.history
         return Loaded(self.position, 0, frozenset())
 
-    async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
+    async def store_ephemeral(
+        self, receipts: Sequence[Receipt], notices: Sequence[Notice]
+    ) -> int | None:
         self.receipts += receipts
         return len(self.receipts)
+
+    async def forget_appends(self) -> int:
+        return 0
 
 
 class LoadingStore(RelayStore, Protocol):
     """A store that loads snapshots in a way of its own."""
 
-    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded: ...
+    async def load_snapshot(self, snapshot: LoadedSnapshot) -> Loaded: ...
 
 
 @dataclass
@@ -158,7 +174,6 @@ class Shard:
     store: LoadingStore | EmbeddedStore = field(default_factory=MemoryStore)
     sink: Sink = field(default_factory=RecordingSink)
     directory: Path = field(default_factory=new_directory)
-    handles: Handles = field(default=lambda server: True)
     feed: RelayFeed = field(init=False)
     parallel: int = 2
 
@@ -179,7 +194,6 @@ class Shard:
             self.store,
             self.sink,
             load=self._load(),
-            handles=self.handles,
             directory=self.directory / "snapshot",
         )
         async with trio.open_nursery() as nursery:

@@ -382,20 +382,11 @@ async def test_38_a_network_that_stalls_costs_the_connection_and_no_snapshot(
         await again.stream.aclose()
 
 
-@pytest.mark.parametrize(
-    ("senders", "shadow", "shard"),
-    [([], False, "0/1"), (["a", "fed1", "c"], False, "1/3"), (["a", "fed1"], True, None)],
-)
-def test_a_sender_says_the_share_that_its_configuration_gives_it(
-    senders: list[str], shadow: bool, shard: str | None
-) -> None:
-    """Its place in the list of all senders; a shadow sends nothing, so it has none."""
+def test_all_senders_have_one_name_at_the_relay() -> None:
     values = {
         "server_name": "hs.example",
         "signing_key": "key",
         "instance_name": "fed1",
-        "homeserver": {"federation_sender_instances": senders},
         "feed": {"kind": "relay", "relay": {"address": "unix:/relay.sock"}},
     }
-    settings = relay_settings(from_values(values, directory=Path("/")), sends=not shadow)
-    assert (None if settings.shard is None else str(settings.shard)) == shard
+    assert relay_settings(from_values(values, directory=Path("/"))).name == "fedsender"

@@ -68,7 +68,7 @@ class Network:
         relay = {
             "listen": ["127.0.0.1:0"],
             "consumers": {
-                "sender-1": {"secret_file": "relay.secret"},
+                "fedsender": {"secret_file": "relay.secret"},
                 "maker": {"secret_file": "maker.secret"},
             },
             "intake": f"unix:{self.hub}/intake.sock",
@@ -127,7 +127,7 @@ class Network:
         }
         feed = {"kind": "relay", "relay": {**where, "directory": str(self.fetched)}}
         values = process.configuration(self.directory, feed, self.world.receivers.ca_file)
-        named = {**values, "instance_name": "sender-1"}
+        named = {**values}
         self.world.config.write_text(yaml.safe_dump(named))
         async with self.world.service() as service:
             await service.manager.ready()

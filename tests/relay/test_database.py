@@ -20,7 +20,6 @@ from tests.servers import NewUrl
 
 from fedsender.embedded import appends
 from fedsender.embedded.facts import (
-    Elsewhere,
     KeyReused,
     Outdated,
     Record,
@@ -587,7 +586,7 @@ async def test_an_epoch_begins_with_each_writer_and_ends_the_one_before(new_url:
 
 async def test_consumers_are_stored(new_url: NewUrl) -> None:
     url = new_url("homeserver")
-    one = Consumer("one", 1, 2, 3, Handed("s", 4), True, "gone", {"GAP": 2}, 5, "1 of 2")
+    one = Consumer("one", 1, 2, 3, Handed("s", 4), True, "gone", {"GAP": 2}, 5)
     two = Consumer("two", 6, 7)
     async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("a" * 16)
@@ -641,39 +640,6 @@ async def test_a_relay_that_does_not_stand_by_is_refused_while_another_one_runs(
             with pytest.raises(LockHeld, match="another daemon runs as 'relay'"):
                 await second.begin_intake("b" * 16)
             nursery.cancel_scope.cancel()
-
-
-async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
-    new_url: NewUrl,
-) -> None:
-    """It was paused, say, and knows neither who follows now nor what they hold."""
-    url = new_url("homeserver")
-    async with open_relay_store(url, real_runtime(), SERVER) as store:
-        await store.begin_intake("a" * 16)
-        await store.append_records(
-            [
-                record(f"{n}", ["edu", ["to_device", SERVERS[0], f"{n}", {"a": "x"}]])
-                for n in range(9)
-            ]
-        )
-        await store.save_consumers([Consumer("c", 0, 0, acked=3)])
-        async with open_database(url, real_runtime(), name="test") as database:
-            await database.write(
-                lambda connection: appends.begin_epoch(connection, "relay", "b" * 16)
-            )
-        for change in (
-            partial(store.drop_through, 8),
-            partial(store.expire, 0, 9, 2**30),
-            partial(store.expire, 0, 0, 1),
-            partial(store.save_consumers, [Consumer("c", 0, 0, acked=9)]),
-            partial(store.save_consumers, [], removed=["c"]),
-            partial(store.forget_appends, 0),
-        ):
-            with pytest.raises(Elsewhere):
-                await change()
-        assert (await store.bounds())[:2] == (1, 9)
-        assert len((await rows_of_snapshot(store))["edus"]) == 9
-        assert [each.acked for each in await store.consumers()] == [3]
 
 
 async def test_a_database_belongs_to_one_relay(new_url: NewUrl) -> None:

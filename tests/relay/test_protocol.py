@@ -23,7 +23,6 @@ from fedsender_relay.protocol import (
     Relay,
     ReplicateFrom,
     Resync,
-    Shard,
     Snapshot,
 )
 
@@ -36,7 +35,6 @@ WORDS: list[tuple[str, Command]] = [
     ("ACK events 184220", Ack("events", 184220)),
     ("RESYNC events GAP 120001 184220", Resync("events", Reason.GAP, 120001, 184220)),
     ("JOIN events", Join("events")),
-    ("SHARD 1 3", Shard(1, 3)),
     (
         f"SNAPSHOT events 00000000000000180000.9f1c0a77 180000 48 11423110 {SHA256}",
         Snapshot("events", "00000000000000180000.9f1c0a77", 180000, 48, 11423110, SHA256),
@@ -64,11 +62,6 @@ def test_word_is_read_and_written(line: str, command: Command) -> None:
         f"RELAY 1 {EPOCH} events -1 2",
         "REPLICATE events 1 nonsense",
         f"REPLICATE events 1 {EPOCH} more",
-        "SHARD 1",
-        "SHARD 3 3",
-        "SHARD 0 0",
-        "SHARD -1 3",
-        "SHARD 1 10001",
         "ACK events",
         "ACK events -1",
         "ACK events 9999999999999999999",

@@ -82,7 +82,7 @@ async def test_its_notices_hold_a_store_of_ours_without_a_hot_loop(
 ) -> None:
     """POSITION comes in the same read as the refused row."""
     network, sink, store = HandNetwork(), RecordingSink(), MemoryStore()
-    feed = EmbeddedFeed(SETTINGS, runtime_with(network), store, sink, handles=lambda _: True)
+    feed = EmbeddedFeed(SETTINGS, runtime_with(network), store, sink)
 
     async def replay(theirs: trio.abc.Stream) -> None:
         # The feed leaves in the middle, and comes again.

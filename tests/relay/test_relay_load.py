@@ -415,9 +415,7 @@ def as_loaded(relay: Relay) -> _Loaded:
 
 
 async def load_into(store: Store, snapshot: LoadedSnapshot) -> Loaded:
-    return await load_snapshot(
-        own_store(store.homeserver), real_runtime().now_ms, snapshot, lambda _server: True
-    )
+    return await load_snapshot(own_store(store.homeserver), real_runtime().now_ms, snapshot)
 
 
 async def load(store: Store, relay: Relay) -> Loaded:

@@ -12,17 +12,17 @@ import pytest
 import trio
 import trio.testing
 from tests.relay.log_support import pdu, to_device
-from tests.relay.relay_world import Hands, World
+from tests.relay.relay_world import World
 
 from fedsender.embedded.facts import prepare_ephemeral
 from fedsender.replication.commands import Rdata, RdataBatches
 from fedsender.replication.endpoint import Disconnected
 from fedsender_lab.testing.clock import now_ms
 from fedsender_relay import line_stream
+from fedsender_relay.hub import SILENT_S
 from fedsender_relay.line_server import MAX_CONNECTIONS
 from fedsender_relay.line_stream import Wire
 from fedsender_relay.protocol import Connection, Ping
-from fedsender_relay.status import status_of
 
 Clock = trio.testing.MockClock
 
@@ -387,10 +387,27 @@ async def test_53_old_clients_read_and_hold_nothing(autojump_clock: Clock) -> No
         assert world.relay.registry.floor() is None
 
 
+async def test_a_silent_connection_leaves_its_name_to_the_next_one(autojump_clock: Clock) -> None:
+    """Its process is frozen, or its machine is gone: the next sender does not wait for 15 s."""
+    async with World().running() as world:
+        first = await world.follow("fedsender")
+        await world.append()
+        await first.until("RDATA events 1 ")
+        await trio.sleep(SILENT_S + 0.1)
+        second = world.connect()
+        await second.resume("fedsender", 0)
+        await second.until("RDATA events 1 ")
+        await world.append()
+        await second.until("RDATA events 2 ")
+        await trio.sleep(1)
+        assert world.state("fedsender") == "FOLLOW"
+        assert list(world.relay.hub.sessions) == [world.relay.hub.owners["fedsender"]]
+
+
 async def test_59_the_same_name_twice_is_refused_and_the_first_goes_on(
     autojump_clock: Clock,
 ) -> None:
-    """59: the ghost of a dead connection is gone after 15 s; until then its name is taken."""
+    """59: what it says is heard, so it lives."""
     async with World().running() as world:
         first = await world.follow("sender-1")
         second = world.connect()
@@ -466,88 +483,6 @@ async def test_a_consumer_that_lags_does_without_ephemeral_rows(autojump_clock: 
         for _ in range(3000):
             world.relay.hub.publish(prepare_ephemeral("typing", ["!r:hs.example", []]))
         assert world.relay.hub.counts.dropped_rows >= 1000
-
-
-# --- shares of several senders --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "overlap"),
-    [
-        ("0 1", "0 1", True),
-        ("0 2", "0 2", True),
-        ("0 2", "1 2", False),
-        ("0 2", "0 1", True),
-        ("1 2", "3 4", True),
-        ("1 2", "2 4", False),
-        ("0 2", "1 3", True),
-        (None, "0 1", False),
-    ],
-)
-async def test_who_sends_to_the_same_servers_as_a_connected_one_is_refused(
-    autojump_clock: Clock, first: str | None, second: str, overlap: bool
-) -> None:
-    """Both ways to begin; whoever says no share sends nothing that we know of."""
-    async with World().running() as world:
-        await world.append()
-        one = world.connect()
-        epoch = await one.introduce("sender-1")
-        await one.say(*([f"SHARD {first}"] if first else []), f"REPLICATE events 0 {epoch}")
-        await one.until("POSITION ")
-        for ask, answer in ((f"REPLICATE events 0 {epoch}", "POSITION "), ("JOIN events", "SNAP")):
-            two = world.connect()
-            await two.introduce("sender-2")
-            await two.say(f"SHARD {second}", ask)
-            if overlap:
-                assert (await two.error()).startswith("OVERLAP sender-1 is connected and sends to")
-                assert world.state("sender-2") is None
-            else:
-                await two.until(answer)
-            await two.leave()
-
-
-async def test_who_is_new_does_not_get_the_share_of_one_that_is_away(autojump_clock: Clock) -> None:
-    """The one that is away may owe these servers something, and says so when it is started."""
-    async with World().running() as world:
-
-        async def begin(name: str, shard: str) -> Hands:
-            hands = world.connect()
-            epoch = await hands.introduce(name)
-            await hands.say(f"SHARD {shard}", f"REPLICATE events 0 {epoch}")
-            return hands
-
-        async def follows(name: str, shard: str) -> None:
-            hands = await begin(name, shard)
-            await hands.until("POSITION ")
-            await hands.leave()
-
-        await follows("sender-1", "0 1")
-        hands = await begin("sender-2", "1 2")
-        assert (await hands.error()).startswith("OVERLAP sender-1 is known and sends to the same")
-        assert world.state("sender-2") is None
-        await follows("sender-1", "0 2")
-        await follows("sender-2", "1 2")
-        hands = await begin("sender-3", "0 2")
-        assert (await hands.error()).startswith("OVERLAP sender-1 is known")
-        world.relay.registry.forget("sender-1")
-        await follows("sender-3", "0 2")
-
-
-async def test_an_overlap_with_one_that_is_away_is_a_doubt(autojump_clock: Clock) -> None:
-    """It may come back: an operator is told, until one of them is forgotten."""
-    async with World().running() as world:
-        for name, shard in (("sender-1", "0 2"), ("sender-2", "1 2"), ("sender-2", "0 1")):
-            hands = world.connect()
-            epoch = await hands.introduce(name)
-            await hands.say(f"SHARD {shard}", f"REPLICATE events 0 {epoch}")
-            await hands.until("POSITION ")
-            await hands.leave()
-        (problem,) = (await status_of(world.relay)).problems
-        assert problem.startswith("sender-1 (share 0/2) and sender-2 (share 0/1) send to the same")
-    async with world.running():
-        assert len((await status_of(world.relay)).problems) == 1
-        world.relay.registry.forget("sender-1")
-        assert (await status_of(world.relay)).problems == []
 
 
 # --- the plain protocol ---------------------------------------------------------------------------

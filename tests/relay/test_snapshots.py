@@ -23,7 +23,7 @@ from fedsender.streams import Json
 from fedsender_relay import registry
 from fedsender_relay.daemon import open_relay
 from fedsender_relay.feed import Fetcher, State
-from fedsender_relay.load import Handles, Loaded, LoadedSnapshot
+from fedsender_relay.load import Loaded, LoadedSnapshot
 from fedsender_relay.registry import Patience
 from fedsender_relay.retention import TIDY_EVERY_S
 from fedsender_relay.snapshot import MANIFEST, SnapshotInfo, stream_part
@@ -448,8 +448,8 @@ async def test_many_that_join_at_once_find_the_newest_snapshot_spoiled(
 class Loading(MemoryStore):
     """A store that finds a to-device message and a redaction in every snapshot."""
 
-    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
-        loaded = await super().load_snapshot(snapshot, handles)
+    async def load_snapshot(self, snapshot: LoadedSnapshot) -> Loaded:
+        loaded = await super().load_snapshot(snapshot)
         servers, redacted = frozenset(["b.example"]), frozenset(["$e"])
         return Loaded(loaded.position, loaded.events, servers, redacted)
 

@@ -287,7 +287,7 @@ async def test_a_notice_holds_an_embedded_store_until_it_comes_as_an_event(
     ):
         network.otherwise = lambda theirs: nursery.start_soon(hs.serve, theirs)
         settings = LineSettings(ANYWHERE, SERVER, "sender-1")
-        feed = EmbeddedFeed(settings, runtime_with(network), store, sink, handles=lambda _: True)
+        feed = EmbeddedFeed(settings, runtime_with(network), store, sink)
         nursery.start_soon(feed.run)
         with structlog.testing.capture_logs() as logs:
             await trio.sleep(600)

@@ -14,7 +14,7 @@ from tests.store.test_sender import config
 from fedsender.matrix import shard_of
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.leases import DRIFT_S, LEASE_S
+from fedsender.store.leases import DRIFT_S, LEASE_S, LeaseLost
 from fedsender.store.membership import Missing, Standing, Walk
 from fedsender.store.sender import OwedReceipts
 
@@ -152,6 +152,26 @@ async def test_a_lease_that_nobody_renews_lapses_and_is_void(
     clock[0] += LEASE_S + DRIFT_S
     await members.void((await members.missing(standing, {})).lapsed)
     assert await members.put_in_force(standing, {})
+
+
+async def test_a_name_has_ended_once_nobody_can_write_under_it(
+    three: tuple[Store, Store, Store],
+) -> None:
+    """While its lease is renewed it acts. Once that lapses, nothing of it is committed."""
+    one, two, _ = three
+    clock = [0.0]
+    runtime = replace(real_runtime(), elapsed_s=lambda: clock[0])
+    one.sender.senders._runtime = runtime
+    await two.sender.let_lease_end()
+    assert not await one.sender.ended("fed2")
+    clock[0] += LEASE_S + 1
+    assert await two.sender.renew_lock()
+    assert not await one.sender.ended("fed2")
+    clock[0] += LEASE_S + 1
+    assert await one.sender.ended("fed2")
+    with pytest.raises(LeaseLost):
+        await two.sender.senders.note_stopped("x")
+    assert await one.sender.ended("fed9"), "nobody ever ran under it"
 
 
 async def test_a_name_under_which_nobody_ran_here_may_be_one_of_synapses_own_workers(

@@ -253,12 +253,6 @@ def upgrade() -> None:
         sa.Column("away_ms", sa.BigInteger(), nullable=False, comment="while the relay ran"),
         sa.Column("error", sa.Text(), nullable=True),
         sa.Column("full_syncs", sa.JSON(), nullable=False, comment="reason -> count"),
-        sa.Column(
-            "shard",
-            sa.Text(),
-            nullable=True,
-            comment="which servers it sends to; NULL: it did not say",
-        ),
         sa.PrimaryKeyConstraint("name"),
     )
     op.create_table(

@@ -41,7 +41,6 @@ from fedsender.config.policy import (
     leaves,
 )
 from fedsender.config.sections import (
-    CONSUMER_NAME,
     Admin,
     Consumer,
     Federation,
@@ -195,12 +194,6 @@ class Config(Section):
             return {}
         return {"allow": list(self.allow), "deny": list(self.deny)}
 
-    @property
-    def shares_database(self) -> bool:
-        """Whether several senders would be on one homeserver.database: a feed that each of them
-        follows by itself fills one for each."""
-        return self.homeserver.kind == "synapse" or self.feed.kind == "push"
-
     def handles(self, server: str) -> bool:
         """Whether `server` is ours among the federation senders, by Synapse's hash."""
         return self.sender_of(server) == self.instance_name
@@ -322,7 +315,7 @@ class Config(Section):
         if self.homeserver.kind == "synapse" and self.feed.kind in ("relay", "push"):
             place = ("feed", "kind")
             yield place, f"{self.feed.kind} fills tables of ours: homeserver.kind must be embedded"
-        if len(self.senders) > 1 and self.shares_database:
+        if len(self.senders) > 1:
             databases: dict[Location, str] = {
                 ("sender_database",): self.sender_database,
                 ("homeserver", "database"): self.homeserver.database,
@@ -331,8 +324,6 @@ class Config(Section):
                 if _file_of(url) is not None:
                     names = "homeserver.federation_sender_instances"
                     yield where, f"must be one PostgreSQL for all senders: {names} has several"
-        if self.feed.kind == "relay" and not re.search(CONSUMER_NAME, self.instance_name):
-            yield ("instance_name",), "must be 1 to 64 of a-z 0-9 _ . - where feed.kind is relay"
         senders = self.homeserver.federation_sender_instances
         if senders and self.instance_name not in senders:
             place = ("homeserver", "federation_sender_instances")
@@ -440,7 +431,7 @@ _GONE: Final[Mapping[str, str]] = {
     "feed.redis.path": "address has it: address: unix:/path",
     "feed.redis.port": "address has it: address: localhost:6379",
     "feed.relay.fetch_parallel": "four connections fetch a snapshot; remove it",
-    "feed.relay.name": "instance_name is the name there, too; remove it",
+    "feed.relay.name": "all senders have one name there, fedsender; remove it",
     "feed.tcp.name": "instance_name is the name there, too; remove it",
     "ledger.segment_bytes": "a file has 64 MiB, or a quarter of ledger.keep_bytes; remove it",
     "ledger.segment_every": "a new file begins each hour; remove it",

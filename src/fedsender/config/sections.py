@@ -457,8 +457,8 @@ class Relay(Section):
     )
     consumers: dict[Annotated[str, Field(pattern=CONSUMER_NAME)], Consumer] = Field(
         default_factory=dict,
-        description="Senders that may come over TCP, by the name that each gives itself,"
-        " {sender-1: {secret_file: FILE}}; by a Unix socket any may come.",
+        description="Consumers that may come over TCP, by the name that each gives itself,"
+        " {fedsender: {secret_file: FILE}} for our senders; by a Unix socket any may come.",
     )
     certificate_file: FilePath | None = Field(
         default=None, description="Our certificate: every ip:port then speaks TLS."

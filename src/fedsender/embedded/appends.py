@@ -3,10 +3,9 @@
 Each record is stored once, however often it comes: by the key of the id that the homeserver chose.
 A record, its token and its key are written in one transaction.
 
-Of several senders that share a store one takes appends, and the others read them. The row in
-`stream_epoch` names that instance and its epoch. An instance that begins replaces the row by its
-own. Each transaction that stores a record checks that row and locks it until its own end. So a
-sender that was paused stores nothing after another one has begun. Typing, presence and the ids of
+Of several senders that share a store one takes its feed, and the others read what it stores (see
+`taking`). The row in `stream_epoch` names that instance. Each transaction that stores something of
+the feed checks that row and locks it until its own end. Typing, presence and the ids of
 redacted events go to the other senders as notices: typing and presence stand in no table.
 """
 
@@ -28,6 +27,7 @@ from fedsender.embedded.facts import (
     ServersRow,
 )
 from fedsender.store import edus, positions, tables
+from fedsender.store.positions import NO_HISTORY
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows
 
 KEPT_MS: Final = 24 * 3600 * 1000
@@ -194,20 +194,42 @@ class News(NamedTuple):
     notices: Sequence[Notice]
 
 
-def begin_epoch(connection: Connection, instance: str, epoch: str) -> None:
-    """Take appends from now on, in place of any other instance."""
+def taker(connection: Connection) -> str | None:
+    """The instance that takes the feed; None: none ever has."""
+    return connection.execute(select(_epoch.c.instance_name)).scalar()
+
+
+def take(connection: Connection, instance: str, before: str | None, epoch: str | None) -> bool:
+    """Take the feed from now on, if it is still the one before that has it. Waits for the end of
+    what that one stores.
+
+    `epoch`: the history that begins; None: the feed's goes on, or is not known yet.
+    """
+    if connection.dialect.name == "postgresql":
+        # Where there is no row yet, two may come at once.
+        connection.exec_driver_sql("LOCK TABLE stream_epoch IN SHARE ROW EXCLUSIVE MODE")
+    row = connection.execute(select(_epoch).with_for_update()).first()
+    if row is not None and row.instance_name != before:
+        return False
+    history = (NO_HISTORY, 0) if row is None else (row.epoch, row.base)
+    if epoch is not None:
+        history = epoch, 0
     connection.execute(delete(_epoch))
-    connection.execute(_epoch.insert().values(epoch=epoch, base=0, instance_name=instance))
+    connection.execute(
+        _epoch.insert().values(epoch=history[0], base=history[1], instance_name=instance)
+    )
+    return True
 
 
-def check_epoch(connection: Connection, epoch: str | None) -> None:
-    """Raise Elsewhere if another instance has begun; none begins until this transaction ends."""
-    rows = connection.execute(_TAKER).all()
-    if [row.epoch for row in rows] != [epoch]:
-        raise Elsewhere(rows[0].instance_name if rows else None)
+def check_taker(connection: Connection, instance: str) -> None:
+    """Raise Elsewhere if another instance takes the feed; none begins until this transaction
+    ends."""
+    found = connection.execute(_TAKER).scalar()
+    if found != instance:
+        raise Elsewhere(found)
 
 
-_TAKER = select(_epoch.c.epoch, _epoch.c.instance_name).with_for_update(read=True)
+_TAKER = select(_epoch.c.instance_name).with_for_update(read=True)
 _STATE = select(
     select(positions.positions.c.stream_id)
     .where(positions.positions.c.type == "feed")
@@ -271,9 +293,3 @@ def forget_notices(connection: Connection, now_ms: int) -> None:
             )
         )
     )
-
-
-def store_key(connection: Connection) -> str:
-    """A name of this store that is unique in its database, in any schema."""
-    query = "SELECT 'stream_epoch'::regclass::oid"
-    return f"intake of {connection.exec_driver_sql(query).scalar_one()}"

@@ -17,14 +17,22 @@ from sqlalchemy import Connection, select
 
 from fedsender.embedded import appends, feeding, stays
 from fedsender.embedded.appends import News, Notice, Place
-from fedsender.embedded.facts import Answer, Record, RelayRow, RoomServers, ServersRow, stored_rows
-from fedsender.embedded.feeding import Steps
+from fedsender.embedded.facts import (
+    Answer,
+    Record,
+    RelayRow,
+    RoomServers,
+    ServersRow,
+    redacted_in,
+    stored_rows,
+)
+from fedsender.embedded.feeding import Step, Steps
 from fedsender.runtime import Runtime
 from fedsender.store import event_rows, positions, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import Database, reading, writing
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.lock import AdvisoryLock, Lock, LockHeld, lock_of
+from fedsender.store.lock import lock_of
 from fedsender.store.migrations import bring_up_to_date, claim_store
 from fedsender.store.opening import Homeserver, OpenDatabase, StoreConfig
 from fedsender.store.records import (
@@ -35,7 +43,7 @@ from fedsender.store.records import (
     Receipt,
 )
 from fedsender.store.statements import replace_rows
-from fedsender.streams import HostsRow, RedactionRow
+from fedsender.streams import HostsRow
 
 T = TypeVar("T")
 
@@ -44,26 +52,14 @@ MAX_SERVERS_KNOWN = 200_000
 
 
 class EmbeddedStore(HomeserverStore):
-    """The embedded store: what a feed brings is stored here, and read by senders.
+    """The embedded store: what a feed brings is stored here, and read by senders."""
 
-    Args:
-        intake_lock: held while we take appends; None: no other process can use this store.
-    """
-
-    def __init__(
-        self,
-        database: Database,
-        runtime: Runtime,
-        settings: HomeserverSettings,
-        intake_lock: Lock | None = None,
-    ) -> None:
+    def __init__(self, database: Database, runtime: Runtime, settings: HomeserverSettings) -> None:
         super().__init__(database, runtime, settings)
         self._here: LRUCache[str, frozenset[str]] = LRUCache(
             MAX_SERVERS_KNOWN, getsizeof=lambda servers: 1 + len(servers)
         )
         self._moves = 0
-        self._intake_lock = intake_lock
-        self._epoch: str | None = None
         # The newest token of the feed that we know to be stored. It falls only when the feed begins
         # anew.
         self._fed = -1
@@ -71,12 +67,12 @@ class EmbeddedStore(HomeserverStore):
     @property
     def alone(self) -> bool:
         """Whether no other sender reads this store."""
-        return not (self._settings.shared and len(self._settings.instances) > 1)
+        return len(self._settings.instances) == 1
 
     @property
     def known_to_others(self) -> bool:
         """Whether senders of other names may have sent events of this store."""
-        return self._settings.shared and self._database.dialect == "postgresql"
+        return self._database.dialect == "postgresql"
 
     def begin_anew(self) -> None:
         """Forget all that is known of the database: it was set back."""
@@ -172,7 +168,9 @@ class EmbeddedStore(HomeserverStore):
 
         def apply(connection: Connection) -> None:
             self._check_stored(connection, self._fed)
+            self._check_taker(connection)
             feeding.apply_tokens(connection, batch, now_ms)
+            self.tell_redacted(connection, redacted_in(row for _, rows in batch for row in rows))
 
         moving = _move_hosts(row for _, rows in batch for row in rows)
         with self._noticing(), self._hosts_moving() if moving else nullcontext():
@@ -191,19 +189,34 @@ class EmbeddedStore(HomeserverStore):
                 " an earlier state (a replica that was behind took over, or it was restored)"
             )
 
-    async def begin_intake(self, epoch: str) -> bool:
-        """Take the homeserver's appends under this epoch; False: another instance takes them."""
-        if self._intake_lock is not None:
-            try:
-                await self._intake_lock.take(await self._database.read(appends.store_key))
-            except LockHeld:
-                return False
+    def _check_taker(self, connection: Connection) -> None:
+        """Raise Elsewhere if another sender takes the feed."""
+        if not self.alone:
+            appends.check_taker(connection, self._settings.instance)
+
+    def tell_redacted(self, connection: Connection, event_ids: Iterable[str]) -> None:
+        """Tell the other senders, if there are any, that these events are redacted."""
+        if not self.alone:
+            told, instance = map(appends.redaction, event_ids), self._settings.instance
+            appends.store_notices(connection, instance, told, self._now_ms())
+
+    async def take_feed(self, epoch: str | None = None) -> bool:
+        """Take the feed; False: another sender of our list has it.
+
+        `epoch`: the history that begins; None: the one that is stored goes on.
+
+        Raises Elsewhere if another sender takes it at the same moment.
+        """
+        me = self._settings.instance
+        before = await self._database.read(appends.taker)
+        others = {*self._settings.instances} - {me}
+        if before in others and not await self.ended(before):
+            return False
+        take = partial(appends.take, instance=me, before=before, epoch=epoch)
+        if not await self._database.write(take):
+            return False
         await self.drop_unfinished_load()
         await self.feed_position()
-        self._epoch, instance = epoch, self._settings.instance
-        await self._database.write(
-            lambda connection: appends.begin_epoch(connection, instance, epoch)
-        )
         return True
 
     async def feed_news(self, after: Place | None) -> News:
@@ -221,20 +234,14 @@ class EmbeddedStore(HomeserverStore):
 
         Raises Elsewhere, and SetBack if tokens are gone that we gave.
         """
-        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
+        now_ms = self._now_ms()
 
         def append(connection: Connection) -> list[Answer]:
             self._check_stored(connection, self._fed)
-            appends.check_epoch(connection, epoch)
+            self._check_taker(connection)
             make_rows = partial(feeding.Rows, now_ms)
             answers = appends.append_records(connection, records, now_ms, make_rows)
-            if not self.alone:
-                told = [
-                    appends.redaction(row.target)
-                    for row in stored_rows(records, answers)
-                    if isinstance(row, RedactionRow)
-                ]
-                appends.store_notices(connection, instance, told, now_ms)
+            self.tell_redacted(connection, redacted_in(stored_rows(records, answers)))
             return answers
 
         moving = _move_hosts(row for record in records for row in record.rows)
@@ -273,10 +280,10 @@ class EmbeddedStore(HomeserverStore):
 
         Returns the newest stream id of the receipts; None: there were none. Raises Elsewhere.
         """
-        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
+        instance, now_ms = self._settings.instance, self._now_ms()
 
         def store(connection: Connection) -> int | None:
-            appends.check_epoch(connection, epoch)
+            self._check_taker(connection)
             if not self.alone:
                 appends.store_notices(connection, instance, notices, now_ms)
             return feeding.store_receipts(connection, receipts) if receipts else None
@@ -296,12 +303,8 @@ class EmbeddedStore(HomeserverStore):
     @writing
     def begin_history(self, connection: Connection, history: History) -> None:
         """Store the history that the feed's tokens belong to from now on."""
+        self._check_taker(connection)
         positions.set_feed_history(connection, history)
-
-    @writing
-    def store_receipts(self, connection: Connection, receipts: Sequence[Receipt]) -> int:
-        """Store receipts for servers that do not answer now; returns their newest stream id."""
-        return feeding.store_receipts(connection, receipts)
 
     async def drop_unfinished_load(self) -> None:
         """Remove the rows of an interrupted load; before the feed stores anything."""
@@ -320,7 +323,11 @@ class EmbeddedStore(HomeserverStore):
                 step, value = await self._runtime.run_sync(go_on, limiter=limiter)
                 if step is None:
                     return cast(T, value)
-                result = await self._database.write(step)
+                result = await self._database.write(partial(self._as_taker, step))
+
+    def _as_taker(self, step: Step, connection: Connection) -> Any:
+        self._check_taker(connection)
+        return step(connection)
 
 
 def _move_hosts(rows: Iterable[RelayRow]) -> bool:
@@ -341,21 +348,13 @@ async def open_embedded(
         if config.server_name is not None:
             claim = partial(claim_store, server_name=config.server_name, relay=False)
             await main.write(claim)
-        intake_lock = None
-        if main.dialect == "postgresql":
-            intake_lock = AdvisoryLock(main.url, runtime, config.homeserver.instance)
-        try:
-            # A homeserver that feeds us has left out what others are not to know.
-            yield Homeserver(
-                EmbeddedStore(main, runtime, config.homeserver, intake_lock),
-                EduStore(main, device_names=True),
-                main,
-                lock_of(main.url, runtime, of_one=True, instance=config.homeserver.instance),
-            )
-        finally:
-            if intake_lock is not None:
-                with trio.CancelScope(shield=True):
-                    await intake_lock.release()
+        # A homeserver that feeds us has left out what others are not to know.
+        yield Homeserver(
+            EmbeddedStore(main, runtime, config.homeserver),
+            EduStore(main, device_names=True),
+            main,
+            lock_of(main.url, runtime, of_one=True, instance=config.homeserver.instance),
+        )
 
 
 def own_store(store: HomeserverStore) -> EmbeddedStore:

@@ -78,7 +78,6 @@ def store_config(config: Config) -> StoreConfig:
             config.senders,
             homeserver.event_writers,
             homeserver.device_names,
-            shared=config.feed.kind == "push",
         ),
         homeserver_url=database_url(homeserver.database, password),
         sender_url=database_url(config.sender_database, config.sender_database_password_file),
@@ -154,6 +153,7 @@ async def open_store(
         if isinstance(ours, AdvisoryLock):
             lease = Lease(ours, runtime, instance, config.here)
         sender = SenderStore(own, runtime, lock, instance, lease, fenced)
+        homeserver.store.ended = sender.ended
         try:
             yield Store(homeserver.store, sender, homeserver.edus, ReceiptRecords(own))
         finally:

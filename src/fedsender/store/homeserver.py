@@ -9,7 +9,7 @@ ask, is a function of a connection in a module beside this one: `event_rows`, `d
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -134,6 +134,10 @@ class NotThere(Exception):
     """Events that were read are gone: with their room, or with the state of the database."""
 
 
+async def _all_act(_instance: str) -> bool:
+    return False
+
+
 class HomeserverStore(ABC):
     """What a sender asks of a homeserver's database, and what it writes there.
 
@@ -142,6 +146,7 @@ class HomeserverStore(ABC):
     Attributes:
         warnings: what an operator should know about the database, in sentences.
         set_back: set once a write finds the database in an earlier state than we left it in.
+        ended: whether nobody acts under another sender's name: see `SenderStore.ended`.
     """
 
     def __init__(self, database: Database, runtime: Runtime, settings: HomeserverSettings) -> None:
@@ -162,6 +167,7 @@ class HomeserverStore(ABC):
         self._has_timeline: bool | None = None
         self.set_back = trio.Event()
         self.set_back_because = ""
+        self.ended: Callable[[str], Awaitable[bool]] = _all_act
 
     @property
     @abstractmethod

@@ -160,21 +160,9 @@ class Membership:
     async def missing(self, standing: Standing, places: Mapping[str, bool]) -> Missing:
         """The senders that keep this change from coming into force; asked again and again.
 
-        A lease has lapsed if it ends, and its row has not changed for as long as we look.
-
         `places`: by name whether a sender that is not ours was the last one under it.
         """
-        rows = await self.holders()
-        now_s = self._runtime.elapsed_s()
-        for name, row in rows.items():
-            if self._watched.get(name, (None, 0.0))[0] != row:
-                self._watched[name] = row, now_s
-
-        def lapsed(name: str) -> bool:
-            row, since_s = self._watched[name]
-            ends = row.ends or row.holder == NOBODY
-            return ends and now_s - since_s >= LEASE_S + DRIFT_S
-
+        rows, lapsed = await self._watch()
         running: list[str] = []
         gone: dict[str, Holder] = {}
         for name in standing.in_force:
@@ -185,24 +173,47 @@ class Membership:
                 continue
             row = rows[name]
             if row.sends(standing.change):
-                if lapsed(name):
+                if name in lapsed:
                     gone[name] = row
                 else:
                     running.append(name)
         waiting = {
             name
             for name, each in rows.items()
-            if each.holder != NOBODY and not each.sends(standing.change) and not lapsed(name)
+            if each.holder != NOBODY and not each.sends(standing.change) and name not in lapsed
         }
         absent = [name for name in standing.wanted if name not in waiting]
         return Missing(running, absent, gone)
 
+    async def _watch(self) -> tuple[dict[str, Holder], set[str]]:
+        """The row of each name's lease, and the names whose lease has lapsed: it ends, and its row
+        has not changed for as long as we look."""
+        rows = await self.holders()
+        now_s = self._runtime.elapsed_s()
+        for name, row in rows.items():
+            if self._watched.get(name, (None, 0.0))[0] != row:
+                self._watched[name] = row, now_s
+        return rows, {
+            name
+            for name, row in rows.items()
+            if (row.ends or row.holder == NOBODY)
+            and now_s - self._watched[name][1] >= LEASE_S + DRIFT_S
+        }
+
+    async def acts(self, name: str) -> bool:
+        """Whether somebody may act under another name; asked again and again. If its lease has
+        lapsed, it is void from now on."""
+        rows, lapsed = await self._watch()
+        if name not in rows or (rows[name].holder == NOBODY and rows[name].stands):
+            return False
+        return name not in lapsed or not await self.void({name: rows[name]})
+
     @writing
-    def void(self, connection: Connection, lapsed: Mapping[str, Holder]) -> None:
-        """Take the leases from those whose rows are still as they were seen."""
-        place = connection.scalar(PLACE)
+    def void(self, connection: Connection, lapsed: Mapping[str, Holder]) -> bool:
+        """Take the leases from those whose rows are still as they were seen; whether all are."""
+        place, taken = connection.scalar(PLACE), 0
         for name, row in sorted(lapsed.items()):
-            connection.execute(
+            taken += connection.execute(
                 update(leases)
                 .where(
                     leases.c.instance_name == name,
@@ -210,7 +221,8 @@ class Membership:
                     leases.c.renewal == row.renewal,
                 )
                 .values(holder=NOBODY, ends=False, place=place)
-            )
+            ).rowcount
+        return taken == len(lapsed)
 
     @writing
     def put_in_force(

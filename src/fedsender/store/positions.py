@@ -35,7 +35,7 @@ from sqlalchemy import (
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
 from fedsender.store.records import Generation, History
-from fedsender.store.statements import replace_rows, upsert
+from fedsender.store.statements import replace_rows
 from fedsender.waiting import BeginAnew
 
 positions = tables.federation_stream_position
@@ -232,17 +232,18 @@ def end_load(connection: Connection) -> None:
     connection.execute(delete(positions).where(positions.c.type.in_((_LOAD, _LOAD_STEP))))
 
 
+NO_HISTORY = ""
+"""Stands where the sender that takes the feed is known, and no history is."""
+
+
 def feed_history(connection: Connection) -> History | None:
     """The history that the feed's tokens belong to; None before the first one is known."""
     row = connection.execute(select(tables.stream_epoch)).first()
-    return None if row is None else History(row.epoch, row.base)
+    return None if row is None or row.epoch == NO_HISTORY else History(row.epoch, row.base)
 
 
 def set_feed_history(connection: Connection, history: History) -> None:
     """Store the history in place of any other."""
-    connection.execute(delete(tables.stream_epoch))
-    connection.execute(
-        upsert(connection.dialect.name, tables.stream_epoch).values(
-            epoch=history.epoch, base=history.base
-        )
-    )
+    table, values = tables.stream_epoch, {"epoch": history.epoch, "base": history.base}
+    if not connection.execute(update(table).values(values)).rowcount:
+        connection.execute(table.insert().values(values))

@@ -14,10 +14,9 @@ class HomeserverSettings:
 
     Attributes:
         instance: our name in `federation_stream_position`.
-        instances: all configured senders, ourselves among them.
+        instances: all senders, ourselves among them: they read one database.
         event_writers: the instances that write the events stream.
         device_names: whether other servers are told the names of devices.
-        shared: whether `instances` all read one embedded store; a Synapse's they do in any case.
     """
 
     kind: Literal["embedded", "synapse"]
@@ -25,7 +24,6 @@ class HomeserverSettings:
     instances: tuple[str, ...]
     event_writers: tuple[str, ...] = ("master",)
     device_names: bool = False
-    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

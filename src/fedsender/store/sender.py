@@ -682,19 +682,6 @@ class SenderStore:
         """Whether other instances may use this database too: it is a PostgreSQL."""
         return self._database.dialect == "postgresql"
 
-    @reading
-    def records_of_others(
-        self, connection: Connection, handles: Callable[[str], bool]
-    ) -> dict[str, int]:
-        """By table the number of rows of servers that are not ours."""
-        found: dict[str, int] = {}
-        for table in tables.PER_DESTINATION:
-            query = select(table.c.destination, func.count()).group_by(table.c.destination)
-            for destination, rows in connection.execute(query):
-                if destination is not None and not handles(destination):
-                    found[table.name] = found.get(table.name, 0) + rows
-        return found
-
     # --- generation and lock ----------------------------------------------------------------------
 
     @writing
@@ -759,6 +746,14 @@ class SenderStore:
         """End all sessions that write under another name, whose lease is void; waits until they
         are gone."""
         await again(partial(self._lock.evict, instance), LockUnknown, _LOCK_PAUSE)
+
+    async def ended(self, instance: str) -> bool:
+        """Whether nobody acts under another name any more; asked again and again. What somebody
+        had under way there is committed by now, or never is."""
+        if await self.senders.acts(instance):
+            return False
+        await self.evict(instance)
+        return True
 
     @property
     def leased(self) -> bool:

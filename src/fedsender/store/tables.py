@@ -324,7 +324,6 @@ relay_consumers = Table(
     Column("away_ms", BigInteger, nullable=False, comment="while the relay ran"),
     Column("error", Text),
     Column("full_syncs", JSON, nullable=False, comment="reason -> count"),
-    Column("shard", Text, comment="which servers it sends to; NULL: it did not say"),
 )
 
 # --- the sender's own -----------------------------------------------------------------------------

@@ -7,8 +7,7 @@ Synapse's sender goes on from the tables that we kept correct: the events positi
 to each server, LSSO, to-device messages and device lists. It does not read the tables of our own.
 So before it may start again, these are searched for three things: events and EDUs in quarantine,
 events that are to be sent again, and transactions that left and were not answered. Sticky events
-(MSC4354) that are to be sent again go into Synapse's own list of such debts. Where the homeserver's
-tables are our own, too (behind a relay), all that they owe is counted.
+(MSC4354) that are to be sent again go into Synapse's own list of such debts.
 """
 
 from collections import Counter
@@ -26,7 +25,7 @@ from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Redelivery, Settlement
-from fedsender.switching.senders import owed_in_words, until_member
+from fedsender.switching.senders import until_member
 from fedsender.telemetry import Metrics
 
 PAGE: Final = 1000
@@ -73,8 +72,7 @@ async def hand_back(
         accept_loss: no obstacle is a reason to refuse.
 
     Raises:
-        ConfigError: there is no Synapse behind this configuration, nor another sender on its list;
-            or we hold records that by that list belong to other senders, which cannot see them.
+        ConfigError: there is no Synapse behind this configuration, nor another sender on its list.
         LockHeld: the daemon is still running.
         StoreError: a database is not one that we know, or of a version outside the tested range.
     """
@@ -88,8 +86,7 @@ async def hand_back(
         frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
         sticky, again = await _redeliveries(store, config)
         sticky |= await _passed_sticky(store, config)
-        here = await _only_here(store, config)
-        losses = [*await _quarantined(store, config), *again, *here]
+        losses = [*await _quarantined(store, config), *again]
         repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
         refused = not accept_loss and (losses or (repeats and not accept_repeats))
         notes = [] if refused else await _settle(store, ledger, runtime, config, frozen)
@@ -201,18 +198,6 @@ async def _leave_sticky(store: Store, sticky: Mapping[Redelivery, int]) -> None:
     await store.homeserver.leave_sticky(first)
     for each in sticky:
         await store.sender.redelivered(each.destination, [each.event_id])
-
-
-async def _only_here(store: Store, config: Config) -> list[str]:
-    """One sentence on what is owed, if the next sender does not read our homeserver tables."""
-    if store.homeserver.known_to_others:
-        return []
-    owed = await owed_in_words(store.homeserver, config.handles)
-    receipts = (await store.receipts.load(config.instance_name, config.handles)).debts
-    unread = len(receipts)
-    told = [f"servers that are owed receipts: {unread}"] if unread else []
-    cannot = f"{_next(config)} cannot see our homeserver.database"
-    return [f"{each}; {cannot}" for each in ([owed] if owed else []) + told]
 
 
 def _next(config: Config) -> str:

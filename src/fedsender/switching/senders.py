@@ -7,11 +7,10 @@ positions are written. It waits, and so does each that is new. When all old ones
 their leases have lapsed, and a process waits under each new name, any of them puts the list in
 force, and all go on by it. No record moves: who sends to a server goes by what is on record of it.
 
-Elsewhere each sender has databases that no other one reads (a relay feeds each of them). There the
-configuration's list counts, and it changes only when nothing is owed to a server that leaves us.
+An SQLite belongs to one sender: there the configuration's list counts, which names it alone.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
@@ -23,7 +22,6 @@ from fedsender.runtime import Runtime
 from fedsender.store import Store, StoreError, positions, store_config
 from fedsender.store.connections import checked_url
 from fedsender.store.engine import open_database
-from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.leases import LEASE_S, NOBODY, Waits
 from fedsender.store.membership import Holder, Membership, Missing, Standing
 from fedsender.store.migrations import look_for_command
@@ -36,7 +34,6 @@ __all__ = [
     "change_list",
     "change_list_of",
     "describe_list",
-    "owed_in_words",
     "until_changed",
     "until_member",
 ]
@@ -50,17 +47,6 @@ DRAIN_S: Final = 3.0
 """How long a sender gives what is in flight, before it stops for a change."""
 LOOK_EVERY_S: Final = 0.5
 WATCH_EVERY_S: Final = 1.0
-NAMED: Final = 5
-"""Servers that a sentence names; it counts the others."""
-
-_WORDS: Final = {
-    "frozen_transactions": "frozen transactions",
-    "quarantine": "items in quarantine",
-    "redeliveries": "events to redeliver",
-    "receipt_debts": "servers with receipts owed",
-}
-"""Tables with rows that must not be left where their server's next sender cannot see them. It makes
-its own rows of the others (waits, catch-ups under way): it may repeat items, and loses none."""
 
 
 class NotChanged(StoreError):
@@ -79,9 +65,6 @@ async def until_member(
 
     Until then we wait, and `waits` is told why: a change is under way, or the list does not name
     us.
-
-    Raises ConfigError if, with databases of our own, something would be left there that the next
-    sender of a server cannot see.
     """
     senders = store.sender.senders
     if is_shared(store):
@@ -89,7 +72,9 @@ async def until_member(
         if len(found) > 1:
             await store.sender.let_lease_end()
     else:
-        found = await _own_list(store, config)
+        found = config.senders
+        if await senders.standing() != Standing(found):
+            await senders.follow(found, _places(await store.homeserver.senders()))
     walk = await senders.walk()
     store.homeserver.use_list(found, None if walk is None else walk.upto)
     return found
@@ -179,8 +164,8 @@ async def until_changed(store: Store, senders: Sequence[str]) -> None:
 async def _membership(config: Config, runtime: Runtime) -> AsyncIterator[Membership]:
     """The list, for a command. Raises ConfigError where no other sender can see it."""
     url = store_config(config).sender_url
-    if not config.shares_database or checked_url(url).get_backend_name() != "postgresql":
-        text = "must be a PostgreSQL that all senders share (and not behind a relay)"
+    if checked_url(url).get_backend_name() != "postgresql":
+        text = "must be a PostgreSQL that all senders share"
         raise ConfigError(config.problem(("sender_database",), text))
     async with open_database(url, runtime, name="sender") as database:
         await look_for_command(database, "sender")
@@ -279,67 +264,3 @@ async def change_list(
         why = _in_words(await senders.missing(now, {}))
         if runtime.elapsed_s() - began_s >= STOP_S:
             await senders.withdraw(change)
-
-
-# --- a list for databases of our own --------------------------------------------------------------
-
-
-async def _own_list(store: Store, config: Config) -> tuple[str, ...]:
-    senders, wanted = store.sender.senders, config.senders
-    standing = await senders.standing()
-    before = () if standing is None else standing.in_force
-    if before == wanted:
-        return wanted
-    _refuse_what_is_left(await store.sender.records_of_others(config.handles))
-    if before and not store.homeserver.known_to_others:
-        await _refuse_while_owed(store.homeserver, config.with_senders(before), config)
-    await senders.follow(wanted, _places(await store.homeserver.senders()))
-    return wanted
-
-
-def _refuse_what_is_left(left: Mapping[str, int]) -> None:
-    counted = ", ".join(f"{left[name]} {text}" for name, text in _WORDS.items() if name in left)
-    if counted:
-        raise ConfigError(
-            f"homeserver.federation_sender_instances: by this list {counted} belong to other"
-            " senders, who cannot see our sender_database: start once more with the old list until"
-            " they are sent, released or dropped (see `fedsender why` and `fedsender quarantine"
-            " list`)"
-        )
-
-
-async def _refuse_while_owed(homeserver: HomeserverStore, before: Config, now: Config) -> None:
-    """Refuse a list by which servers leave us that our own homeserver tables owe something to."""
-
-    def leaves(server: str) -> bool:
-        was_ours = now.instance_name not in before.senders or before.handles(server)
-        return was_ours and not now.handles(server)
-
-    if owed := await owed_in_words(homeserver, leaves):
-        raise ConfigError(
-            "homeserver.federation_sender_instances: by this list servers change hands, and their"
-            f" new sender cannot see our homeserver.database, where this is {owed}. Start once more"
-            " with the old list, the others stopped; change it when nothing is owed to these"
-            " servers (`fedsender destinations --behind`), or give it up with `fedsender purge`"
-        )
-
-
-async def owed_in_words(homeserver: HomeserverStore, concerns: Callable[[str], bool]) -> str | None:
-    """The sum of what the homeserver's tables owe to these servers, in words; None: nothing."""
-    names, rooms, messages, changes = [], 0, 0, 0
-    for each in await homeserver.lagging():
-        if not concerns(each.destination):
-            continue
-        pending = await homeserver.pending_counts(each.destination)
-        if pending.rooms or pending.to_device or pending.device_lists:
-            names.append(each.destination)
-            rooms += pending.rooms
-            messages += pending.to_device
-            changes += pending.device_lists
-    if not names:
-        return None
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return (
-        f"owed to {', '.join(names[:NAMED])}{more}: rooms with events {rooms}, to-device messages"
-        f" {messages}, device list changes {changes}"
-    )

@@ -207,7 +207,7 @@ async def _fill(stage: Stage, cell: Cell, receipts: int) -> int:
         await homeserver.commit_fan_out(newest, owed, dict.fromkeys(back, 1))
         for start in range(0, receipts, RECEIPTS_AT_ONCE):
             some = of_receipts[start : start + RECEIPTS_AT_ONCE]
-            newest_receipt = await homeserver.store_receipts(some)
+            newest_receipt = await homeserver.store_ephemeral(some, []) or 0
         if receipts:
             debts = OwedReceipts(newest_receipt, dict.fromkeys(back, 0))
             await store.receipts.save(instance, debts, OwedReceipts())

@@ -24,7 +24,7 @@ from fedsender.telemetry import configure_logging
 from fedsender_lab.demo import process
 from fedsender_lab.demo.appending import open_told_daemon
 from fedsender_lab.demo.hostile import run_hostile
-from fedsender_lab.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
+from fedsender_lab.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, DaemonProcess
 from fedsender_lab.demo.relayed import Relayed, loaded_events, open_relayed
 from fedsender_lab.demo.report import (
     PARTS,
@@ -159,8 +159,9 @@ PATIENCE_SECONDS = 60.0
 """A run without a new delivery for so long has failed."""
 CALM_SECONDS, CHAOS_SECONDS = 5.0, 14.0
 """The time over which the events are spread."""
-LOST, FOUND = 0.35, 0.65
-"""The start and end of one daemon's absence, as parts of a chaotic run with a relay."""
+LOST, FOUND = 0.85, 0.95
+"""Start and end of the daemon's absence, as parts of a chaotic run with a relay: late, when all
+servers are well again."""
 SMALL_GAP_EVENTS = 3
 BURST_EVENTS = 10
 ARRIVAL_SECONDS = 15.0
@@ -262,7 +263,7 @@ class _Run:
     directory: Path
     homeserver: Homeserver
     receivers: Receivers
-    daemons: Daemons
+    daemon: DaemonProcess
     relayed: Relayed | None
     plot: Plot
     rng: random.Random
@@ -280,15 +281,11 @@ class _Run:
         return judge(
             self.homeserver.steps,
             self.receivers,
-            ledger_of(self.directories()),
+            ledger_of([self.daemon.directory]),
             gap_events=CATCH_UP_GAP_EVENTS,
             kills_ms=self.kills_ms,
-            loaded=set().union(*map(loaded_events, self.directories())) if self.relayed else (),
+            loaded=loaded_events(self.daemon.directory) if self.relayed else (),
         )
-
-    def directories(self) -> list[Path]:
-        """The senders' directories."""
-        return [daemon.directory for daemon in self.daemons.each.values()]
 
 
 async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
@@ -297,12 +294,12 @@ async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
         with trio.move_on_after(CONNECT_SECONDS):
             await run.homeserver.asked.wait()
         if not run.homeserver.asked.is_set():
-            raise DaemonDied(f"never asked for the stream\n{run.daemons.last_words()}")
+            raise DaemonDied(f"never asked for the stream\n{run.daemon.last_words()}")
         if run.relayed is not None:
             await run.relayed.level()
         await _play(run)
         await _wait_until_complete(run)
-        exit_code = await run.daemons.stop()
+        exit_code = await run.daemon.stop()
         # Once more: what came during the drain counts too, above all what should not have come.
         final = run.verdict()
         complaints = _complaints(run, final, exit_code)
@@ -317,7 +314,7 @@ async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
 
 @asynccontextmanager
 async def _open_run(options: DemoOptions, directory: Path, report: Report) -> AsyncIterator[_Run]:
-    """Open receiving servers, homeserver, and the daemon or the relay with its daemons."""
+    """Open receiving servers, homeserver, and the daemon or the relay with its daemon."""
     runtime = real_runtime()
     rng = random.Random(options.seed)
     signer = process.write_signing_key(directory, runtime.entropy(32))
@@ -329,7 +326,7 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
         stage = homeserver.create_room(names, staged=True) if options.chaos else None
         plot = chaotic(names, options.events) if options.chaos else calm(names)
         way = _open_relayed if options.relay else _open_direct
-        async with way(homeserver, directory, receivers.ca_file, runtime) as (daemons, relayed):
+        async with way(homeserver, directory, receivers.ca_file, runtime) as (daemon, relayed):
             report.say("started", servers=len(names), rooms=options.rooms, relay=options.relay)
             yield _Run(
                 options,
@@ -337,7 +334,7 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
                 directory,
                 homeserver,
                 receivers,
-                daemons,
+                daemon,
                 relayed,
                 plot,
                 rng,
@@ -348,20 +345,20 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
 @asynccontextmanager
 async def _open_direct(
     homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
-) -> AsyncIterator[tuple[Daemons, None]]:
+) -> AsyncIterator[tuple[DaemonProcess, None]]:
     """One daemon, and the homeserver that appends to it."""
     config = process.configuration(directory, process.push_feed(directory), ca_file)
     async with open_told_daemon(homeserver, directory, config, runtime) as daemon:
-        yield Daemons({"fedsender": daemon}, lambda _server: "fedsender"), None
+        yield daemon, None
 
 
 @asynccontextmanager
 async def _open_relayed(
     homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
-) -> AsyncIterator[tuple[Daemons, Relayed]]:
-    """A relay, and two daemons that follow it."""
+) -> AsyncIterator[tuple[DaemonProcess, Relayed]]:
+    """A relay, and a daemon that follows it."""
     async with open_relayed(homeserver, directory, ca_file, runtime) as relayed:
-        yield relayed.daemons, relayed
+        yield relayed.daemon, relayed
 
 
 def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.Random) -> None:
@@ -419,7 +416,7 @@ async def _change(run: _Run, change: Change) -> None:
         await _say_on_stage(run, SMALL_GAP_EVENTS)
     if change.woken:
         server.origin_woken(run.homeserver.name)
-        await run.daemons.wake([change.server])
+        await run.daemon.wake([change.server])
 
 
 async def _say_on_stage(run: _Run, number: int) -> None:
@@ -453,33 +450,30 @@ async def _kill(run: _Run) -> None:
     for _ in range(BURST_EVENTS):
         run.homeserver.act()
     await trio.sleep(POLL_SECONDS)
-    # Of several daemons the one whose server has a small gap just then.
-    daemon = run.daemons.of(run.plot.server(AWAY_SHORT))
-    await daemon.kill()
+    await run.daemon.kill()
     _note_kill(run)
-    await daemon.start()
+    await run.daemon.start()
 
 
 def _note_kill(run: _Run) -> None:
     run.kills.append(trio.current_time())
     run.kills_ms.append(real_runtime().now_ms())
     run.receivers.origin_killed(run.homeserver.name)
-    run.report.say("killed", starts=run.daemons.starts)
+    run.report.say("killed", starts=run.daemon.starts)
 
 
 async def _cut_off(run: _Run, number: int) -> None:
-    """Keep the daemon that is not killed away until the relay has deleted the log it needs."""
+    """Keep the daemon away until the relay has deleted the log that it needs."""
     events = run.options.events
     assert run.relayed is not None
     if run.stage is None or number not in (int(events * LOST), int(events * FOUND)):
         return
     if number == int(events * LOST):
-        killed = run.daemons.owner(run.plot.server(AWAY_SHORT))
-        await run.relayed.lose(next(name for name in run.daemons.each if name != killed))
+        await run.daemon.kill()
         _note_kill(run)
     else:
         await run.relayed.find(run.stage)
-        run.report.say("found again", starts=run.daemons.starts)
+        run.report.say("found again", starts=run.daemon.starts)
 
 
 async def _wait_until_complete(run: _Run) -> None:
@@ -519,7 +513,7 @@ def _figures(run: _Run, final: Verdict, exit_code: int, seconds: float) -> dict[
         "large_gaps": final.large_gaps,
         "small_gaps": final.small_gaps,
         "kicked_away": _kicked_away(run),
-        "daemon_starts": run.daemons.starts,
+        "daemon_starts": run.daemon.starts,
         "full_syncs": 0 if run.relayed is None else run.relayed.full_syncs,
         "daemon_cpu_s": round(used.ru_utime + used.ru_stime, 3),
         "daemon_max_rss_mb": round(used.ru_maxrss / unit, 1),
@@ -551,11 +545,11 @@ def _complaints(run: _Run, final: Verdict, exit_code: int) -> dict[str, list[str
         "missing": final.missing,
         "wrong": final.wrong,
         "rules broken": [f"{each.server}: {each.rule}: {each.detail}" for each in violations.first],
-        "not on record": unrecorded(run.receivers, ledger_of(run.directories()), run.kills),
+        "not on record": unrecorded(run.receivers, ledger_of([run.daemon.directory]), run.kills),
         TOO_TAME: tame,
-        "still owed": [text for place in run.directories() for text in still_owed(place)],
+        "still owed": still_owed(run.daemon.directory),
         "daemon": [
             *([f"exit code {exit_code}"] if exit_code else []),
-            *run.daemons.errors(),
+            *run.daemon.errors(),
         ],
     }

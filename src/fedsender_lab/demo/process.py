@@ -5,9 +5,8 @@ import signal
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,44 +273,3 @@ async def open_daemon_process(
         await daemon.start()
         yield daemon
         nursery.cancel_scope.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class Daemons:
-    """The senders of a run, one or several, as one.
-
-    Attributes:
-        each: by instance name.
-        owner: the instance name that sends to a server.
-    """
-
-    each: Mapping[str, DaemonProcess]
-    owner: Callable[[str], str]
-
-    def of(self, server: str) -> DaemonProcess:
-        """The sender that handles this server."""
-        return self.each[self.owner(server)]
-
-    async def wake(self, servers: Sequence[str]) -> None:
-        """Tell the senders that these servers are up, each for its own; raises DaemonDied."""
-        for name, daemon in self.each.items():
-            mine = [server for server in servers if self.owner(server) == name]
-            if mine and not daemon.away:
-                await daemon.wake(mine)
-
-    async def stop(self) -> int:
-        """Ask all to drain and end; return the largest exit code. Raises DaemonDied."""
-        return max([await daemon.stop() for daemon in self.each.values()])
-
-    @property
-    def starts(self) -> int:
-        """The number of starts of all together."""
-        return sum(daemon.starts for daemon in self.each.values())
-
-    def errors(self) -> list[str]:
-        """Every line that any of them logged as an error."""
-        return [line for daemon in self.each.values() for line in daemon.errors()]
-
-    def last_words(self) -> str:
-        """The last lines that each of them logged."""
-        return "\n".join(daemon.last_words() for daemon in self.each.values())

@@ -1,7 +1,7 @@
-"""The demo's homeserver behind a relay, and two senders that only the relay feeds.
+"""The demo's homeserver behind a relay, and a sender that only the relay feeds.
 
-Relay and senders are processes of their own, each with files of its own, as on three hosts. The
-relay keeps so little of its log that a sender that is away for a while needs a snapshot.
+Relay and sender are processes of their own, each with files of its own, as on two hosts. The relay
+keeps so little of its log that a sender that is away for a while needs a snapshot.
 """
 
 import sqlite3
@@ -14,13 +14,11 @@ from typing import Any
 
 import trio
 
-from fedsender.config import load
 from fedsender.runtime import Runtime
 from fedsender_lab.demo.appending import tell
 from fedsender_lab.demo.process import (
     DaemonDied,
     DaemonProcess,
-    Daemons,
     configuration,
     open_daemon_process,
     relay_configuration,
@@ -29,7 +27,7 @@ from fedsender_lab.demo.process import (
 from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.rooms import LARGE_TEXT, Homeserver, Room
 
-SHARDS = ("sender-1", "sender-2")
+SENDER = "sender"
 POLL_SECONDS = 0.2
 LEVEL_SECONDS = 60.0
 KEPT_BYTES = 256 * 1024
@@ -38,57 +36,43 @@ KEPT_BYTES = 256 * 1024
 
 @dataclass(slots=True)
 class Relayed:
-    """The relay, the senders, and the client that appends, in such a run.
-
-    Attributes:
-        cut_off: the sender that is away; None: none is.
-    """
+    """The relay, the sender, and the client that appends, in such a run."""
 
     homeserver: Homeserver
     relay: DaemonProcess
-    daemons: Daemons
+    daemon: DaemonProcess
     client: IntakeClient
-    cut_off: str | None = None
+
+    async def _position(self) -> int:
+        return await trio.to_thread.run_sync(_position, self.daemon.directory)
 
     async def level(self) -> None:
-        """Wait until every sender has all present steps; raises DaemonDied."""
+        """Wait until the sender has all present steps; raises DaemonDied."""
         upto = len(self.homeserver.steps)
         with trio.move_on_after(LEVEL_SECONDS):
-            waiting = [daemon.directory for daemon in self.daemons.each.values()]
-            while True:
-                waiting = [
-                    at for at in waiting if await trio.to_thread.run_sync(_position, at) < upto
-                ]
-                if not waiting:
-                    return
+            while await self._position() < upto:  # noqa: ASYNC110
                 await trio.sleep(POLL_SECONDS)
-        raise DaemonDied(f"never came level with the relay\n{self.daemons.last_words()}")
-
-    async def lose(self, name: str) -> None:
-        """`kill -9` one sender; it stays away until it is `found` again."""
-        self.cut_off = name
-        await self.daemons.each[name].kill()
+            return
+        raise DaemonDied(f"never came level with the relay\n{self.daemon.last_words()}")
 
     async def find(self, room: Room) -> None:
-        """Start the sender again, once the relay's log does not reach back to it any more.
+        """Start the killed sender again, once the relay's log does not reach back to it any more.
 
         Until then long messages are sent in `room`. Raises DaemonDied if that never happens.
         """
-        assert self.cut_off is not None
-        daemon, self.cut_off = self.daemons.each[self.cut_off], None
-        held = await trio.to_thread.run_sync(_position, daemon.directory)
+        held = await self._position()
         with trio.move_on_after(LEVEL_SECONDS):
             while ((await self.client.position()).first or 0) <= held + 1:
                 self.homeserver.say(room, size=LARGE_TEXT)
                 await trio.sleep(POLL_SECONDS)
-            await daemon.start()
+            await self.daemon.start()
             return
         raise DaemonDied(f"the relay kept its log\n{self.relay.last_words()}")
 
     @property
     def full_syncs(self) -> int:
-        """The number of snapshots that the senders have loaded."""
-        return sum(daemon.count("relay_snapshot_loaded") for daemon in self.daemons.each.values())
+        """The number of snapshots that the sender has loaded."""
+        return self.daemon.count("relay_snapshot_loaded")
 
 
 def _position(directory: Path) -> int:
@@ -109,15 +93,12 @@ def loaded_events(directory: Path) -> set[str]:
         return {event_id for (event_id,) in connection.execute(query)}
 
 
-def _shard_configuration(
-    directory: Path, name: str, relay: Path, ca_file: Path
-) -> Mapping[str, Any]:
+def _sender_configuration(directory: Path, relay: Path, ca_file: Path) -> Mapping[str, Any]:
     feed = {"kind": "relay", "relay": {"address": f"unix:{relay / 'relay.sock'}"}}
     return {
         **configuration(directory, feed, ca_file),
-        "instance_name": name,
+        "instance_name": SENDER,
         "signing_key": "../signing.key",
-        "homeserver": {"federation_sender_instances": list(SHARDS)},
     }
 
 
@@ -125,7 +106,7 @@ def _shard_configuration(
 async def open_relayed(
     homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
 ) -> AsyncIterator[Relayed]:
-    """Run relay and senders; the homeserver's steps are appended to the relay.
+    """Run relay and sender; the homeserver's steps are appended to the relay.
 
     Raises:
         DaemonDied: (in a group) one of them ended by itself while the body ran.
@@ -138,20 +119,15 @@ async def open_relayed(
         start = partial(_start, stack, runtime)
         config = relay_configuration(hub, keep_min=0, log_cap=KEPT_BYTES, snapshot_every="2s")
         relay = await start(hub, config, "relay")
-        shards: dict[str, DaemonProcess] = {}
-        for name in SHARDS:
-            place = directory / name
-            place.mkdir(mode=0o700)
-            config = _shard_configuration(place, name, hub, ca_file)
-            shards[name] = await start(place, config, "run")
-        first = load(shards[SHARDS[0]].directory / "config.yaml")
-        daemons = Daemons(shards, lambda server: SHARDS[0] if first.handles(server) else SHARDS[1])
+        place = directory / SENDER
+        place.mkdir(mode=0o700)
+        daemon = await start(place, _sender_configuration(place, hub, ca_file), "run")
         client = await stack.enter_async_context(
             IntakeClient.at(f"unix:{hub / 'intake.sock'}", token)
         )
         nursery = await stack.enter_async_context(trio.open_nursery())
         nursery.start_soon(tell, homeserver, client)
-        yield Relayed(homeserver, relay, daemons, client)
+        yield Relayed(homeserver, relay, daemon, client)
         nursery.cancel_scope.cancel()
 
 

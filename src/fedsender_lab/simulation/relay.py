@@ -172,9 +172,7 @@ CONSUMERS: Final[Mapping[str, ConsumerBehaviour]] = {
     "often-away": ConsumerBehaviour(lives_s=200.0, away_s=500.0),
     "long-away": ConsumerBehaviour(lives_s=300.0, away_s=1500.0),
     "restored": ConsumerBehaviour(lives_s=200.0, away_s=60.0, restores=0.4),
-    # Two shards: each has the to-device messages for every other server.
-    "shard-0": ConsumerBehaviour(shard=0),
-    "shard-1": ConsumerBehaviour(lives_s=300.0, away_s=300.0, shard=1),
+    "away": ConsumerBehaviour(lives_s=300.0, away_s=300.0),
 }
 
 

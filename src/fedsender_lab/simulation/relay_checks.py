@@ -67,7 +67,6 @@ class Standing:
         fed_at: when it last stored something from the relay.
         joined: that was a snapshot, and the relay may not know that it has it.
         messages: the to-device messages that it was ever given.
-        handles: whether it wants those for this server.
     """
 
     epoch: str = ""
@@ -76,7 +75,6 @@ class Standing:
     fed_at: float = float("-inf")
     joined: bool = False
     messages: set[str] = field(default_factory=set)
-    handles: Callable[[str], bool] = lambda _server: True
 
 
 def newest_in(
@@ -286,16 +284,12 @@ class RelayViews:
             missing = [
                 (token, record)
                 for token, record in self.present.records.items()
-                if token >= first and self._is_message_for(standing, record)
+                if token >= first and self.rows[record][0][0] == "edu"
                 if record not in standing.messages
             ]
             if len(missing) > self.counts[DROPPED]:
                 for token, record in missing:
                     self.fail("edu", f"{name} was never given {record}, token {token}")
-
-    def _is_message_for(self, standing: Standing, record: str) -> bool:
-        kind, body = self.rows[record][0]
-        return kind == "edu" and standing.handles(body[1])
 
 
 def name_of(rows: Sequence[Json]) -> str:

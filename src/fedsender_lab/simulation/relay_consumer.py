@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from fedsender.config import UnixAddress
+from fedsender.embedded.appends import News, Notice, Place
 from fedsender.embedded.facts import RelayRow, ToDeviceRow
 from fedsender.replication.endpoint import Endpoint
 from fedsender.store.records import History, PresenceState, Receipt
@@ -28,7 +29,7 @@ from fedsender_lab.simulation.relay_station import RelayStation, Steps, flip_bit
 from fedsender_lab.testing.clock import virtual_runtime
 from fedsender_relay.feed import RelayFeed
 from fedsender_relay.line_feed import LineSettings
-from fedsender_relay.load import Handles, Loaded, LoadedSnapshot
+from fedsender_relay.load import Loaded, LoadedSnapshot
 from fedsender_relay.snapshot import PARTS
 
 if TYPE_CHECKING:
@@ -88,7 +89,6 @@ class RecordingStore:
 
     Attributes:
         slow_s: a transaction takes so long.
-        handles: whether a server belongs to this shard.
         own: the homeserver's name, to which nothing is sent.
         backups: older states.
     """
@@ -97,13 +97,23 @@ class RecordingStore:
     views: RelayViews
     steps: Steps
     slow_s: float = 0.0
-    handles: Callable[[str], bool] = lambda _server: True
     own: str = SERVER
     held: Held = field(default_factory=Held)
     backups: list[Held] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.views.standings[self.name] = Standing(handles=self.handles)
+        self.views.standings[self.name] = Standing()
+
+    @property
+    def alone(self) -> bool:
+        """It is the only one on this store."""
+        return True
+
+    async def take_feed(self) -> bool:
+        return True
+
+    async def feed_news(self, after: Place | None) -> News:
+        return News(Place(max(0, self.held.position), 0, 0), None, None, (), ())
 
     async def feed_position(self) -> int:
         return self.held.position
@@ -137,7 +147,7 @@ class RecordingStore:
         assert history is not None
         messages = []
         for token, rows in batch:
-            # POSITION comes without rows, and so does what is for another shard.
+            # POSITION comes without rows.
             if token != position + 1 and (rows or token != position):
                 self.views.fail("gap", f"{self.name} has {position}, and then gets {token}")
             position = token
@@ -157,14 +167,12 @@ class RecordingStore:
         same = first.event == sent[0][1][2] if isinstance(first, PduRow) else True
         if len(rows) != len(sent) or not same:
             self.views.fail("content", f"{self.name} got {record} other than it was")
-        if isinstance(first, ToDeviceRow) and not self.handles(first.destination):
-            self.views.fail("content", f"{self.name} got {record} of another shard")
         return record
 
     async def drop_unfinished_load(self) -> None:
         """Nothing: it takes one over in one step."""
 
-    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
+    async def load_snapshot(self, snapshot: LoadedSnapshot) -> Loaded:
         position = snapshot.token + snapshot.history.base
         if position < self.held.position:
             self.views.fail("gap", f"{self.name} went back from {self.held.position} to {position}")
@@ -189,8 +197,13 @@ class RecordingStore:
         if wrong:
             self.views.fail("content", f"{self.name}: snapshot {token} says {sorted(wrong)[:6]}")
 
-    async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
+    async def store_ephemeral(
+        self, receipts: Sequence[Receipt], notices: Sequence[Notice]
+    ) -> int | None:
         return len(receipts)
+
+    async def forget_appends(self) -> int:
+        return 0
 
 
 def _rows(snapshot: LoadedSnapshot, table: str) -> list[Any]:
@@ -205,18 +218,12 @@ class ConsumerBehaviour:
         slow_s: its store takes so long for a transaction.
         lives_s, away_s: how long it runs and stays away, on average.
         restores: how often it comes back with an older state.
-        shard: which of two it is; None: it takes to-device messages for all servers.
     """
 
     slow_s: float = 0.02
     lives_s: float = 600.0
     away_s: float = 20.0
     restores: float = 0.0
-    shard: int | None = None
-
-    def handles(self, server: str) -> bool:
-        """Whether it takes to-device messages for this server."""
-        return self.shard is None or len(server) % 2 == self.shard
 
 
 class SimulatedConsumer:
@@ -234,9 +241,7 @@ class SimulatedConsumer:
     ) -> None:
         """`directory`: for fetched files."""
         self.steps = Steps(rng, threads_write=True)
-        self.store = RecordingStore(
-            name, views, self.steps, behaviour.slow_s, behaviour.handles, server_name
-        )
+        self.store = RecordingStore(name, views, self.steps, behaviour.slow_s, server_name)
         self.feed: RelayFeed | None = None
         self.calmed = trio.Event()
         self._name = name
@@ -323,7 +328,6 @@ class SimulatedConsumer:
             self.store,
             DeafSink(),
             load=self.store.load_snapshot,
-            handles=self._behaviour.handles,
             directory=self._staging,
         )
         await self.feed.run()

@@ -1,8 +1,8 @@
-"""`fedsender simulate --relay --servers N`: whole senders behind a relay, and everything checked.
+"""`fedsender simulate --relay --servers N`: a whole sender behind a relay, and everything checked.
 
-Two shards, each a daemon with stores of its own, follow one relay, beside consumers that only
-remember. All that the simulation does to a sender is done to both, and all that it does to a relay
-to the relay; the invariants of both hold, and the homeserver's events reach every server.
+A daemon follows the relay, beside consumers that only remember. All that the simulation does to a
+sender is done to it, and all that it does to a relay to the relay; the invariants of both hold, and
+the homeserver's events reach every server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class RelayFront(Outbox):
-    """The homeserver's way to its senders; also the door of the relay, for them."""
+    """The homeserver's way to its sender; also the door of the relay, for that one."""
 
     certificate: tuple[str, ...] = ()
 
@@ -106,7 +106,6 @@ class RelayFront(Outbox):
                 observed.fail("lost", f"{view.name} never got {name}, token {token}")
 
 
-SHARDS: Final = ("sender-0", "sender-1")
 DAYS: Final = 0.15
 RELAY: Final[Mapping[str, object]] = {
     **SETTINGS,
@@ -130,24 +129,21 @@ def simulate_senders(seed: int, servers: int, days: float) -> Report:
 
 
 async def _run(size: Size, directory: Path) -> Report:
-    """The counts are those of both shards together, and those of the relay."""
+    """The counts are those of the sender, and those of the relay."""
     views = RelayViews()
     async with trio.open_nursery() as nursery:
         world = SendersWorld(size, directory, views, nursery)
-        with log_goes_to(partial(_hear, views, [shard.observed for shard in world.shards])):
+        with log_goes_to(partial(_hear, views, world.sender.observed)):
             await world.run()
         nursery.cancel_scope.cancel()
-    counts: Counter[str] = Counter()
-    for shard in world.shards:
-        counts.update(shard.observed.counts)
-    counts["events"] = len(world.shards[0].homeserver.steps)
+    counts = Counter(world.sender.observed.counts)
+    counts["events"] = len(world.sender.homeserver.steps)
     counts.update({f"relay: {name}": count for name, count in views.counts.items()})
-    broken = [each for shard in world.shards for each in shard.observed.violations]
     return Report(
-        f"senders behind a relay, seed {size.seed}: {size.servers} servers, {size.days:g} days",
+        f"a sender behind a relay, seed {size.seed}: {size.servers} servers, {size.days:g} days",
         f"--relay --seed {size.seed} --servers {size.servers} --days {size.days:g}",
         counts,
-        (*views.violations, *broken),
+        (*views.violations, *world.sender.observed.violations),
         tuple(f"no {name}" for name in AT_LEAST_ONCE if not counts[name]),
         views.trace,
     )
@@ -157,7 +153,7 @@ class SendersWorld:
     """The relay, its homeserver, and its consumers.
 
     Attributes:
-        shards: one world for each sender; the first also has the homeserver's events.
+        sender: the world of the sender, with the homeserver's events.
     """
 
     def __init__(
@@ -176,29 +172,11 @@ class SendersWorld:
         self._front = front
         internet = Internet(derived(seed, "internet"), nursery)
         internet.doors[DOOR] = front
-        self.shards = []
-        for number, name in enumerate(SHARDS):
-            configure = partial(_configuration, name)
-            place = directory / name
-            place.mkdir()
-            is_mine = configure(place).handles
-            world = people(
-                replace(size, seed=seed + number * 1_000_003),
-                place,
-                origins,
-                {index: site for index, site in sites.items() if is_mine(site.name)},
-                internet,
-                lambda _: front,
-            )
-            world.observed.trace = views.trace
-            self.shards.append(
-                replace(
-                    world,
-                    configure=configure,
-                    leads=number == 0,
-                    long_absences=True,
-                )
-            )
+        place = directory / "sender"
+        place.mkdir()
+        world = people(size, place, origins, sites, internet, lambda _: front)
+        world.observed.trace = views.trace
+        self.sender = replace(world, configure=_configuration, long_absences=True)
         self._consumers = [
             SimulatedConsumer(
                 name, views, self._station, derived(seed, name), behaviour, home, ORIGIN
@@ -215,18 +193,15 @@ class SendersWorld:
             with trio.CancelScope() as troubles:
                 async with trio.open_nursery() as lives:
                     lives.start_soon(self._trouble)
-                    async with trio.open_nursery() as scenarios:
-                        for shard in self.shards:
-                            scenarios.start_soon(Scenario(shard).run)
+                    await Scenario(self.sender).run()
                     troubles.cancel()
             self._views.check_answered()
-            for shard in self.shards:
-                self._front.check_messages(shard.observed)
+            self._front.check_messages(self.sender.observed)
             nursery.cancel_scope.cancel()
 
     async def _trouble(self) -> None:
         """Until all are healed."""
-        with trio.move_on_after(self.shards[0].size.seconds):
+        with trio.move_on_after(self.sender.size.seconds):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._station.trouble)
                 for consumer in self._consumers:
@@ -235,27 +210,20 @@ class SendersWorld:
             consumer.calm()
 
 
-def _configuration(name: str, directory: Path) -> Config:
-    """One shard's, with the small bounds of the other simulation."""
+def _configuration(directory: Path) -> Config:
+    """The sender's, with the small bounds of the other simulation."""
     return configuration(
         directory,
-        instance_name=name,
-        homeserver={
-            "database": "homeserver.sqlite3",
-            "federation_sender_instances": list(SHARDS),
-        },
+        homeserver={"database": "homeserver.sqlite3"},
         feed={"kind": "relay", "relay": {"address": f"unix:{DOOR}", "directory": "snapshot"}},
     )
 
 
-def _hear(
-    views: RelayViews, all_observed: Sequence[Observations], level: str, event: Mapping[str, Any]
-) -> None:
+def _hear(views: RelayViews, observed: Observations, level: str, event: Mapping[str, Any]) -> None:
     """Look for secrets in a log line (I10), and take one that shows a bug for one."""
     name, speaker = event.get("event"), SPEAKER.get()
     if speaker is not None and not speaker.alive:
         return
-    observed = speaker or all_observed[0]
     observed.check_secrets("a log line", repr(event).encode())
     views.trace.note("log", name, event.get("destination", event.get("consumer", "")))
     views.counts["senders' full syncs"] += speaker is not None and name == "relay_snapshot_loaded"

@@ -1,5 +1,6 @@
 """For each invariant of the relay a line that guards it is switched off, and it has to turn red."""
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,7 @@ from fedsender.embedded.stays import Ended, store_hosts
 from fedsender_lab.simulation import relay as relay_world
 from fedsender_lab.simulation.relay import simulate_relay
 from fedsender_relay import database as store
-from fedsender_relay import snapshots
+from fedsender_relay import hub, snapshots
 from fedsender_relay.database import LogRecord, RelayStore
 from fedsender_relay.hub import Hub
 from fedsender_relay.log import RelayLog
@@ -84,6 +85,7 @@ def test_a_name_that_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever was away comes back and gets all."""
 
     monkeypatch.setattr(Hub, "gone", lambda self, session: None)
+    monkeypatch.setattr(hub, "SILENT_S", math.inf)
     monkeypatch.setattr(relay_world, "HEALED_S", 3600.0)
 
     assert goes_red("level", 1, 2, 3, days=0.004)

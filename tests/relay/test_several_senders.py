@@ -1,0 +1,167 @@
+"""A relay and senders that share one PostgreSQL, as processes, and a homeserver that appends."""
+
+import os
+import re
+import signal
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import psycopg
+import pytest
+import trio
+from tests.embedded.test_processes import HS, PATIENCE_S, USER, VERSION, say
+from tests.servers import Databases
+
+from fedsender.config.policy import GAP_EVENTS
+from fedsender.matrix import ROOM_VERSIONS
+from fedsender.runtime import real_runtime
+from fedsender_lab.demo import process
+from fedsender_lab.demo.process import DaemonProcess, open_daemon_process
+from fedsender_lab.intake_client import IntakeClient
+from fedsender_lab.testing.clock import until
+from fedsender_lab.testing.receiver import failing, healthy, open_receivers
+from fedsender_lab.testing.rooms import new_timeline
+from fedsender_lab.testing.rules import pdu_reader
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("a", "b")
+TOKEN = "t" * 32
+KEYS_EVERY = 10
+"""After so many messages each server gets a message to a device."""
+TAKEN_S = 20.0
+"""The promise is 10 s, on a machine that is not busy."""
+
+
+async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """From one to two under load, while a server is away; the taker killed and frozen; and back to
+    one. Every server gets all messages, in order, and all messages to devices."""
+    signer = process.write_signing_key(tmp_path, b"k" * 32)
+    timeline = new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
+    timeline.append(
+        "m.room.create", USER, {"room_version": VERSION}, signer=signer, now_ms=0, state_key=""
+    )
+    database, own = postgres.create_database(), postgres.create_database()
+    said: list[str] = []
+    receiving = open_receivers(
+        6,
+        [signer.origin],
+        pdu_reader(lambda _: VERSION),
+        directory=tmp_path,
+        now_ms=real_runtime().now_ms(),
+    )
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    process.write_secret(hub / "intake.token", TOKEN)
+    async with AsyncExitStack() as stack:
+        receivers = await stack.enter_async_context(receiving)
+        relay = await stack.enter_async_context(
+            open_daemon_process(hub, process.relay_configuration(hub), "admin", "relay")
+        )
+        daemons: dict[str, DaemonProcess] = {}
+        for name in NAMES:
+            directory = tmp_path / name
+            directory.mkdir()
+            feed = {"kind": "relay", "relay": {"address": f"unix:{hub}/relay.sock"}}
+            values = {
+                **process.configuration(directory, feed, receivers.ca_file),
+                "signing_key": "../signing.key",
+                "instance_name": name,
+                "homeserver": {"database": database},
+                "sender_database": own,
+            }
+            values["destinations"]["defaults"]["catch_up_gap_events"] = GAP_EVENTS
+            daemons[name] = await stack.enter_async_context(
+                open_daemon_process(directory, values, "admin")
+            )
+            event = "takes_appends" if name == "a" else "standing_by"
+            await until(partial(daemons[name].count, event), seconds=PATIENCE_S)
+
+        async def set_senders(*names: str) -> None:
+            command = [*process.DAEMON, "senders", "set", ",".join(names)]
+            await trio.run_process([*command, "-c", str(tmp_path / "a" / "config.yaml")])
+            await more()
+
+        async def more() -> None:
+            before = len(said)
+            await until(lambda: len(said) > before + 20, seconds=PATIENCE_S)
+
+        async def talk(client: IntakeClient) -> None:
+            await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
+            while True:
+                await say(client, timeline, signer, said)
+                if len(said) % KEYS_EVERY == 0:
+                    await client.append(
+                        [
+                            ["edu", ["to_device", server, f"m{len(said)}", {"type": "m.room_key"}]]
+                            for server in receivers.servers
+                        ]
+                    )
+                await trio.sleep(0.02)
+
+        def taker() -> str:
+            with psycopg.connect(database) as connection:
+                found = connection.execute("SELECT instance_name FROM stream_epoch")
+                return str(found.fetchall()[0][0])
+
+        async with (
+            IntakeClient.at(f"unix:{hub}/intake.sock", TOKEN) as client,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(talk, client)
+            await more()
+            first, *_ = receivers.servers.values()
+            first.become(failing())
+            await more()
+            await set_senders("a", "b")
+            first.become(healthy())
+            for how in ("killed", "frozen"):
+                victim = taker()
+                (other,) = set(NAMES) - {victim}
+                if how == "killed":
+                    await daemons[victim].kill()
+                else:
+                    os.kill(daemons[victim].pid, signal.SIGSTOP)
+                # What it had under way, it may send again once it is back.
+                receivers.origin_killed(HS)
+                await until(lambda: taker() == other, seconds=TAKEN_S)  # noqa: B023
+                await more()
+                if how == "killed":
+                    await daemons[victim].start()
+                    await more()
+                else:
+                    os.kill(daemons[victim].pid, signal.SIGCONT)
+                    lost = partial(daemons[victim].count, "lease_lost")
+                    await until(lost, seconds=PATIENCE_S)
+                await more()
+            await set_senders("b")
+            await daemons["a"].stop()
+            await more()
+            nursery.cancel_scope.cancel()
+        with psycopg.connect(database) as connection:
+            query = "SELECT event_id FROM events ORDER BY stream_ordering"
+
+            def stored() -> list[str]:
+                return [row[0] for row in connection.execute(query)]
+
+            def owed_messages() -> int:
+                found = connection.execute("SELECT count(*) FROM device_federation_outbox")
+                return int(found.fetchall()[0][0])
+
+            connection.autocommit = True
+            await until(lambda: stored()[: len(said)] == said, seconds=PATIENCE_S)
+            for server in receivers.servers.values():
+                await until(
+                    lambda: list(server.received) == stored(),  # noqa: B023
+                    seconds=PATIENCE_S,
+                )
+                assert server.counts["edus"] >= len(said) // KEYS_EVERY
+            await until(lambda: not owed_messages(), seconds=PATIENCE_S)
+        assert not receivers.violations.first
+        told = await relay.ask("GET", "/metrics")
+        assert set(re.findall(r'consumer="([^"]*)"', told.text)) == {"fedsender"}
+        await daemons["b"].stop()
+        await relay.stop()
