@@ -110,6 +110,17 @@ async def test_any_sender_is_told_for_all_of_them(tmp_path: Path, postgres: Data
         assert await rows_left(both.site) == 0
 
 
+async def test_clocks_of_machines_need_not_agree(tmp_path: Path, postgres: Databases) -> None:
+    async with desks(tmp_path, postgres) as both:
+        ahead = both.site.sending["b"].store.sender.requests
+        now_ms = ahead._now_ms
+        ahead._now_ms = lambda: now_ms() + 3_600_000
+        of_b = both.of("b")
+        await until(lambda: len(both.site.sending["b"].sender.registry.failing()) == len(of_b))
+        said = await both.post("a", "pause", {"servers": of_b})
+        assert sorted(said["servers"]) == of_b
+
+
 async def test_any_sender_shows_all_of_them(tmp_path: Path, postgres: Databases) -> None:
     async with desks(tmp_path, postgres) as both:
         names = sorted(both.site.receivers.servers)
