@@ -1,28 +1,23 @@
-"""A database to read, and ranges of it that several processes read side by side.
+"""A database to read, and ranges of it.
 
 It is never written to: the connections are read-only. Every page of a read is a short transaction
 of its own that starts behind the last key of the page before, so that a reader that takes hours
-blocks no other work. Only `sources.newer_rooms` looks through a table in one. On PostgreSQL the
-pages of a range, whoever reads them, see the database as it was at one moment.
+blocks no other work. Only `sources.newer_rooms` looks through a table in one. On PostgreSQL all
+pages of a range see the database as it was at one moment.
 """
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import sqlalchemy as sa
 import tenacity
-from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
@@ -61,8 +56,6 @@ def patiently(look: Callable[[], T]) -> T:
 class Source:
     """One database, for reading, by one connection at a time. See `open_source`.
 
-    A copy in another process connects anew. What travels there is the URL, with its password.
-
     Attributes:
         rows_per_s: the limit for `pages`.
     """
@@ -74,7 +67,7 @@ class Source:
         self.is_file = parsed.get_backend_name() == "sqlite"
         if self.is_file and not Path(parsed.database or "").is_file():
             raise PipelineError(f"{name} database: there is no file {parsed.database}")
-        self._arguments = (url, name, rows_per_s, snapshot)
+        self._url = url
         self._name = name
         self.rows_per_s = rows_per_s
         self._due = time.monotonic()
@@ -82,9 +75,6 @@ class Source:
         self._engine = make_engine("read", parsed, 1, DatabaseOptions(ours=False))
         if not self.is_file:
             sa.event.listen(self._engine, "connect", _set_up)
-
-    def __reduce__(self) -> tuple[type["Source"], tuple[str, str, float, str | None]]:
-        return Source, self._arguments
 
     def close(self) -> None:
         """Close the connection."""
@@ -120,7 +110,7 @@ class Source:
 
     @contextmanager
     def snapshot(self) -> Iterator["Source"]:
-        """The database as it is now, for any number of processes, while the body runs.
+        """The database as it is now, while the body runs.
 
         An SQLite file is given as it is: each page has what is committed then.
 
@@ -135,7 +125,7 @@ class Source:
             limit = "SET LOCAL idle_in_transaction_session_timeout"
             holder.exec_driver_sql(f"{limit} = {SNAPSHOT_MS}")
             snapshot = holder.execute(sa.select(sa.func.pg_export_snapshot())).scalar_one()
-            with closing(Source(*self._arguments[:3], snapshot)) as frozen:
+            with closing(Source(self._url, self._name, self.rows_per_s, snapshot)) as frozen:
                 yield frozen
 
     def pages(
@@ -234,59 +224,3 @@ class Reading:
         except (ValueError, TypeError) as error:
             # Of Arrow: SQLite lets a column have values of any type.
             raise PipelineError(f"{where}: {str(error)[:200]}") from None
-
-    def frame(self, spark: SparkSession, after: int, upto: int, parts: int) -> DataFrame:
-        """A range, cut into `parts` that Spark's executors read side by side."""
-        spark.dataSource.register(_data_source(self, after, upto, parts))
-        columns = (f"`{name}` {kind}" for name, kind in self.table.columns.items())
-        ddl = ", ".join(column for column in columns if not column.startswith("`version`"))
-        return spark.read.format(_NAME).schema(ddl).load()
-
-
-_NAME: Final = "fedsender"
-
-
-def _data_source(reading: Reading, after: int, upto: int, parts: int) -> type[DataSource]:
-    """The range for Spark.
-
-    It has no options. The sources, with passwords, are in the class itself, which Spark passes on
-    to its Python processes as bytes, and shows nowhere.
-    """
-    bounds = [after + (upto - after) * part // parts for part in range(parts + 1)]
-
-    class Reader(DataSourceReader):
-        def partitions(self) -> Sequence[InputPartition]:
-            return [InputPartition(pair) for pair in pairwise(bounds)]
-
-        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-            with ExitStack() as stack:
-                for source in set(reading.sources):
-                    source.rows_per_s /= parts
-                    stack.enter_context(closing(source))
-                yield from reading.read(*partition.value)
-
-    class Ranges(DataSource):
-        @classmethod
-        def name(cls) -> str:
-            return _NAME
-
-        def reader(self, schema: object) -> DataSourceReader:
-            return Reader()
-
-    return Ranges
-
-
-_RAISED: Final = re.compile(rf"^{__package__}\.(?:database\.)?([A-Z]\w+): (.*)$", re.M)
-
-
-@contextmanager
-def own_errors() -> Iterator[None]:
-    """Raise an error of a `Reading` that Spark reports as what it was."""
-    try:
-        yield
-    except PySparkException as error:
-        raised = _RAISED.search(str(error))
-        if raised is None:
-            raise
-        kinds = {"Away": Away, "Slow": Slow}
-        raise kinds.get(raised[1], PipelineError)(raised[2]) from None

@@ -23,7 +23,6 @@ from fedsender_pipeline.database import (
     Reading,
     Source,
     open_source,
-    own_errors,
     patiently,
 )
 from fedsender_pipeline.intervals import NEWER_INTERVALS
@@ -31,7 +30,6 @@ from fedsender_pipeline.lake import Commit, Lake
 from fedsender_pipeline.session import Steps
 
 ROWS_PER_COMMIT: Final = 250_000
-"""Of one connection; so many are read sooner than Spark has started its Python for more."""
 _SECONDS_PER_COMMIT: Final = 60
 ROWS_PER_NEW: Final = 1_000
 """So many rows of the lake are passed by in the time that one takes to work on."""
@@ -105,7 +103,7 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
     with opened(config, config.pipeline.rows_per_second) as (main, own):
         now = sources.standing(main, own, config)
         note_senders(lake, now)
-        HomeserverReader(lake, main, config, steps, told, spark).read(now)
+        HomeserverReader(lake, main, config, steps, told).read(now)
         read_snapshots(lake, main, "homeserver", steps, told)
         read_snapshots(lake, own, "sender", steps, told)
     ledger_lines.read_ledger(spark, lake, config, steps, told)
@@ -170,7 +168,6 @@ class HomeserverReader:
     Attributes:
         main: the source of events.
         told: the counts, which a read raises.
-        spark: reads long ranges; None: all is read here, by one connection.
     """
 
     lake: Lake
@@ -178,7 +175,6 @@ class HomeserverReader:
     config: Config
     steps: Steps
     told: Ingested
-    spark: SparkSession | None = None
 
     def read(self, now: sources.Standing) -> None:
         """Read what is new.
@@ -213,20 +209,15 @@ class HomeserverReader:
         The position of that name is of the first reading's table. A commit has a snapshot of its
         own, which is held for about a minute.
         """
-        settings, spark = self.config.pipeline, self.spark
-        files = any(source.is_file for reading in readings for source in reading.sources)
-        # The machines of a cluster have no homeserver's file.
-        local = spark is not None and (spark.sparkContext.master or "").startswith("local")
-        connections = settings.connections if local or (spark and not files) else 1
         rows_each = max(reading.rows_per_number for reading in readings)
-        rows = min(ROWS_PER_COMMIT * connections, _SECONDS_PER_COMMIT * settings.rows_per_second)
+        rows_per_s = self.config.pipeline.rows_per_second
+        numbers = max(min(ROWS_PER_COMMIT, _SECONDS_PER_COMMIT * rows_per_s) // rows_each, 1)
         while after < upto:
-            last = min(upto, after + max(rows // rows_each, 1))
-            parts = 1 if (last - after) * rows_each <= ROWS_PER_COMMIT else connections
-            yield last, patiently(partial(self._range, readings, after, last, parts))
+            last = min(upto, after + numbers)
+            yield last, patiently(partial(self._range, readings, after, last))
             after = last
 
-    def _range(self, readings: Sequence[Reading], after: int, upto: int, parts: int) -> list[int]:
+    def _range(self, readings: Sequence[Reading], after: int, upto: int) -> list[int]:
         """Read numbers in one commit, from one snapshot; the rows of each reading."""
         # The snapshots end first: if one cannot be ended, the commit is not made, and may be again.
         with self.lake.commit() as commit, ExitStack() as stack:
@@ -235,12 +226,7 @@ class HomeserverReader:
             found = []
             for reading in readings:
                 now = replace(reading, sources=tuple(frozen[source] for source in reading.sources))
-                if self.spark is None or parts == 1:
-                    found.append(commit.append(now.table, now.read(after, upto)))
-                else:
-                    with own_errors():
-                        frame = now.frame(self.spark, after, upto, parts)
-                        found.append(commit.append_frame(now.table, frame))
+                found.append(commit.append(now.table, now.read(after, upto)))
             name = readings[0].table.name
             # The first numbers may be ones that were read before.
             commit.set_position(name, max(upto, self.lake.position(name)))

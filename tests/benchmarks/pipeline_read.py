@@ -1,12 +1,11 @@
-"""Rows per second of `pipeline ingest` out of a database, by one connection and by two.
+"""Rows per second of `pipeline ingest` out of a database.
 
 A made-up Synapse is written into an SQLite file and into a PostgreSQL of the benchmark's own, with
 the same rows. Half of its events are its own, one in ten is about a member. Every tenth event has a
 state group with one member, and each hundredth group is a copy of 1,000 members, so there are about
 as many members as events. The lakes must have all of them.
 
-One connection reads in this process, two in processes of Spark's. CPU seconds are apart for the
-reader with all its processes, Java among them, and for PostgreSQL.
+CPU seconds are apart for this process, which reads, and for PostgreSQL.
 """
 
 import base64
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 from tests.pipeline.worlds import set_position
@@ -31,10 +30,7 @@ from fedsender_lab.bench.meter import Options, cpu_s_of
 from fedsender_pipeline import ingest, sources
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import open_lake
-from fedsender_pipeline.session import showing, spark_session
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from fedsender_pipeline.session import showing
 
 US: Final = "bench.example"
 EVENTS_PER_GROUP: Final = 10
@@ -61,21 +57,17 @@ async def pipeline_read(options: Options) -> dict[str, Any]:
         urls = {"sqlite": f"sqlite:///{name}/homeserver.db", "postgresql": server.url("bench")}
         for url in urls.values():
             fill(url, options.events)
-        settings = _config(directory, urls["sqlite"], 2).pipeline.spark
-        with spark_session(settings, "bench", directory) as spark:
-            for number in range(options.rounds):
-                for database, url in urls.items():
-                    for connections in (1, 2):
-                        config = _config(directory / f"{number}{database}", url, connections)
-                        told = _read(config, url, spark, server.pid)
-                        figures.setdefault(f"{database}_{connections}", []).append(told)
-                        rows = (told["events"]["rows"], told["state"]["rows"])
-                        if rows != (options.events, _state_rows(options.events)):
-                            broken.append(f"{database} {connections}: {rows} rows")
+        for number in range(options.rounds):
+            for database, url in urls.items():
+                told = _read(_config(directory / f"{number}{database}", url), url, server.pid)
+                figures.setdefault(database, []).append(told)
+                rows = (told["events"]["rows"], told["state"]["rows"])
+                if rows != (options.events, _state_rows(options.events)):
+                    broken.append(f"{database}: {rows} rows")
     return {"events": options.events, "figures": figures, "broken": broken}
 
 
-def _config(directory: Path, url: str, connections: int) -> Config:
+def _config(directory: Path, url: str) -> Config:
     return from_values(
         {
             "server_name": US,
@@ -83,30 +75,25 @@ def _config(directory: Path, url: str, connections: int) -> Config:
             "instance_name": "master",
             "homeserver": {"kind": "synapse", "database": url},
             "feed": {"kind": "redis"},
-            "pipeline": {
-                "lake": str(directory / f"lake{connections}"),
-                "connections": connections,
-                "rows_per_second": 10_000_000,
-                "spark": {"master": "local[2]"},
-            },
+            "pipeline": {"rows_per_second": 10_000_000},
         },
         directory=directory,
     )
 
 
-def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[str, Any]:
+def _read(config: Config, url: str, server: int) -> dict[str, Any]:
     """Read all into a new lake: what it took for the events, and for the state groups."""
     lake = open_lake(config.pipeline.lake, US, create=True)
     found: dict[str, Any] = {}
     with open_source(url, "homeserver") as main, showing(quiet=True) as steps:
-        reader = ingest.HomeserverReader(lake, main, config, steps, ingest.Ingested(), spark)
+        reader = ingest.HomeserverReader(lake, main, config, steps, ingest.Ingested())
         newest = main.read(sources.newest_state_group)
         upto = sources.standing(main, None, config).upto
         for name, readings, last in (
             ("events", [sources.events(main, config)], upto),
             ("state", sources.state(main, main), newest),
         ):
-            used, served = _reader_cpu_s(server), _server_cpu_s(server)
+            used, served = time.process_time(), _server_cpu_s(server)
             began = time.perf_counter()
             rows = sum(sum(counts) for _, counts in reader.ranges(readings, 0, last))
             seconds = time.perf_counter() - began
@@ -114,7 +101,7 @@ def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[
                 "rows": rows,
                 "s": round(seconds, 1),
                 "rows_per_s": round(rows / seconds),
-                "reader_cpu_us": _us(_reader_cpu_s(server) - used, rows),
+                "reader_cpu_us": _us(time.process_time() - used, rows),
                 "server_cpu_us": _us(_server_cpu_s(server) - served, rows),
             }
     return found
@@ -123,24 +110,6 @@ def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[
 def _us(seconds: float, rows: int) -> float:
     """Microseconds per row."""
     return round(1e6 * seconds / max(rows, 1), 1)
-
-
-_SEEN: Final[dict[int, float]] = {}
-"""Processes of the reader, with their CPU seconds when they were last looked at."""
-
-
-def _reader_cpu_s(server: int) -> float:
-    """CPU seconds of this process and all that it has started, but for the server."""
-    waiting = [os.getpid()]
-    while waiting:
-        pid = waiting.pop()
-        try:
-            _SEEN[pid] = cpu_s_of(pid)
-            tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        except OSError:
-            continue
-        waiting += [int(child) for text in tasks for child in text.split() if int(child) != server]
-    return sum(_SEEN.values())
 
 
 def _server_cpu_s(pid: int) -> float:

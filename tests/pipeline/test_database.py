@@ -1,113 +1,54 @@
-"""Ranges of a database that Spark reads side by side, on SQLite and on PostgreSQL."""
+"""Ranges of a database, on SQLite and on PostgreSQL."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 import pytest
 import sqlalchemy as sa
-from tests.pipeline.test_ingest import Killed, config_of, contents
-from tests.pipeline.worlds import US, driver_url, embedded_world, synapse_world
+from tests.pipeline.test_ingest import config_of, contents
+from tests.pipeline.worlds import US, driver_url, synapse_world
 from tests.servers import Databases
 
 from fedsender.config import Config
 from fedsender.store import connections, tables
 from fedsender_pipeline import PipelineError, database, ingest, schemas, sources
-from fedsender_pipeline.database import Away, Reading, Source, open_source, own_errors
+from fedsender_pipeline.database import Away, Reading, Source, open_source
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.session import showing
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 
 @pytest.fixture(autouse=True)
 def _small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than 40 rows are read by Spark, in commits of 40 for each connection."""
+    """Of 40 rows."""
     monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 40)
     monkeypatch.setattr(sources, "MEMBERS_PER_GROUP", 1)
 
 
-def read(lake: Lake, url: str, config: Config, spark: "SparkSession | None") -> ingest.Ingested:
+def read(lake: Lake, url: str, config: Config) -> ingest.Ingested:
     told = ingest.Ingested()
     with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
-        ingest.HomeserverReader(lake, source, config, steps, told, spark).read(
+        ingest.HomeserverReader(lake, source, config, steps, told).read(
             sources.standing(source, None, config)
         )
     return told
 
 
-def parallel(directory: Path, kind: str = "synapse", **pipeline: Any) -> Config:
-    return config_of(directory, kind, pipeline={"connections": 2, **pipeline})
+def types(reading: Reading, upto: int) -> set[str]:
+    """The types of the events up to there."""
+    return {kind for rows in reading.read(0, upto) for kind in rows["type"].to_pylist()}
 
 
-@pytest.mark.parametrize(("database", "kind"), [("postgresql", "synapse"), ("sqlite", "embedded")])
-def test_spark_reads_what_one_connection_reads_also_after_crashes(
-    tmp_path: Path,
-    postgres: Databases,
-    spark: "SparkSession",
-    database: str,
-    kind: str,
+def test_all_pages_of_a_commit_see_one_moment(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"sqlite:///{tmp_path}/a.db" if database == "sqlite" else postgres.create_database()
-    make: Callable[..., Any] = synapse_world if kind == "synapse" else embedded_world
-    world = make(driver_url(url), 11, rooms=4, steps=30)
-    config = parallel(tmp_path, kind)
-    whole = open_lake(tmp_path / "whole", US, create=True)
-    read(whole, url, config, None)
-    points = 0
-
-    def killed_at(number: int) -> Callable[[str], None]:
-        def faults(_: str) -> None:
-            nonlocal points
-            points += 1
-            if points == number:
-                raise Killed
-
-        return faults
-
-    at = 2
-    while True:
-        points = 0
-        lake = open_lake(tmp_path / "lake", US, create=True, faults=killed_at(at))
-        try:
-            read(lake, url, config, spark)
-        except Killed:
-            at += 5
-        else:
-            break
-    assert at > 2
-    found, expected = contents(lake), contents(whole)
-    # These are said for what is read then.
-    found["told_servers"] = expected["told_servers"] = []
-    assert found == expected
-    assert lake.rows(schemas.EVENTS) == world.ordering
-    assert read(lake, url, config, spark).events == 0
-
-
-def test_a_range_is_cut_into_as_many_as_there_are_connections(
-    tmp_path: Path, spark: "SparkSession"
-) -> None:
-    config = parallel(tmp_path)
-    url = f"sqlite:///{tmp_path}/a.db"
-    world = synapse_world(url, 1, rooms=2, steps=20)
-    with open_source(url, "homeserver") as source:
-        for parts in (1, 3, world.ordering + 5):
-            frame = sources.events(source, config).frame(spark, 0, world.ordering, parts)
-            assert frame.rdd.getNumPartitions() == parts
-            found = sorted(row.stream_ordering for row in frame.collect())
-            assert found == list(range(1, world.ordering + 1))
-
-
-def test_all_partitions_see_one_moment(
-    tmp_path: Path, postgres: Databases, spark: "SparkSession"
-) -> None:
-    """Between them, and while they read, a homeserver goes on and changes what it likes."""
-    config = parallel(tmp_path)
+    """Between them, and while they are read, a homeserver goes on and changes what it likes."""
+    monkeypatch.setattr(database, "PAGE", 20)
+    config = config_of(tmp_path, "synapse")
     url = postgres.create_database()
     world = synapse_world(driver_url(url), 2, rooms=2, steps=30)
     engine = sa.create_engine(driver_url(url))
@@ -118,12 +59,13 @@ def test_all_partitions_see_one_moment(
 
     with open_source(url, "homeserver") as source, source.snapshot() as frozen:
         change("changed")
-        frame = sources.events(frozen, config).frame(spark, 0, world.ordering, 3)
-        assert "changed" not in {row.type for row in frame.collect()}
+        pages = sources.events(frozen, config).read(0, world.ordering)
+        seen = set(next(pages)["type"].to_pylist())
         change("changed again")
-        assert "changed" not in {row.type for row in frame.collect()}
-        now = sources.events(source, config).frame(spark, 0, world.ordering, 3)
-        assert {row.type for row in now.collect()} == {"changed again"}
+        seen.update(*(page["type"].to_pylist() for page in pages))
+        assert not seen & {"changed", "changed again"}
+    with open_source(url, "homeserver") as source:
+        assert types(sources.events(source, config), world.ordering) == {"changed again"}
     engine.dispose()
 
 
@@ -143,38 +85,37 @@ def end_readers(url: str) -> None:
 def test_when_the_holder_of_a_snapshot_dies_the_commit_is_read_again_from_another(
     tmp_path: Path,
     postgres: Databases,
-    spark: "SparkSession",
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    url, config = postgres.create_database(), parallel(tmp_path)
+    url, config = postgres.create_database(), config_of(tmp_path, "synapse")
     world = synapse_world(driver_url(url), 3, rooms=3, steps=40)
 
     def left_alone() -> None:
         with open_source(url, "homeserver") as source, source.snapshot() as frozen:
             end_readers(url)
-            sources.events(frozen, config).frame(spark, 0, world.ordering, 2).collect()
+            types(sources.events(frozen, config), world.ordering)
 
-    with pytest.raises(Away, match=r"^homeserver database: .*(terminat|snapshot)"), own_errors():
+    with pytest.raises(Away, match=r"^homeserver database: .*(terminat|snapshot)"):
         left_alone()
-    made, frame_of = 0, Reading.frame
+    made, read_of = 0, Reading.read
 
     def dying(reading: Reading, *arguments: Any) -> Any:
         nonlocal made
         made += 1
         if made == 2:
             end_readers(url)
-        return frame_of(reading, *arguments)
+        return read_of(reading, *arguments)
 
-    monkeypatch.setattr(Reading, "frame", dying)
+    monkeypatch.setattr(Reading, "read", dying)
     lakes = [open_lake(tmp_path / name, US, create=True) for name in ("lake", "whole")]
-    assert read(lakes[0], url, config, spark).events == world.ordering
-    assert read(lakes[1], url, config, None).events == world.ordering
+    for lake in lakes:
+        assert read(lake, url, config).events == world.ordering
     assert contents(lakes[0]) == contents(lakes[1])
     assert made > 2
 
 
-def test_a_partition_that_fails_is_one_error_with_table_and_range(
-    tmp_path: Path, postgres: Databases, spark: "SparkSession"
+def test_a_range_that_fails_is_one_error_with_table_and_range(
+    tmp_path: Path, postgres: Databases
 ) -> None:
     sqlite, url = f"sqlite:///{tmp_path}/a.db", postgres.create_database()
     for each in (sqlite, url):
@@ -195,9 +136,9 @@ def test_a_partition_that_fails_is_one_error_with_table_and_range(
         engine.dispose()
         lake = open_lake(tmp_path / ("s" if each == sqlite else "p"), US, create=True)
         with pytest.raises(PipelineError, match=said[each]) as caught:
-            read(lake, each, parallel(tmp_path), spark)
+            read(lake, each, config_of(tmp_path, "synapse"))
         assert "\n" not in str(caught.value)
-        assert lake.rows(schemas.EVENTS) == 0
+        assert lake.rows(schemas.EVENTS) == (40 if each == sqlite else 0)
 
 
 @contextmanager
@@ -234,16 +175,15 @@ def most_connections(url: str, awaited: int) -> Iterator[Callable[[], int]]:
         engine.dispose()
 
 
-def test_no_more_connections_than_configured_and_one(
-    tmp_path: Path, postgres: Databases, spark: "SparkSession"
+def test_there_are_no_more_connections_than_a_reader_and_a_holder(
+    tmp_path: Path, postgres: Databases
 ) -> None:
     url = postgres.create_database()
     synapse_world(driver_url(url), 5, rooms=3, steps=40)
-    for awaited, with_spark in ((3, spark), (2, None)):
-        lake = open_lake(tmp_path / str(awaited), US, create=True)
-        with most_connections(url, awaited) as most:
-            read(lake, url, parallel(tmp_path), with_spark)
-        assert most() == awaited
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    with most_connections(url, 2) as most:
+        read(lake, url, config_of(tmp_path, "synapse"))
+    assert most() == 2
 
 
 def test_a_rate_is_not_exceeded_and_time_lost_not_made_up_for(

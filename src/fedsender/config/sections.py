@@ -408,18 +408,11 @@ class Pipeline(Section):
         description="A program that copies these ledgers here. A job runs it when it has read the"
         " databases, before it reads the ledgers.",
     )
-    connections: int = Field(
-        default=4,
-        ge=1,
-        le=64,
-        description="Connections that read a database in parallel during an ingest, besides one"
-        " that holds the snapshot. 1: it reads without Spark.",
-    )
     rows_per_second: int = Field(
         default=50_000,
         ge=100,
         le=10_000_000,
-        description="Rows per second that an ingest reads at most, over all connections.",
+        description="Rows per second that an ingest reads at most, of each database.",
     )
     spark: Spark = Field(default_factory=Spark, description="Which Spark runs the jobs.")
 
