@@ -119,20 +119,10 @@ class Audited:
         }
 
 
-def audit(
-    spark: SparkSession,
-    lake: Lake,
-    config: Config,
-    steps: Steps,
-    *,
-    since: datetime.date | None = None,
-) -> Audited:
+def audit(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Audited:
     """Look at each pair of event and server that may have another fate than at the last audit.
 
     What the lake then has is what an audit of everything would have found.
-
-    Args:
-        since: the first day of events that count.
 
     Raises:
         PipelineError: nothing was ingested.
@@ -144,18 +134,14 @@ def audit(
         days = read_days(lake)
         senders = read_senders(lake, config)
         claims = kept(read_claims(spark, lake, senders))
-    first = 0 if since is None else days.first_of(since)
     rules = senders.rules(config, upto)
-    look = _goes_on(spark, lake, config, days, senders, claims, first)
+    look = _goes_on(spark, lake, config, days, senders, claims)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
-        anew = look is None
         if look is None:
-            look = Look(days, read_named(spark, lake, first - 1, anew=True), first - 1)
+            look = Look(days, read_named(spark, lake, -1))
             for table in _FINDINGS:
                 commit.clear(table)
-            commit.set_position("audit_from", first)
-        view = View(spark, lake, config, senders, claims, look)
-        _look_at(spark, lake, commit, view, anew=anew)
+        _look_at(spark, lake, commit, View(spark, lake, config, senders, claims, look))
         commit.clear(schemas.CLAIMS)
         commit.append_frame(schemas.CLAIMS, claims.coalesce(1))
         commit.clear(schemas.DAYS)
@@ -166,8 +152,8 @@ def audit(
         commit.set_position("audit_rules", rules)
         step.say("")
     with steps.spark("summing up", spark) as step:
-        told = summed_up(lake, config, since=since)
-        _note(lake, told, since)
+        told = summed_up(lake, config)
+        _note(lake, told)
         step.say(str(told))
     return told
 
@@ -190,17 +176,10 @@ def _goes_on(
     days: Days,
     senders: Senders,
     claims: DataFrame,
-    first: int,
 ) -> "Look | None":
-    """What to look at after the last audit; None: its findings are of no use.
-
-    Args:
-        first: the first event that counts.
-    """
+    """What to look at after the last audit; None: its findings are of no use."""
     after = lake.position("audit")
-    if after < 0 or lake.position("audit_from") > first:
-        return None
-    if lake.position("audit_rules") != senders.rules(config, after):
+    if after < 0 or lake.position("audit_rules") != senders.rules(config, after):
         return None
     named = read_named(spark, lake, after)
     units = touched(spark, lake, claims, days, named)
@@ -209,12 +188,8 @@ def _goes_on(
     return Look(days, named, after, units if units.rows.num_rows else None)
 
 
-def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, anew: bool) -> None:
-    """Write what has become of the events to look at, in place of what was said of them.
-
-    Args:
-        anew: nothing was said of any event.
-    """
+def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> None:
+    """Write what has become of the events to look at, in place of what was said of them."""
     units, in_unit = view.look.units, in_days({str(day) for day in view.look.unit_days})
     every = view.keep(fates.split_by_day(view.stretches(), view.places))
     found = every.where(f"fate != '{fates.STRAY}'")
@@ -222,11 +197,11 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
     wrong, purged = view.misnamed()
     strays = view.strays(answers).unionByName(wrong)
     again = fates.repeated(answers.where("fate = 'delivered_again'"))
-    newest, first, late = view.out_of_order(anew=anew)
+    newest, first, late = view.out_of_order()
     for source, at in newest.items():
         commit.set_position(source, max(at, lake.position(source)))
     counts, gone, stood_in = fates.counts_of(found), view.missing(found), view.superseded(found)
-    if not anew:
+    if not view.look.is_whole:
         before = lake.frame(spark, schemas.MISSING).drop("reasons")
         gone = gone.unionByName(among(before, units, "left_anti"))
         commit.clear(schemas.MISSING)
@@ -269,37 +244,31 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View", *, a
     view.places.unpersist()
 
 
-def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
+def _note(lake: Lake, told: Audited) -> None:
     """Add the totals to the history of audits."""
-    row = {"at_ms": lake.position("audit_ms"), "since": since, "upto": told.upto}
+    row = {"at_ms": lake.position("audit_ms"), "upto": told.upto}
     row |= {"expected": told.expected, **told.counts}
     with lake.commit() as commit:
         commit.append_rows(schemas.AUDITS, [row])
 
 
 def still_holds(lake: Lake, config: Config) -> bool:
-    """Whether the last audit, of all events, had all that the lake and the configuration have."""
+    """Whether the last audit had all that the lake and the configuration have."""
     version = lake.position("audit_version")
     if lake.position("audit") != lake.position("intervals") or version < 0:
         return False
     said = (schemas.ACCEPTED, *_AS_THEY_STAND, schemas.DESTINATION_ROOMS, *_ITEMS)
     read = [file.commit for table in said for file in lake.files(table)]
     read += lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()
-    if lake.position("audit_from") > 0 or max(read, default=0) > version:
+    if max(read, default=0) > version:
         return False
     rules = read_senders(lake, config).rules(config, lake.position("audit"))
     return lake.position("audit_rules") == rules
 
 
-def summed_up(
-    lake: Lake, config: Config, shown: int = SHOWN, since: datetime.date | None = None
-) -> Audited:
-    """The figures of the last audit in the lake, with the first `shown` missing events.
-
-    Args:
-        since: the first day of events that count; None: all.
-    """
-    files = lake.files(schemas.AUDIT_BY_SERVER, lambda day: since is None or day >= str(since))
+def summed_up(lake: Lake, config: Config) -> Audited:
+    """The figures of the last audit in the lake, with the first `SHOWN` events of each table."""
+    files = lake.files(schemas.AUDIT_BY_SERVER)
     totals = Counter[str]()
     for rows in lake.dataset(schemas.AUDIT_BY_SERVER, files).to_batches(columns=[*fates.COUNTS]):
         totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
@@ -312,10 +281,10 @@ def summed_up(
         totals[fates.EXPECTED],
         {fate: totals[fate] for fate in FATES},
         lake.rows(schemas.UNKNOWN_HOSTS),
-        _first(lake, schemas.MISSING, shown, since),
+        _first(lake, schemas.MISSING),
         lake.rows(schemas.STRAY),
-        _first(lake, schemas.STRAY, shown, since),
-        _first(lake, schemas.REPEATED, shown, since, ~ds.field("expected")),
+        _first(lake, schemas.STRAY),
+        _first(lake, schemas.REPEATED, ~ds.field("expected")),
         lake.rows(schemas.PURGED),
         start,
         ("; ".join(filter(None, unproven)) or None) if totals[fates.EXPECTED] else None,
@@ -347,21 +316,14 @@ def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
 
 
 def _first(
-    lake: Lake,
-    table: schemas.LakeTable,
-    number: int,
-    since: datetime.date | None,
-    wanted: ds.Expression | None = None,
+    lake: Lake, table: schemas.LakeTable, wanted: ds.Expression | None = None
 ) -> list[dict[str, Any]]:
     """The first wanted rows of a table of events, by stream ordering and server."""
     order = [("stream_ordering", "ascending"), ("server", "ascending")]
     first = table.arrow_schema().empty_table()
-    if since is not None:
-        of_days = ds.field("day") >= pa.scalar(since)
-        wanted = of_days if wanted is None else wanted & of_days
     for batch in lake.dataset(table, lake.files(table)).to_batches(filter=wanted):
         rows = pa.concat_tables([first, pa.Table.from_batches([batch])])
-        first = rows.take(pc.select_k_unstable(rows, number, order)) if number else first
+        first = rows.take(pc.select_k_unstable(rows, SHOWN, order))
     found: list[dict[str, Any]] = first.to_pylist()
     return found
 
@@ -393,18 +355,16 @@ class Named:
         return found.selectExpr("destination as server", "its_room as room_id", *at)
 
 
-def read_named(spark: SparkSession, lake: Lake, after: int, *, anew: bool = False) -> Named:
+def read_named(spark: SparkSession, lake: Lake, after: int) -> Named:
     """What lines name is judged when the line, or its event, is new.
 
     Args:
         after: events above it are new.
-        anew: nothing was judged.
     """
     at, upto = ds.field("stream_ordering"), lake.position("intervals")
-    wanted = (at > after) & (at <= upto)
-    if not anew:
-        new = ds.field("version") > lake.position("audit_version")
-        wanted |= new & (at >= lake.position("audit_from")) & (at <= upto)
+    wanted = at <= upto
+    if after >= 0:
+        wanted &= (at > after) | (ds.field("version") > lake.position("audit_version"))
     sent = lake.some(spark, _NAMED, wanted & (ds.field("outcome") == "delivered")).where(
         f"outcome = 'delivered' and stream_ordering <= {upto}"
     )
@@ -576,9 +536,8 @@ def touched(
         )
         found = found.unionByName(of_all.select(*columns))
     # Of lines that were let go, nothing new can be said.
-    lowest = max(lake.position("audit_from"), lake.position(LET_GO) + 1)
     # Null, an open end, is passed over.
-    first, last = f"greatest(first, {lowest})", f"least(last, {after})"
+    first, last = f"greatest(first, {lake.position(LET_GO) + 1})", f"least(last, {after})"
     day = f"explode(sequence({days.of(first)}, {days.of(last)})) as day"
     return few(found.where(f"{first} <= {last}").selectExpr("server", "room_id", day))
 
@@ -796,7 +755,7 @@ class View:
         pairs = few(named.selectExpr("server as destination", "event_id"))
         return kept(fates.answered(named, among_rows(spark, lake, schemas.PDUS, pairs)))
 
-    def out_of_order(self, *, anew: bool) -> tuple[dict[str, int], int, DataFrame | None]:
+    def out_of_order(self) -> tuple[dict[str, int], int, DataFrame | None]:
         """Rows of `stray`: what came after a later event of its room.
 
         New lines come behind those that were read before. Then it is enough to look at their events
@@ -806,7 +765,7 @@ class View:
             the position of each instance's newest line, the first event that was looked at, and the
             rows; None: there are none.
         """
-        lake, from_here = self._lake, self.look.after + 1
+        lake, anew, from_here = self._lake, self.look.is_whole, self.look.after + 1
         seen = -1 if anew else lake.position("audit_version")
         files = [file for file in lake.files(schemas.PDUS) if file.commit > seen]
         answered = (ds.field("outcome") == "delivered") & ds.field("at").is_valid()
@@ -826,10 +785,9 @@ class View:
             ):
                 source = f"line of {row['instance']}"
                 newest[source] = max(newest.get(source, 0), row["at_max"])
-                if row["at_min"] <= (-1 if anew else lake.position(source)):
+                if row["at_min"] <= lake.position(source):
                     first = 0
                 first = min(first, from_here if row["live_min"] is None else row["live_min"])
-        first = max(first, from_here if anew else lake.position("audit_from"))
         if not newest:
             return {}, first, None
         rows = lake.some(

@@ -1,6 +1,5 @@
 """The commands of `fedsender pipeline`, one for each job. Exit codes are the command line's."""
 
-import datetime
 import os
 import signal
 from collections.abc import Iterator
@@ -192,9 +191,6 @@ def audit(
     repair: Annotated[
         bool, typer.Option("--repair", help="Have the daemon send again what is missing.")
     ] = False,
-    since: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only events from that day on.")
-    ] = None,
     accept: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="What you accept as not delivered, from now on."),
@@ -207,16 +203,15 @@ def audit(
     from fedsender_pipeline import repair as repair_module
     from fedsender_pipeline.ledger_lines import read_ledger
 
-    first = _day(since)
     repaired = failed = None
     rows = None if accept is None else accepted.read_accepted(accept)
     with job("audit", config, writes=True) as (spark, lake, loaded, steps):
         if rows is not None:
             accepted.accept(lake, rows)
         read_ledger(spark, lake, loaded, steps)
-        found = module.audit(spark, lake, loaded, steps, since=first)
+        found = module.audit(spark, lake, loaded, steps)
         if repair:
-            pages = repair_module.missing_pairs(spark, lake, since=first)
+            pages = repair_module.missing_pairs(spark, lake)
             try:
                 repaired = repair_module.repair(pages, found.missing, loaded, steps)
             except PipelineError as error:
@@ -255,15 +250,6 @@ def audit(
     if repaired is not None:
         return WRONG if repaired.refused or found.stray else DONE
     return WRONG if found.is_red else DONE
-
-
-def _day(text: str | None) -> datetime.date | None:
-    if text is None:
-        return None
-    try:
-        return datetime.date.fromisoformat(text)
-    except ValueError:
-        raise Mistake(f"--since: {text[:50]!r} is not a day such as 2026-01-31") from None
 
 
 @app.command()

@@ -1,6 +1,5 @@
 """`audit --repair`: the daemon sends again what is missing."""
 
-import datetime
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,10 +53,9 @@ def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: 
 
 
 def missing_pairs(
-    spark: SparkSession, lake: Lake, size: int = PAIRS_AT_ONCE, since: datetime.date | None = None
+    spark: SparkSession, lake: Lake, size: int = PAIRS_AT_ONCE
 ) -> Iterator[list[list[str]]]:
     """[server, event id] of all missing events of the last audit, oldest first, `size` at once."""
-    wanted = "true" if since is None else f"day >= date'{since}'"
-    rows = lake.frame(spark, schemas.MISSING).where(wanted).orderBy("stream_ordering", "server")
+    rows = lake.frame(spark, schemas.MISSING).orderBy("stream_ordering", "server")
     for some in in_chunks(rows.select("server", "event_id").toLocalIterator(), size):
         yield [list(row) for row in some]

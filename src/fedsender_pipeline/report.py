@@ -66,7 +66,7 @@ class Figures:
         fates: fate -> pairs of event and server; empty: no audit was made.
         losses: missing events by why, day and room_id: pairs, servers, and the first of them:
             server, event_id.
-        audits: the totals of the last audits of all events, oldest first.
+        audits: the totals of the last audits, oldest first.
     """
 
     server_name: str
@@ -242,8 +242,7 @@ def _losses(spark: SparkSession, lake: Lake) -> list[dict[str, Any]]:
 
 def _audits(lake: Lake) -> list[dict[str, Any]]:
     rows = lake.read(schemas.AUDITS).to_pylist()
-    of_all = [row for row in rows if row["since"] is None]
-    return sorted(of_all, key=lambda row: row["at_ms"])[-AUDITS:]
+    return sorted(rows, key=lambda row: row["at_ms"])[-AUDITS:]
 
 
 # --- the page -------------------------------------------------------------------------------------

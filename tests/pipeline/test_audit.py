@@ -4,7 +4,6 @@ import datetime
 import json
 from collections import Counter
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +26,7 @@ from tests.pipeline.worlds import US
 
 from fedsender_pipeline import PipelineError, Usage, schemas
 from fedsender_pipeline.accepted import accept, read_accepted
-from fedsender_pipeline.audit import Audited, audit, summed_up
+from fedsender_pipeline.audit import Audited, audit, read_days, summed_up
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.repair import missing_pairs
 from fedsender_pipeline.session import showing
@@ -528,8 +527,8 @@ def test_what_an_operator_accepts_is_no_longer_missing(
     accept(lake, [])
     assert run(spark, lake, tmp_path).counts["accepted"] == 0
     history = lake.read(schemas.AUDITS).sort_by("at_ms").to_pylist()
-    assert [(row["upto"], row["since"], row["accepted"], row["missing"]) for row in history] == [
-        (10, None, 8, 9), (10, None, 8, 9), (10, None, 0, 17)]  # fmt: skip
+    assert [(row["upto"], row["accepted"], row["missing"]) for row in history] == [
+        (10, 8, 9), (10, 8, 9), (10, 0, 17)]  # fmt: skip
 
 
 def test_a_file_with_lines_that_say_nothing_accepts_nothing(tmp_path: Path) -> None:
@@ -551,22 +550,17 @@ def test_a_file_with_lines_that_say_nothing_accepts_nothing(tmp_path: Path) -> N
         read_accepted(tmp_path / "none")
 
 
-def test_a_clock_that_was_ahead_makes_no_loss(spark: "SparkSession", tmp_path: Path) -> None:
-    """Two events came in while the homeserver's clock was ahead, by three days and by a year; all
-    was delivered. Asked for the days after the first, the audit looks at no event without what the
-    ledger has of it."""
-    rows: Rows = {
-        "events": [event(at, "!r") for at in range(1, 41)],
-        "intervals": [{"room_id": "!r", "server": "a.example", "first": 1, "last": None}],
-    }
-    for at, days_ahead in ((5, 3), (20, 365)):
-        rows["events"][at - 1]["received_ts"] += days_ahead * DAY_MS
-    lake = lake_of(tmp_path, rows, 40)
-    lines = [attempt("a.example", pdu(at, "!r"), transaction_id=f"t{at}") for at in range(1, 41)]
-    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
-    ingest_ledger(spark, lake, tmp_path)
-    told = run(spark, lake, tmp_path, since=datetime.date(2026, 1, 4))
-    assert told.expected == told.counts["delivered"] == 36
+def test_a_clock_that_was_wrong_leaves_days_in_order(tmp_path: Path) -> None:
+    """Two events came in while the homeserver's clock was ahead, by three days and by years, and
+    one while it was behind: each event is of a day, and no later one of an earlier day."""
+    events = [event(at, "!r") for at in range(1, 101)]
+    for at, days in ((5, 3), (30, -20), (90, 9999)):
+        events[at - 1]["received_ts"] += days * DAY_MS
+    found = read_days(lake_of(tmp_path, {"events": events}, 100))
+    *known, (last, today) = [(first, str(day)) for first, day in found.starts]
+    assert known == [(1, "2026-01-01"), (5, "2026-01-04"), (80, "2026-01-05")]
+    assert last == 90
+    assert "2026-01-06" < today < "2053"
 
 
 def test_there_is_nothing_to_audit(spark: "SparkSession", tmp_path: Path) -> None:
@@ -578,99 +572,3 @@ def test_there_is_nothing_to_audit(spark: "SparkSession", tmp_path: Path) -> Non
     (tmp_path / "ledger").rmdir()
     with pytest.raises(PipelineError, match=r"ledger.directory: .*ledger: is not a directory"):
         run(spark, lake, tmp_path)
-
-
-# --- at random ------------------------------------------------------------------------------------
-
-
-def random_world(random: Random) -> tuple[Rows, list[dict[str, Any]], set[tuple[str, int]]]:
-    """A world in which everything was delivered; its ledger; and who should have got what."""
-    events, spans, lines = [], [], []
-    expected: set[tuple[str, int]] = set()
-    owned: dict[str, list[int]] = {"!p": [], "!q": [], "!r": []}
-    for at in range(1, 121):
-        room = random.choice(sorted(owned))
-        owned[room].append(at)
-        events.append(event(at, room))
-    for room in owned:
-        for server in SERVERS:
-            ends = sorted(random.sample(range(1, 125), random.choice((1, 2, 3, 4))))
-            for first, last in zip(ends[::2], [*ends[1::2], None], strict=False):
-                spans.append({"room_id": room, "server": server, "first": first, "last": last})
-                covered = [at for at in owned[room] if at >= first and at <= (last or 999)]
-                expected |= {(server, at) for at in covered}
-                lines += delivery(random, server, room, covered)
-    rows: Rows = {"events": events, "intervals": spans}
-    rows["destinations"] = [
-        {"destination": server, "last_successful_stream_ordering": 999} for server in SERVERS
-    ]
-    return rows, lines, expected
-
-
-def day_of(at: int) -> datetime.date:
-    return datetime.date(2026, 1, 1 + at * EVENT_MS // DAY_MS)
-
-
-def delivery(random: Random, server: str, room: str, orderings: list[int]) -> list[dict[str, Any]]:
-    """Lines that bring these events, some in a row, some by standing in for those before them."""
-    lines, rest = [], list(orderings)
-    while rest:
-        n = random.randint(1, 6)
-        taken, rest = rest[:n], rest[n:]
-        if random.random() < 0.2:
-            last = taken[-1]
-            stand_in = pdu(last, room, "catch_up", supersedes=[taken[0], last])
-            lines.append(attempt(server, stand_in))
-            continue
-        pdus = [pdu(at, room) for at in taken]
-        if random.random() < 0.2:
-            lines.append(attempt(server, *pdus, outcome="failing", status=502))
-        lines.append(attempt(server, *pdus))
-    return lines
-
-
-def test_what_was_taken_out_of_a_ledger_is_found_and_nothing_else(
-    spark: "SparkSession", tmp_path: Path
-) -> None:
-    """Ten deliveries are removed by hand; each is named, and every other pair stays what it was.
-
-    `--since` asks for no more than the events from a day on. (All of them: `test_oracle`.)
-    """
-    since = datetime.date(2026, 1, 3)
-    random = Random(2)
-    rows, lines, expected = random_world(random)
-    first_live = min(p["stream_ordering"] for each in lines for p in each["pdus"]
-                     if p["lane"] == "live")  # fmt: skip
-    proven = [
-        (each["destination"], sent["stream_ordering"])
-        for each in lines
-        for sent in each["pdus"]
-        if each["outcome"] == "delivered" and "supersedes" not in sent
-        if sent["stream_ordering"] > first_live
-    ]
-    removed = set(random.sample(proven, 10))
-    for each in lines:
-        each["pdus"] = [
-            sent
-            for sent in each["pdus"]
-            if (each["destination"], sent["stream_ordering"]) not in removed
-        ]
-    lake = lake_of(tmp_path, rows, 120)
-    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines[::2])
-    ingest_ledger(spark, lake, tmp_path)
-    write(tmp_path / "ledger", "f.b.000002.open", *lines[1::2])
-    told = run(spark, lake, tmp_path, since=since)
-    removed = {pair for pair in removed if day_of(pair[1]) >= since}
-    expected = {pair for pair in expected if day_of(pair[1]) >= since}
-    assert len(removed) >= 3
-    assert set(missing(lake)) == {(server, f"${at}") for server, at in removed}
-    assert told.expected == len(expected)
-    assert told.missing == len(removed) == len(lake.read(schemas.MISSING))
-    assert told.counts["before_ledger"] <= first_live * len(SERVERS)
-    assert sum(told.counts.values()) == told.expected
-
-    room_of = {each["stream_ordering"]: each["room_id"] for each in rows["events"]}
-    pairs = Counter((server, room_of[at], str(day_of(at))) for server, at in expected)
-    found = fates(lake)
-    assert {key: sum(counts.values()) for key, counts in found.items()} == dict(pairs)
-    assert json.loads(json.dumps(told.as_json()))["counts"] == told.counts

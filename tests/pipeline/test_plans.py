@@ -89,7 +89,7 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     dates = audit.read_days(lake)
     unit = {"server": "a.example", "room_id": "!r", "day": str(_DAY)}
     units = few(listed(spark, [unit], "server: STRING, room_id: STRING, day: DATE"))
-    sent = audit.read_named(spark, lake, -1, anew=True)
+    sent = audit.read_named(spark, lake, -1)
     later = View(spark, lake, config, senders, claims, Look(dates, sent, 1, units))
     yield "stretches of what was touched", later.stretches()
     view = View(spark, lake, config, senders, claims, Look(dates, sent))
