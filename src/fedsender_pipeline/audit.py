@@ -107,17 +107,6 @@ class Audited:
         """The number of pairs that no record accounts for."""
         return self.counts["missing"]
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self) | {
-            name: [row | {"day": str(row["day"])} for row in rows]
-            for name, rows in (
-                ("shown", self.shown),
-                ("strays", self.strays),
-                ("repeats", self.repeats),
-            )
-        }
-
 
 def audit(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Audited:
     """Look at each pair of event and server that may have another fate than at the last audit.
@@ -324,34 +313,40 @@ def _first(
     for batch in lake.dataset(table, lake.files(table)).to_batches(filter=wanted):
         rows = pa.concat_tables([first, pa.Table.from_batches([batch])])
         first = rows.take(pc.select_k_unstable(rows, SHOWN, order))
-    found: list[dict[str, Any]] = first.to_pylist()
-    return found
+    return [row | {"day": str(row["day"])} for row in first.to_pylist()]
 
 
 # --- what is looked at ---
 
 
 _EVENT: Final = ("stream_ordering", "event_id", "room_id")
+_SAYS: Final = ("delivered", "unknown", "dropped")
+"""The outcomes of lines that say what became of their events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Answered deliveries, and what their lines name.
+    """Lines that say something of an event, and what they name.
 
     Attributes:
-        sent: rows of `pdus` that are new, or of new events.
+        lines: rows of `pdus` that are new, or of new events.
         wrong: `_EVENT` as they have it, why, its_room, where the homeserver says otherwise.
     """
 
-    sent: DataFrame
+    lines: DataFrame
     wrong: DataFrame
+
+    @property
+    def sent(self) -> DataFrame:
+        """Those of the lines that were answered."""
+        return self.lines.where("outcome = 'delivered'")
 
     @property
     def elsewhere(self) -> DataFrame:
         """server, room_id, first, last: the events of lines that name another room."""
         wrong = self.wrong.where("its_room is not null").hint("broadcast")
-        at = ("stream_ordering as first", "stream_ordering as last", "event_id")
-        found = self.sent.join(wrong, on=[*_EVENT], how="inner")
+        at = ("stream_ordering as first", "stream_ordering as last")
+        found = self.lines.join(wrong, on=[*_EVENT], how="inner")
         return found.selectExpr("destination as server", "its_room as room_id", *at)
 
 
@@ -365,13 +360,13 @@ def read_named(spark: SparkSession, lake: Lake, after: int) -> Named:
     wanted = at <= upto
     if after >= 0:
         wanted &= (at > after) | (ds.field("version") > lake.position("audit_version"))
-    sent = lake.some(spark, _NAMED, wanted & (ds.field("outcome") == "delivered")).where(
-        f"outcome = 'delivered' and stream_ordering <= {upto}"
+    lines = lake.some(spark, _NAMED, wanted & ds.field("outcome").isin(_SAYS)).where(
+        F.col("outcome").isin(*_SAYS) & (F.col("stream_ordering") <= upto)
     )
-    # Far fewer than the deliveries, before anything is spread.
-    each = few(sent.select(*_EVENT))
+    # Far fewer than the lines, before anything is spread.
+    each = few(lines.select(*_EVENT))
     events = among_rows(spark, lake, schemas.EVENTS, each.only("stream_ordering"))
-    return Named(sent, kept(fates.misnamed(each.frame, events)))
+    return Named(lines, kept(fates.misnamed(each.frame, events)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,7 +542,7 @@ def _said_by_lines(spark: SparkSession, lake: Lake, after: int) -> DataFrame:
     older = lake.frame(spark, schemas.PDUS)
     new = older.where(f"version > {lake.position('audit_version')}")
     new = new.where(f"stream_ordering <= {after} or supersedes_from <= {after}")
-    says = F.expr("outcome in ('delivered', 'unknown', 'dropped')")
+    says = F.col("outcome").isin(*_SAYS)
     missing = lake.frame(spark, schemas.MISSING).selectExpr("server as destination", "event_id")
     # One that stood in for events which the last audit did not have yet.
     astride = older.where(f"supersedes_from <= {after} and supersedes_to > {after}")
@@ -578,32 +573,27 @@ _NAMED: Final = schemas.PDUS.only(
 )
 
 
-def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
+def selected(spark: SparkSession, lake: Lake, look: Look, places: DataFrame) -> DataFrame:
     """The PDUs that say something of the events to look at.
 
-    Not by time: the homeserver's clock and the ledger's may differ by any time.
+    Not by time: the homeserver's clock and the ledger's may differ by any time. And not by room
+    alone: a line is about its event, whatever room it names.
+
+    Args:
+        places: the events to look at.
     """
     after = look.after
     at, upto = ds.field("stream_ordering"), ds.field("supersedes_to")
     wanted = (at > after) | (upto > after)
-    pairs = elsewhere = None
+    pairs = older_ones = None
     if look.units is not None and look.units.rows is not None:
         names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
         pairs = few(look.units.frame.selectExpr(names, "room_id"))
+        older_ones = few(places.where(f"stream_ordering <= {after}").select("stream_ordering"))
         servers = [*look.units.rows["server"].unique().to_pylist(), EVERY_SERVER]
-        said = ds.field("destination").isin(servers) & near(look.units.rows.select(["room_id"]))
-        # Lines that name another room than their event's.
-        before = lake.frame(spark, schemas.STRAY).where(
-            f"startswith(why, '{fates.OF_ANOTHER_ROOM}')"
-        )
-        both = before.select("server", "event_id").unionByName(
-            look.named.elsewhere.select("server", "event_id")
-        )
-        elsewhere = few(both.withColumnRenamed("server", "destination"))
-        if elsewhere.rows is None:
-            said = ds.scalar(True)
-        elif elsewhere.rows.num_rows:
-            said |= near(elsewhere.rows)
+        about = near(look.units.rows.select(["room_id"]))
+        about |= ds.scalar(True) if older_ones.rows is None else near(older_ones.rows)
+        said = ds.field("destination").isin(servers) & about
         wanted |= ((at >= look.first) | (upto >= look.first)) & said
     pdus = lake.some(spark, _SAID, wanted)
     newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
@@ -612,7 +602,7 @@ def selected(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     older = pdus.where(
         f"stream_ordering <= {after} and (supersedes_to is null or supersedes_to <= {after})"
     ).where(f"stream_ordering >= {look.first} or supersedes_to >= {look.first}")
-    others = among(among(older, pairs, "left_anti"), elsewhere)
+    others = among(among(older, pairs, "left_anti"), older_ones)
     return newer.unionByName(among(older, pairs)).unionByName(others)
 
 
@@ -649,11 +639,13 @@ class View:
         self._lake = lake
         self._config = config
         self.look = look
-        self._pdus = (
-            lake.frame(spark, schemas.PDUS) if look.is_whole else kept(selected(spark, lake, look))
-        )
         self._senders = senders
         self.places = self.keep(places_of(spark, lake, look))
+        self._pdus = (
+            lake.frame(spark, schemas.PDUS)
+            if look.is_whole
+            else kept(selected(spark, lake, look, self.places))
+        )
         rooms = None if look.is_whole else few(self.places.select("room_id"))
         of_rooms = claims.where("room_id is null").unionByName(
             among(claims.where("room_id is not null"), rooms)
@@ -807,6 +799,7 @@ class View:
         """Rows of `stray` and of `purged`: lines whose event or room the homeserver lacks."""
         named = self.look.named
         wrong = named.wrong.drop("its_room")
+        wrong = wrong.join(named.sent.select(*_EVENT), on=[*_EVENT], how="left_semi")
         absent, others = wrong.where("why is null").drop("why"), wrong.where("why is not null")
         if not absent.isEmpty():
             if self._config.homeserver.kind == "synapse":

@@ -217,7 +217,7 @@ def audit(
             except PipelineError as error:
                 # What was found out is told all the same.
                 failed = error
-    answer = found.as_json()
+    answer = asdict(found)
     lines = [
         str(found),
         f"{found.expected} deliveries expected, of events up to {found.upto}",
@@ -350,7 +350,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
 
 
 def _run_as_json(told: Any, found: Any, known: Any, page: Path) -> dict[str, Any]:
-    answer = {"ingest": asdict(told), "audit": found.as_json(), "report": str(page)}
+    answer = {"ingest": asdict(told), "audit": asdict(found), "report": str(page)}
     return answer | {"health": asdict(known)}
 
 

@@ -518,9 +518,14 @@ def taken_out(
     items = claimed.where("room_id is not null").withColumnRenamed("first", "stream_ordering")
     accepted = few(claimed.where("room_id is null").select("server", "event_id", "kind"))
     placed = accepted.frame.join(places, on="event_id", how="inner")
-    dropped = pdus.where(
-        (F.col("outcome") == "dropped") & F.col("instance").isin(*senders)
-    ).selectExpr("destination as server", *at[1:4], "'given_up' as kind")
+    # Of their event's room, whatever the line names.
+    dropped = (
+        pdus.where((F.col("outcome") == "dropped") & F.col("instance").isin(*senders))
+        .selectExpr("destination as server", "stream_ordering", "event_id", "'given_up' as kind")
+        .hint("broadcast")
+        .join(places.drop("place", "day"), on=["stream_ordering", "event_id"], how="inner")
+        .select(*at)
+    )
     found = items.select(*at).unionByName(placed.select(*at)).unionByName(dropped)
     everywhere = (
         found.where(EVERYWHERE)

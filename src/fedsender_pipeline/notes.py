@@ -237,7 +237,7 @@ def _denied(senders: Senders, names: Sequence[str], config: Config) -> list[Rang
     for name, owned in senders.owned.items():
         for lists, first, last in owned.lists:
             if lists not in barred:
-                then = _config_of(lists, config)
+                then = config_then(lists, config)
                 barred[lists] = [server for server in names if not then.allows(server)]
             ranges += [
                 Range(server, first, last, "given_up")
@@ -247,7 +247,12 @@ def _denied(senders: Senders, names: Sequence[str], config: Config) -> list[Rang
     return ranges
 
 
-def _config_of(lists: str, config: Config) -> Config:
+def config_then(lists: str, config: Config) -> Config:
+    """The configuration while the lists (JSON) were these.
+
+    Raises:
+        PipelineError: they cannot be read.
+    """
     try:
         values = json.loads(lists)
         base = {"server_name": config.server_name, "signing_key": "-"}

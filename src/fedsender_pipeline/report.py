@@ -50,6 +50,9 @@ NOW, BEFORE = -1, -2
 """In place of an hour: all of the last 24 hours, and of the 24 before."""
 
 
+_NO_AUDIT: Final = audit.Audited(-1, 0, {}, 0, [])
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """All figures of the page; times are milliseconds since the epoch.
@@ -63,7 +66,7 @@ class Figures:
         worst: the servers that fail most: server, attempts, failed, ill_ms, p90, `FAILURES`, and of
             the last 24 hours `attempts_now`, `failed_now`; `strip`: day -> share that failed.
         owed: server -> age -> number of events that it is owed.
-        fates: fate -> pairs of event and server; empty: no audit was made.
+        audited: the last audit; without `counts`: none was made.
         losses: missing events by why, day and room_id: pairs, servers, and the first of them:
             server, event_id.
         audits: the totals of the last audits, oldest first.
@@ -81,14 +84,10 @@ class Figures:
     ill: int
     worst: list[dict[str, Any]]
     owed: dict[str, dict[str, int]]
-    fates: dict[str, int] = field(default_factory=dict)
-    expected: int = 0
+    audited: audit.Audited = _NO_AUDIT
     losses: list[dict[str, Any]] = field(default_factory=list)
     audits: list[dict[str, Any]] = field(default_factory=list)
     rejects: int = 0
-    stray: int = 0
-    strays: list[dict[str, Any]] = field(default_factory=list)
-    unproven: str | None = None
 
 
 def report(spark: SparkSession, lake: Lake, config: Config, steps: Steps, path: Path) -> Figures:
@@ -122,7 +121,6 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     servers = health.merged(days.where(OF_SERVERS), "server")
     counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
     assert counted is not None
-    audited = audit.summed_up(lake, config) if lake.position("audit") >= 0 else None
     return Figures(
         config.server_name,
         real_runtime().now_ms(),
@@ -136,14 +134,10 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         counted[1],
         _worst(servers, today, days),
         _owed(lake),
-        {} if audited is None else audited.counts,
-        0 if audited is None else audited.expected,
+        audit.summed_up(lake, config) if lake.position("audit") >= 0 else _NO_AUDIT,
         _losses(spark, lake),
         _audits(lake),
         lake.rows(schemas.REJECTS),
-        0 if audited is None else audited.stray,
-        [] if audited is None else audited.strays,
-        None if audited is None else audited.unproven,
     )
 
 

@@ -21,6 +21,7 @@ from tests.pipeline.lakes import (
 from tests.pipeline.test_audit import run as run_audit
 
 from fedsender_pipeline import PipelineError, schemas
+from fedsender_pipeline.audit import Audited
 from fedsender_pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.report import BEFORE, NOW, Figures, page, report
@@ -106,7 +107,7 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
         "answer bad: Not known what is lost: no audit yet. Ill: 2 of 3 servers."
         " No worse than the day before."
     )
-    assert figures.fates == {}
+    assert figures.audited.counts == {}
     # A day has twenty events, and the newest hour one; each was answered after a second.
     assert [point["pdus"] for _, point in sorted(figures.days.items())] == [38, 19, 20, 1]
     newest = figures.hours[figures.newest_ms]
@@ -147,11 +148,14 @@ def point(**changed: Any) -> dict[str, Any]:
             "p99": 300, **changed}  # fmt: skip
 
 
-FATES = dict.fromkeys(schemas.FATES, 0) | {"delivered": 5}
+def audited(**changed: int) -> Audited:
+    """Of five deliveries and these."""
+    counts = dict.fromkeys(schemas.FATES, 0) | {"delivered": 5} | changed
+    return Audited(1, sum(counts.values()), counts, 0, [])
 
 
 def test_the_first_sentence_is_green_or_red() -> None:
-    quiet = figures_of(fates=FATES, expected=5, servers=2)
+    quiet = figures_of(audited=audited(), servers=2)
     told = "answer: Nothing is lost. Ill: 0 of 2 servers. "
     assert answer(page(quiet)) == f"{told}Nothing is known of the day before."
     told += "No worse than the day before."
@@ -170,25 +174,33 @@ def test_the_first_sentence_is_green_or_red() -> None:
         "Worse than usual: all servers: a message takes 9.0 s, usually 0.8 s."
     )
     assert f"<li>{A}: 50.0 % of attempts fail, usually 0.0 %</li>" in text
-    lost = page(replace(quiet, fates=FATES | {"missing": 1}))
+    lost = page(replace(quiet, audited=audited(missing=1)))
     assert answer(lost).startswith("answer bad: 1 delivery is missing.")
-    both = answer(page(replace(quiet, fates=FATES | {"missing": 1}, stray=2)))
+    both = answer(page(replace(quiet, audited=replace(audited(missing=1), stray=2))))
     assert both.startswith(
         "answer bad: 1 delivery is missing. 2 deliveries went astray or out of order."
     )
-    before = replace(quiet, fates=FATES | {"before_ledger": 2}, expected=7)
+    before = replace(quiet, audited=audited(before_ledger=2))
     said = "Nothing is lost of 5 deliveries; 2 cannot be judged: they are older than the ledger."
     assert answer(page(before)).startswith(f"answer: {said} Ill")
-    no_evidence = replace(before, unproven="no segment")
+    no_evidence = replace(before, audited=replace(before.audited, unproven="no segment"))
     told = f"answer bad: {said} Evidence is missing: no segment. Ill"
     assert answer(page(no_evidence)).startswith(told)
 
 
 def test_four_figures_have_those_of_a_day_before() -> None:
-    then = {"at_ms": 8 * DAY_MS, "expected": 1, **FATES, "missing": 4, "pending": 1, "parked": 2}
+    then = {
+        "at_ms": 8 * DAY_MS,
+        "expected": 1,
+        **audited().counts,
+        "missing": 4,
+        "pending": 1,
+        "parked": 2,
+    }
     later = then | {"at_ms": 10 * DAY_MS - HOUR_MS, "missing": 9}
-    fates = FATES | {"missing": 1_234, "pending": 2}
-    text = lined(page(figures_of(fates=fates, audits=[then, later], ill=3, servers=30)))
+    fates = {"missing": 1_234, "pending": 2}
+    figures = figures_of(audited=audited(**fates), audits=[then, later], ill=3, servers=30)
+    text = lined(page(figures))
     cards = re.findall(r'"card"><b(?: class="bad")?>(.*?)</b> (.*?) <small>(.*?)<', text)
     assert cards == [
         ("1,234", "deliveries missing", "4 a day before"),
@@ -211,7 +223,7 @@ def named(name: str) -> str:
         figures_of(
             server_name=name, worst=[worst], losses=[loss], owed={name: {"today": 1}},
             worse=[Worse(ALL, "failed", 1.0, 0.0), Worse(name, "failed", 1.0, 0.0)],
-            fates=dict.fromkeys(schemas.FATES, 1), rejects=1,
+            audited=audited(**dict.fromkeys(schemas.FATES, 1)), rejects=1,
         )
     )  # fmt: skip
 
