@@ -41,7 +41,7 @@ from fedsender_pipeline import (
 from fedsender_pipeline.fates import EVERYWHERE, Days
 from fedsender_pipeline.intervals import Keys, among, among_rows, few, near, servers_of
 from fedsender_pipeline.lake import LET_GO, Commit, Lake, in_days, listed
-from fedsender_pipeline.notes import NOTE_RANGE, RANK, SenderList, Senders
+from fedsender_pipeline.notes import HOLDERS, NOTE_RANGE, RANK, SenderList, Senders
 from fedsender_pipeline.schemas import FATES
 from fedsender_pipeline.session import Steps, kept
 
@@ -695,8 +695,8 @@ class View:
         gone = notes.let_go(self._senders, attempts, self._spans, servers, self._config)
         if gone is not None:
             spans = spans.unionByName(gone)
-        senders = self._senders.owned
-        told = fates.taken_out(self._claims, self._pdus, self.places, self._spans, senders)
+        holders = listed(self._spark, self._senders.holders(servers), HOLDERS)
+        told = fates.taken_out(self._claims, self._pdus, self.places, self._spans, holders)
         proven = fates.points(fates.answers(self._pdus), self.places)
         said = fates.points(told, self.places)
         ends = fates.ends_in_places(spans, self.places)

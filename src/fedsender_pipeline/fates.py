@@ -11,7 +11,7 @@ several fates hold for an event and server, the first of `schemas.FATES` counts.
 
 import datetime
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -507,34 +507,40 @@ def taken_out(
     pdus: DataFrame,
     places: DataFrame,
     spans: DataFrame,
-    senders: Collection[str],
+    holders: DataFrame,
 ) -> DataFrame:
     """The claims of single events, and those that were dropped from quarantine.
 
     An event for every server has a row for each server that should get it: these are few.
+
+    Args:
+        holders: server, instance, upto: whose the server was for the events up to there. Who drops
+            an event everywhere drops it at its own servers.
     """
     at = ("server", "room_id", "stream_ordering", "event_id", "kind")
     claimed = claims.where("event_id is not null")
     items = claimed.where("room_id is not null").withColumnRenamed("first", "stream_ordering")
     accepted = few(claimed.where("room_id is null").select("server", "event_id", "kind"))
     placed = accepted.frame.join(places, on="event_id", how="inner")
-    # Of their event's room, whatever the line names.
     dropped = (
-        pdus.where((F.col("outcome") == "dropped") & F.col("instance").isin(*senders))
-        .selectExpr("destination as server", "stream_ordering", "event_id", "'given_up' as kind")
+        pdus.where("outcome = 'dropped'")
+        .join(holders.hint("shuffle_hash"), on="instance", how="inner")
+        .where("destination = server or destination = '*' and stream_ordering <= upto")
+        .selectExpr("server", "stream_ordering", "event_id", "'given_up' as kind")
         .hint("broadcast")
+        # Of their event's room, whatever the line names.
         .join(places.drop("place", "day"), on=["stream_ordering", "event_id"], how="inner")
         .select(*at)
     )
-    found = items.select(*at).unionByName(placed.select(*at)).unionByName(dropped)
+    found = items.select(*at).unionByName(placed.select(*at))
     everywhere = (
         found.where(EVERYWHERE)
         .drop("server")
-        .distinct()  # Of several senders each has one.
         .join(spans.hint("shuffle_hash"), on="room_id", how="inner")
         .where("stream_ordering >= first and (last is null or stream_ordering <= last)")
     )
-    return found.where(f"not {EVERYWHERE}").unionByName(everywhere.select(*at))
+    named = found.where(f"not {EVERYWHERE}")
+    return named.unionByName(everywhere.select(*at)).unionByName(dropped)
 
 
 def superseded(found: DataFrame, places: DataFrame, standing: DataFrame) -> DataFrame:

@@ -22,11 +22,12 @@ from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
 from fedsender.matrix import shard_of
 from fedsender_pipeline import PipelineError
-from fedsender_pipeline.fates import clipped
+from fedsender_pipeline.fates import FOR_EVER, clipped
 from fedsender_pipeline.lake import listed
 
 RANK: Final = {"purged": 0, "owned": 1, "denied": 2, "handed_over": 3}
 
+HOLDERS: Final = "server: STRING, instance: STRING, upto: BIGINT"
 NOTE_RANGE: Final = "server: STRING, first: BIGINT, last: BIGINT, kind: STRING"
 
 
@@ -115,6 +116,20 @@ class Senders:
         """Which sender had this server at a stream ordering, as far as it is known."""
         lists = [each for each in self.lists if each.since <= position] or self.lists[:1]
         return lists[-1].sender_of(server)
+
+    def holders(self, servers: Iterable[str]) -> list[dict[str, object]]:
+        """Whose each server was, and up to which event: server, instance, upto."""
+        ends = [*(each.since for each in self.lists[1:]), FOR_EVER]
+        last = {
+            (server, each.sender_of(server)): end
+            for each, end in zip(self.lists, ends, strict=True)
+            for server in servers
+        }
+        return [
+            {"server": server, "instance": name, "upto": end}
+            for (server, name), end in last.items()
+            if name is not None
+        ]
 
     def began(self, server: str) -> int | None:
         """The last event of this server before the ledgers' start; None: they have not started.

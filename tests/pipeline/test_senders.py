@@ -132,7 +132,9 @@ def test_servers_that_changed_hands_are_judged_by_all_ledgers(
     what changed hands within the ledgers is in order. Without one of the ledgers it is red."""
     lake, config = lake_of(tmp_path, rows(), 0), config_of(tmp_path)
     begun = {
-        "fed1": [note("owned", 0, instance="fed1")],
+        # What one drops everywhere, others may have lost.
+        "fed1": [note("owned", 0, instance="fed1"),
+                 note("dropped", 45, instance="fed1", pdus=[pdu(45, ROOM, "quarantine")])],
         "fed2": [note("owned", 5, instance="fed2"),
                  note("handed_over", 12, instance="fed2"), note("owned", 15, instance="fed2")],
         "fed3": [note("owned", CHANGED, instance="fed3")],
