@@ -111,7 +111,7 @@ class Chaos:
                 pdus[-1]["room_id"] = f"!elsewhere{world}:{US}"
             elif odd < 0.08:
                 pdus[-1] |= {"event_id": "$nowhere", "stream_ordering": random.choice(self.free)}
-            chance = random.random()
+            chance = random.choice((0.0, 0.75)) if 0.03 <= odd < 0.06 else random.random()
             outcome = "delivered" if chance < 0.7 else "unknown" if chance < 0.8 else "failing"
             says_no = random.random() < (0.5 if lane == "catch_up" else 0.1)
             refused = {pdus[0]["event_id"]: "no"} if says_no else {}
