@@ -4,8 +4,10 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import psycopg
 import pytest
 import trio
+import yaml
 from tests.pair import SENDING, STANDING_BY, open_pair
 from tests.servers import Databases, Postgres
 from tests.service import PATIENCE_S, open_service, open_world
@@ -85,6 +87,47 @@ async def test_a_daemon_that_was_alone_ends_for_a_stand_by(home: Path, postgres:
             while await second.manager.ready() != SENDING:
                 pass
             await pair.goes_on()
+
+
+async def test_whoever_begins_anew_goes_by_what_was_reloaded(
+    home: Path, postgres: Databases
+) -> None:
+    """The list of senders changes after a reload; and a stand-by was reloaded, too."""
+    databases = on(postgres)
+    async with open_pair(home, *databases) as pair, pair.run(0) as first:
+        assert await first.manager.ready() == SENDING
+        await pair.goes_on()
+        denied, other = pair.world.servers
+
+        async def refused_to_denied() -> None:
+            said = [pair.world.say() for _ in range(3)]
+            await until(partial(other.received.__contains__, said[-1]), seconds=PATIENCE_S)
+            await trio.sleep(2)
+            assert not set(said) & set(denied.received)
+
+        def deny(machine: int) -> None:
+            path = pair.homes[machine] / "config.yaml"
+            path.write_text(
+                yaml.safe_dump(yaml.safe_load(path.read_text()) | {"deny": [denied.name]})
+            )
+
+        deny(0)
+        first.tell(signal.SIGHUP)
+        await until(partial(first.logged, "configuration_reloaded"), seconds=PATIENCE_S)
+        await refused_to_denied()
+        with psycopg.connect(databases[1][0]) as connection:
+            connection.execute("UPDATE sender_list SET change = 'one', wanted = in_force")
+        await until(lambda: len(first.logged("ready")) == 2, seconds=PATIENCE_S)
+        await refused_to_denied()
+        async with pair.run(1, "--standby") as second:
+            await second.manager.ready()
+            deny(1)
+            second.tell(signal.SIGHUP)
+            await until(partial(second.logged, "configuration_reloaded"), seconds=PATIENCE_S)
+            # Since it began anew, its lease ends.
+            first.tell(signal.SIGKILL)
+            await until(partial(second.logged, "ready"), seconds=PATIENCE_S)
+            await refused_to_denied()
 
 
 async def test_a_stand_by_needs_databases_that_others_reach(home: Path) -> None:

@@ -377,7 +377,7 @@ async def run(
     collect_in_steps()
     signals = Signals(config.sending.drain + WRITE_DOWN_S)
     async with signals.heard(notifier):
-        await _run_until_told(_Run(path, runtime, notifier, signals), config, standby=standby)
+        await _run_until_told(_Run(path, config, runtime, notifier, signals), standby=standby)
     return signals.exit_code(
         notifier, "not everything was written down: a database does not answer"
     )
@@ -407,11 +407,16 @@ def _make_directory(config: Config) -> None:
         raise ConfigError(config.problem(("ledger", "directory"), text)) from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
-    """The arguments of one run of the command."""
+    """The arguments of one run of the command.
+
+    Attributes:
+        config: what it began with, and the settings that were reloaded since.
+    """
 
     path: Path
+    config: Config
     runtime: Runtime
     notifier: Notifier
     signals: Signals
@@ -436,14 +441,14 @@ def admin_context(daemon: Daemon, runtime: Runtime) -> AdminContext:
     )
 
 
-async def _run_until_told(run: _Run, config: Config, *, standby: bool) -> None:
+async def _run_until_told(run: _Run, *, standby: bool) -> None:
     """Run the daemon, and again whenever it has lost its lease, or the list of senders changes."""
     run.notifier.status("starting")
     while not run.signals.stop.is_set():
         try:
-            await _run_once(run, config, standby=standby)
+            await _run_once(run, run.config, standby=standby)
         except* LeaseLost:
-            log.warning("lease_lost", instance=config.instance_name)
+            log.warning("lease_lost", instance=run.config.instance_name)
             run.notifier.status("its lease has ended: it is taken again, once nobody else has it")
         # Its list of senders changes, or another process of its name goes on. Whoever waits has
         # nothing to drain: told to stop, it ends at once.
@@ -489,11 +494,15 @@ async def _stop_for_change(daemon: Daemon, running: trio.CancelScope) -> None:
 
 
 class _Waiting:
-    """A daemon that stands by, as the service manager and the admin endpoint see it."""
+    """A daemon that stands by, as the service manager and the admin endpoint see it.
+
+    Attributes:
+        begin_anew: around the wait; cancelled when the configuration was reloaded.
+    """
 
     def __init__(self, run: _Run, config: Config, *, at_once: bool) -> None:
         self._run, self._config = run, config
-        self._scope = trio.CancelScope()
+        self._scope, self.begin_anew = trio.CancelScope(), trio.CancelScope()
         self._waits, self._ended = trio.Event(), trio.Event()
         self.why = "the database has not answered yet"
         if at_once:
@@ -511,7 +520,8 @@ class _Waiting:
         with self._scope:
             await self._waits.wait()
             async with open_standby(self, self._config, self._run.runtime):
-                await trio.sleep_forever()
+                await _reload_while_waiting(self._run)
+                self.begin_anew.cancel()
         self._ended.set()
 
     async def end(self) -> None:
@@ -524,10 +534,11 @@ class _Waiting:
 async def _open_waiting(run: _Run, config: Config, *, at_once: bool) -> AsyncIterator[_Waiting]:
     """`at_once`: it stands by from the start, whether it has to wait or not."""
     waiting = _Waiting(run, config, at_once=at_once)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(waiting.serve)
-        yield waiting
-        nursery.cancel_scope.cancel()
+    with waiting.begin_anew:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(waiting.serve)
+            yield waiting
+            nursery.cancel_scope.cancel()
 
 
 async def _announce_ready(daemon: Daemon, notifier: Notifier, ready: trio.Event) -> None:
@@ -560,6 +571,33 @@ async def _reload_when_told(
         run.notifier.ready(await _reload(run, daemon, endpoints))
 
 
+async def _read_anew(run: _Run) -> tuple[Config, Sequence[SigningKey]]:
+    """The file as it is now, and its signing keys. Raises ConfigError."""
+
+    def read() -> tuple[Config, Sequence[SigningKey]]:
+        newer = load(run.path)
+        if problems := newer.file_problems("destinations"):
+            raise ConfigError(*problems)
+        return newer, keys_of(newer)
+
+    # In a thread: a long list takes a second to read, and a file system may not answer.
+    return await run.runtime.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
+
+
+async def _reload_while_waiting(run: _Run) -> None:
+    """Wait until a reload has changed the configuration of a daemon that stands by."""
+    while True:
+        await run.signals.reload.wait()
+        try:
+            newer, keys = await _read_anew(run)
+            run.config = run.config.with_reloadable(newer)
+        except ConfigError as error:
+            log.error("configuration_not_reloaded", reason=str(error))
+        else:
+            log.info("configuration_reloaded", signing_keys=[key.key_id for key in keys])
+            return
+
+
 async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> str:
     """Take over the settings that can change while running; return a status for the operator.
 
@@ -569,22 +607,15 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
 
     from fedsender.http.server import read_files
 
-    def read() -> tuple[Config, Sequence[SigningKey]]:
-        newer = load(run.path).with_senders(daemon.config.senders)
-        if problems := newer.file_problems("destinations"):
-            raise ConfigError(*problems)
-        return newer, keys_of(newer)
-
     try:
-        # In a thread: a long list takes a second to read, and a file system may not answer.
-        newer, keys = await run.runtime.run_sync(
-            read, limiter=trio.CapacityLimiter(1), abandon=True
-        )
-        in_force = daemon.config.with_reloadable(newer)
+        newer, keys = await _read_anew(run)
+        newer = newer.with_senders(daemon.config.senders)
+        in_force, of_run = (each.with_reloadable(newer) for each in (daemon.config, run.config))
         await read_files(endpoints)
     except ConfigError as error:
         log.error("configuration_not_reloaded", reason=str(error))
         return "the configuration cannot be used; running on the old one"
+    run.config = of_run
     daemon.keys.keys = tuple(keys)
     changed = in_force.lists() != daemon.policies.config.lists()
     daemon.policies.use(in_force)
