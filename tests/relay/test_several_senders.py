@@ -24,7 +24,7 @@ from fedsender_lab.testing.receiver import failing, healthy, open_receivers
 from fedsender_lab.testing.rooms import new_timeline
 from fedsender_lab.testing.rules import pdu_reader
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 NAMES = ("a", "b")
 TOKEN = "t" * 32
@@ -130,8 +130,10 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
                 await until(lambda: taker() == other, seconds=TAKEN_S)  # noqa: B023
                 await more()
                 if how == "killed":
+                    starts = daemons[victim].count("ready")
                     await daemons[victim].start()
-                    await more()
+                    back = partial(daemons[victim].count, "ready")
+                    await until(lambda: back() > starts, seconds=PATIENCE_S)  # noqa: B023
                 else:
                     os.kill(daemons[victim].pid, signal.SIGCONT)
                     lost = partial(daemons[victim].count, "lease_lost")

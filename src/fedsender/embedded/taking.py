@@ -36,7 +36,7 @@ MAX_NOTICES: Final = 1000
 FORGET_EVERY_S: Final = 60.0
 LOOK_EVERY_S: Final = 0.1
 """Seconds between two reads of another sender's news."""
-TRY_EVERY_S: Final = 2.0
+TRY_EVERY_S: Final = 1.0
 """Seconds between two tries to take the feed."""
 US: Final = "we do"
 
