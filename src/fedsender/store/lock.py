@@ -12,7 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -297,11 +297,8 @@ class AdvisoryLock(Lock):
     def _close(self) -> None:
         self._taken = False
         if self._connection is not None:
-            try:
+            with suppress(DBAPIError):  # The session is gone, and the lock with it.
                 self._connection.close()
-            except DBAPIError:
-                # The session is gone, and the lock with it.
-                self._connection.invalidate()
             self._connection = None
 
 

@@ -14,8 +14,10 @@ fails as well (`report`).
 """
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +101,19 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="three hostile servers for each honest one, which must not notice",
     )
+    parser.add_argument(
+        "--senders",
+        type=int,
+        help="so many that share a PostgreSQL, which is started here (run it in the sources)",
+    )
     options = parser.parse_args(arguments)
+    if options.senders is not None and (options.relay or options.hostile):
+        parser.error("--senders is for a world of its own")
     if options.relay and options.hostile:
         parser.error("--hostile is for worlds without --relay")
-    if options.relay:
+    if options.senders is not None:
+        report = _simulate_senders(options)
+    elif options.relay:
         # Here, because it brings the libraries of the relay's snapshots.
         from fedsender_lab.simulation import relay, relay_senders
 
@@ -116,3 +127,20 @@ def main(arguments: Sequence[str]) -> int:
         report = simulate(options.seed, servers, days, hostile=options.hostile)
     say_text(report.text())
     return 0 if report.passed else 1
+
+
+def _simulate_senders(options: argparse.Namespace) -> Report:
+    from fedsender_lab.simulation import senders
+
+    sys.path.insert(0, str(Path.cwd()))
+    servers = import_module("tests.servers")
+    with servers.open_postgres() as postgres:
+        for name in ("homeserver", "sender"):
+            postgres.create_database(name)
+        return senders.simulate_senders(
+            options.seed,
+            options.senders,
+            options.servers or senders.SERVERS,
+            options.days or senders.DAYS,
+            (postgres.url("homeserver"), postgres.url("sender")),
+        )

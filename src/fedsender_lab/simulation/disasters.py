@@ -328,7 +328,7 @@ class Backup:
         marks = disk.marks()
         for view in observed.views.of.values():
             frozen = disk.frozen(view.name)
-            repeats = None if frozen is None else _unknown_attempt(view.name, *frozen)
+            repeats = None if frozen is None else repeat_of(view.name, *frozen)
             view.go_back(marks.get(view.name, 0), repeats)
 
 
@@ -400,6 +400,7 @@ class Replica:
         observed.fail("unnoticed", f"a failover of {failover.at:.0f} s")
 
 
-def _unknown_attempt(server: str, transaction_id: str, times: int) -> Unanswered:
+def repeat_of(server: str, transaction_id: str, times: int) -> Unanswered:
+    """What is on record as the next transaction, after so many attempts."""
     attempt = Attempt(server, transaction_id, 0.0, reused=False, mode=Mode.STALL, over=True)
     return Unanswered(attempt, times)

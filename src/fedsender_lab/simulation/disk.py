@@ -193,7 +193,7 @@ class Disk:
         """Whether a search for a poisonous item is on record, or items that go apart; and whether a
         PDU is its suspect."""
         query = (
-            "SELECT coalesce(pdu_search ->> 'left', 0) + coalesce(edu_search ->> 'left', 0),"
+            f"SELECT {_number('pdu_search', 'left')} + {_number('edu_search', 'left')},"
             " pdu_search ->> 'suspect' IS NOT NULL FROM server_states WHERE destination = ?"
         )
         rows = self._rows(SENDER, query, server)
@@ -202,8 +202,8 @@ class Disk:
     def known_to_work(self, server: str) -> tuple[int, int]:
         """The most PDUs, and EDUs, that this server is known to take at once; 0: it takes all."""
         query = (
-            "SELECT coalesce(pdu_search ->> 'max_items', 0),"
-            " coalesce(edu_search ->> 'max_items', 0) FROM server_states WHERE destination = ?"
+            f"SELECT {_number('pdu_search', 'max_items')}, {_number('edu_search', 'max_items')}"
+            " FROM server_states WHERE destination = ?"
         )
         rows = self._rows(SENDER, query, server)
         return (rows[0][0], rows[0][1]) if rows else (0, 0)
@@ -223,10 +223,10 @@ class Disk:
         for owing, search in ((events, "pdu_search"), (messages, "edu_search")):
             held = (
                 "SELECT destination FROM server_states WHERE paused IS NOT NULL"
-                f" OR parked IS NOT NULL OR next_attempt_ms > ?1 OR {search} ->> 'next_ms' > ?1"
+                f" OR parked IS NOT NULL OR next_attempt_ms > ? OR {_number(search, 'next_ms')} > ?"
             )
             owed = {row[0] for row in self._rows(HOMESERVER, owing)}
-            due |= owed - {row[0] for row in self._rows(SENDER, held, now_ms)}
+            due |= owed - {row[0] for row in self._rows(SENDER, held, now_ms, now_ms)}
         return due
 
     def quarantine(self) -> list[QuarantinedItem]:
@@ -262,6 +262,11 @@ class Disk:
     def all_redeliveries(self) -> list[tuple[str, str]]:
         """The same for all servers: (server, event id) pairs."""
         return self._rows(SENDER, "SELECT destination, event_id FROM redeliveries")
+
+
+def _number(column: str, name: str) -> str:
+    """A number of a JSON object, 0 if it has none; in SQLite and PostgreSQL."""
+    return f"coalesce(CAST({column} ->> '{name}' AS BIGINT), 0)"
 
 
 class LedgerTail:

@@ -192,14 +192,21 @@ def people(
     sites: Mapping[int, Site],
     internet: Internet,
     make_front: Callable[[Observations], Front],
+    make_observed: Callable[[Observations], Observations] = lambda observed: observed,
+    make_wire: Callable[[Any, LedgerChecks], WireChecks] = WireChecks,
+    make_commits: Callable[[Observations, LedgerChecks], CommitChecks] = CommitChecks,
 ) -> World:
-    """The servers at these sites, by their numbers, and a sender that is to send to them."""
+    """The servers at these sites, by their numbers, and a sender that is to send to them.
+
+    `make_...`: what is checked in another way if there are several senders.
+    """
     homeserver = origins.homeserver
     views = ServerViews([site.name for site in sites.values()])
     observed = Observations(homeserver, views, Trace(), Disk(directory))
     observed.secrets = origins.secrets
+    observed = make_observed(observed)
     ledger = LedgerChecks(observed)
-    wire = WireChecks(observed, ledger)
+    wire = make_wire(observed, ledger)
     servers = []
     for index, site in sites.items():
         character = dealt(index, hostile=size.hostile)
@@ -218,7 +225,7 @@ def people(
         internet=internet,
         front=make_front(observed),
         observed=observed,
-        commits=CommitChecks(observed, ledger),
+        commits=make_commits(observed, ledger),
         wire=wire,
         memory=MemoryChecks(observed),
         waits=WaitChecks(observed),

@@ -5,7 +5,7 @@ conditions that send no signal.
 import hashlib
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -39,6 +39,28 @@ def _seed_scheduler(seed: int) -> None:
     # on that of a set.
     trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
     trio._core._run._r.seed(seed)
+
+
+class _RunQueue(deque[trio.lowlevel.Task]):
+    def __init__(self, tasks: Iterable[trio.lowlevel.Task], keeps: Callable[..., bool]) -> None:
+        super().__init__(tasks)
+        self._keeps = keeps
+
+    def append(self, task: trio.lowlevel.Task) -> None:
+        if not self._keeps(task):
+            super().append(task)
+
+
+def keep_tasks(keeps: Callable[[trio.lowlevel.Task], bool]) -> None:
+    """Ask `keeps` of each task that is to run next whether it stands still instead, as one of a
+    process that is frozen. `run_on` has it go on."""
+    runner = trio._core._run.GLOBAL_RUN_CONTEXT.runner
+    runner.runq = _RunQueue(runner.runq, keeps)
+
+
+def run_on(tasks: Iterable[trio.lowlevel.Task]) -> None:
+    """Have these tasks run."""
+    trio._core._run.GLOBAL_RUN_CONTEXT.runner.runq.extend(tasks)
 
 
 def now_ms() -> int:
