@@ -340,12 +340,14 @@ def test_late_lines_have_their_own_server_room_and_day_looked_at_and_no_later_da
         for name in (one, *two)
     }
     late = [lines.pop((one, 5))], [lines.pop((name, 6)) for name in two]
+    # Of the same unit, whatever room the line names.
+    lines[one, 7] = attempt(one, pdu(7, "!elsewhere"), outcome="unknown", status=None)
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines.values())
     config = from_values({"server_name": US, "signing_key": "key"}, directory=tmp_path)
     with showing(quiet=True) as steps:
         read_ledger(spark, lake, config, steps)
         told = audit(spark, lake, config, steps)
-        assert (told.counts["delivered"], told.missing) == (597, 3)
+        assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (596, 1, 3)
         week_later = START_MS + 200 * EVENT_MS
         write(tmp_path / "ledger", "f.b.000002.jsonl", late[0][0] | {"ms": week_later})
         read_ledger(spark, lake, config, steps)
@@ -358,7 +360,7 @@ def test_late_lines_have_their_own_server_room_and_day_looked_at_and_no_later_da
             (one, "!r", datetime.date(2026, 1, 1))
         ]
         told = audit(spark, lake, config, steps)
-        assert (told.counts["delivered"], told.missing) == (598, 2)
+        assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (597, 1, 2)
         monkeypatch.setattr(intervals, "MOST_KEYS", 2)
         write(tmp_path / "ledger", "f.b.000003.jsonl", *late[1])
         read_ledger(spark, lake, config, steps)
