@@ -267,6 +267,9 @@ class Process(Life):
 
     def _close_sessions(self) -> None:
         self.shared.end_sessions(each for each in self._sessions if not each.closed)
+        if not self.cut:
+            for session in self._sessions:
+                session.close()
         self._sessions.clear()
 
     def __str__(self) -> str:
