@@ -369,6 +369,25 @@ async def test_receipts_written_while_we_were_down_are_sent_when_we_are_back(
 
 
 @pytest.mark.slow
+async def test_a_first_start_that_is_killed_at_once_has_noted_where_it_began(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    with killed():
+        async with world.run():
+            await world.members(R1, ALICE, f"@x:{A}")
+            world.kill_at = "sender: before commit"
+            await world.store.sender.add_redeliveries([])
+            await trio.sleep(1)
+    async with world.open():
+        await world.read(R1, ALICE, "$one", tell=False)
+    async with world.run() as sender:
+        sender.edus.receipts.advance(world.stream_id)
+        await trio.sleep(1)
+
+    assert [edu[R1]["m.read"][ALICE]["event_ids"] for edu in world.edus(A)] == [["$one"]]
+
+
+@pytest.mark.slow
 async def test_receipts_survive_failures_and_the_newest_of_each_is_sent(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:
