@@ -45,7 +45,7 @@ def test_every_event_arrives_where_it_should_and_nowhere_else(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_a_relay_in_between_loses_nothing_though_the_sender_is_forgotten() -> None:
-    """One sender is killed, the other away until the log does not reach back to it: a full sync."""
+    """It is away until the log does not reach back to it: a full sync. It is killed, too."""
     *_, summary = demo("--relay", "--chaos", "--servers=10", "--rooms=4", "--events=110")
 
     assert summary["ok"] is True
