@@ -345,7 +345,9 @@ def printed_unit(
     config.write_text(
         "server_name: hs.example\nsigning_key: key\n"
         f"instance_name: {instance}\n"
-        "homeserver: {federation_sender_instances: [fed1, fed2]}\nfeed: {kind: tcp}\n"
+        "homeserver:\n  federation_sender_instances: [fed1, fed2]\n"
+        "  database: postgresql+psycopg://u@/homeserver\n"
+        "sender_database: postgresql+psycopg://u@/fedsender\nfeed: {kind: tcp}\n"
     )
     executable = ["--executable", "/usr/bin/fedsender"]
     assert run_command(["systemd-unit", "-c", str(config), *executable, *options]) == 0

@@ -208,14 +208,16 @@ async def test_a_server_that_closes_after_each_answer_can_be_reached(tmp_path: P
 
 async def test_another_senders_server_is_said_to_be_one(tmp_path: Path) -> None:
     async with open_stage(tmp_path) as stage:
-        senders = ["fedsender", "other"]
-        stage.settings["homeserver"] = {"federation_sender_instances": senders}
+        stage.settings["homeserver"] = {
+            "federation_sender_instances": ["fedsender", "other"],
+            "database": "postgresql+psycopg://u@/homeserver",
+        }
+        stage.settings["sender_database"] = "postgresql+psycopg://u@/fedsender"
         config = stage.config()
         theirs = next(
             name for name in (f"s{number}.example" for number in range(99))
             if config.sender_of(name) == "other"
         )  # fmt: skip
-        stage.settings["homeserver"] = {"federation_sender_instances": senders}
         report = await stage.probe(theirs)
     assert step(report, "allowed").lines == ("yes; another sender, other, sends to it",)
 

@@ -114,8 +114,8 @@ BY_NATURE = {
 }
 """What is never zero."""
 
-BY_PUSH = {"fedsender_takes_appends"}
-"""What tests/embedded/test_processes.py sees move."""
+BY_PUSH = {"fedsender_notices_dropped", "fedsender_takes_appends"}
+"""What tests/embedded/test_processes.py and tests/relay/test_followers.py see move."""
 
 
 def values(metrics: Metrics) -> dict[str, float]:

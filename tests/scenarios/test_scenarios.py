@@ -93,35 +93,6 @@ async def test_of_two_senders_exactly_one_tells_each_server_who_types(
     assert min(len(pushed(first)), len(pushed(second))) >= 3
 
 
-async def test_of_two_senders_exactly_one_sends_each_event(
-    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Synapse's H2; H1: one sender alone sends all."""
-
-    async def sent(senders: list[str], name: str) -> dict[str, list[str]]:
-        directory = tmp_path / f"{name} of {len(senders)}"
-        await trio.Path(directory).mkdir()
-        world = World(
-            directory,
-            instance_name=name,
-            homeserver={"federation_sender_instances": senders},
-            feed={"kind": "tcp"},
-        )
-        async with world.run():
-            for number in range(20):
-                await world.join(f"!{number}:{HS}", f"s{number}.example")
-                await world.say(f"!{number}:{HS}", f"in {number}")
-            await trio.sleep(5)
-        return {name: one.got for name, one in world.servers.items() if one.got}
-
-    first, second = [await sent(SENDERS, name) for name in SENDERS]
-
-    assert first.keys().isdisjoint(second)
-    assert first | second == await sent(["fed1"], "fed1")
-    assert first | second == {f"s{number}.example": [f"in {number}"] for number in range(20)}
-    assert min(len(first), len(second)) >= 3
-
-
 # --- D: devices -----------------------------------------------------------------------------------
 
 
