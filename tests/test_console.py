@@ -96,6 +96,6 @@ def test_what_an_audit_names(
 
     monkeypatch.setattr(pipeline_commands, "job", job)
     monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
-    monkeypatch.setattr(audit, "audit", lambda *_, since: found)
+    monkeypatch.setattr(audit, "audit", lambda *_: found)
     assert run_command(["pipeline", "audit", "-c", config]) == 1
     check(capsys.readouterr().out)
