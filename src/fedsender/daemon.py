@@ -215,7 +215,8 @@ async def _hold_instance(
     """
     instance = config.instance_name
     await store.sender.take_lock(boot_id, waits)
-    admission.gate.over = lambda: store.sender.over
+    if (lease := store.sender.lease) is not None:
+        admission.gate.over = lease.has_ended
 
     async def keep() -> None:
         while True:

@@ -75,26 +75,31 @@ class Watermark:
 
     async def wait_past(self, seen: int) -> int:
         """Wait until the position is above `seen` and return it; always a checkpoint."""
-        await trio.lowlevel.checkpoint()
+        if self.value > seen:
+            await trio.lowlevel.checkpoint()
         while self.value <= seen:
             await self._moved.park()
         return self.value
 
 
 class Signal:
-    """Wakes one task. A signal that comes while the task is busy is kept for its next wait."""
+    """Wakes one task. A signal that comes while the task is busy is kept for its next wait.
+
+    Attributes:
+        waiter: the task that waits for it, or None.
+    """
 
     # No `trio.Event`: there is one for each of thousands of servers, and a new one for each wait.
-    __slots__ = ("_came", "_waits")
+    __slots__ = ("_came", "waiter")
 
     def __init__(self) -> None:
         self._came = False
-        self._waits: trio.lowlevel.Task | None = None
+        self.waiter: trio.lowlevel.Task | None = None
 
     def set(self) -> None:
         """Wake the task, now or at its next wait. Any number of times counts as one."""
         self._came = True
-        task, self._waits = self._waits, None
+        task, self.waiter = self.waiter, None
         if task is not None:
             trio.lowlevel.reschedule(task)
 
@@ -106,11 +111,6 @@ class Signal:
         """Forget a signal that has come."""
         self._came = False
 
-    @property
-    def waited_for(self) -> bool:
-        """Whether a task waits for it."""
-        return self._waits is not None
-
     async def wait(self) -> None:
         """Wait for the signal, and take it.
 
@@ -120,14 +120,14 @@ class Signal:
         if self._came:
             await trio.lowlevel.checkpoint()
         else:
-            if self._waits is not None:
+            if self.waiter is not None:
                 raise trio.BusyResourceError("another task waits for this signal")
-            self._waits = trio.lowlevel.current_task()
+            self.waiter = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(self._give_up)
         self._came = False
 
     def _give_up(self, _: object) -> trio.lowlevel.Abort:
-        self._waits = None
+        self.waiter = None
         return trio.lowlevel.Abort.SUCCEEDED
 
 
@@ -154,10 +154,12 @@ class Steps:
         self._full = Signal()
 
     def wake(self, task: Signal, *, first: bool = False) -> None:
-        """Have the task that waits for this signal go on, in this pass of the loop or a later one.
+        """Have the task that waits for this signal, if any, go on: in this pass or a later one.
 
         `first`: before those that do not go first, also if it is in line already.
         """
+        if task.waiter is None:
+            return
         firsts, others = self._lines
         if first:
             others.pop(task, None)

@@ -97,7 +97,7 @@ class RelayLog:
         """Store appended records, for ever."""
         try:
             while True:
-                await self.writer.news()
+                await self.writer.arrived.wait()
                 await self.writer.write()
         finally:
             self.writer.close(Full("the relay is stopping"))

@@ -92,11 +92,11 @@ async def test_a_lease_that_is_renewed_is_not_taken_and_one_that_is_not_is(
         nursery.start_soon(q.stand_by)
         with trio.move_on_after(60):
             await p.keep()
-        assert q.lease.over
-        assert not p.lease.over
+        assert q.lease.has_ended()
+        assert not p.lease.has_ended()
     # P's last renewal was at 58 s, and it is over before Q has the lease.
-    assert p.lease.over
-    assert not q.lease.over
+    assert p.lease.has_ended()
+    assert not q.lease.has_ended()
     assert LEASE_S < trio.current_time() - 58 <= LEASE_S + 1
     assert q.said == ["another process runs under our name"]
     # Its session is gone, and a new one finds another's name in the row.
@@ -139,23 +139,23 @@ async def test_a_lease_without_a_stand_by_does_not_end_until_one_asks(
     p, q = two
     await p.sender.take_lock("P")
     await trio.sleep(60)
-    assert not p.lease.over
+    assert not p.lease.has_ended()
     assert await p.sender.renew_lock()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(q.stand_by)
         await trio.sleep(60)
         # P has not confirmed that it ends.
-        assert q.lease.over
-        assert not p.lease.over
+        assert q.lease.has_ended()
+        assert not p.lease.has_ended()
         why = "another process runs under our name"
         assert q.said[0] == f"{why}, and has not said yet that it ends if it fails"
         with trio.move_on_after(10):
             await p.keep()
         with pytest.raises(LeaseLost):
             await p.sender.until_lost()
-        assert q.lease.over
+        assert q.lease.has_ended()
         await trio.sleep(2)
-        assert not q.lease.over
+        assert not q.lease.has_ended()
 
 
 async def test_a_lease_ends_from_the_first_renewal_that_may_have_said_so(
@@ -174,7 +174,7 @@ async def test_a_lease_ends_from_the_first_renewal_that_may_have_said_so(
         with pytest.raises(LeaseLost):
             await p.sender.until_lost()
         assert trio.current_time() - asked_s == pytest.approx(LEASE_S, abs=0.01)
-        assert q.lease.over
+        assert q.lease.has_ended()
 
 
 async def test_a_start_after_a_kill_does_not_wait_on_the_same_machine(
@@ -229,16 +229,16 @@ async def test_elsewhere_nobody_takes_a_lease_that_does_not_end_before_it_is_fre
     with pytest.raises(LockHeld, match="if its machine is dead, run `fedsender senders free fed1`"):
         await q.sender.take_lock("Q")
     # It reaches the database again: it has the lease still.
-    assert not p.lease.over
+    assert not p.lease.has_ended()
     assert not await p.sender.renew_lock()
     await p.sender.take_lock("P")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(q.stand_by)
         await trio.sleep(600)
-        assert q.lease.over
+        assert q.lease.has_ended()
         assert q.said[-1].endswith("if its machine is dead, run `fedsender senders free fed1`")
         await q.lease.free()
-    assert not q.lease.over
+    assert not q.lease.has_ended()
 
 
 async def test_a_lease_that_is_renewed_is_not_freed(
@@ -264,7 +264,7 @@ async def test_a_start_waits_for_a_lease_that_ends_and_is_refused_if_it_does_not
             await q.sender.take_lock("Q")
         nursery.cancel_scope.cancel()
     await q.sender.take_lock("Q")
-    assert p.lease.over
+    assert p.lease.has_ended()
 
 
 async def test_one_that_was_given_back_is_taken_at_once(
@@ -303,8 +303,8 @@ async def test_after_a_failover_every_lease_is_void_and_watched_anew(
         with pytest.raises(LeaseLost):
             await p.sender.renew_lock()
         await trio.sleep(5)
-        assert q.lease.over
-    assert not q.lease.over
+        assert q.lease.has_ended()
+    assert not q.lease.has_ended()
     assert trio.current_time() == pytest.approx(5 + LEASE_S, abs=1)
 
 

@@ -233,7 +233,7 @@ async def overview_here(context: AdminContext, listing: Listing) -> tuple[Overvi
 def _signing_keys(context: AdminContext) -> tuple[str, ...]:
     feed = context.config.feed
     signs = feed.kind == "push" and feed.push.sign_events
-    keys = context.keys.keys if signs else (context.keys.first,)
+    keys = context.keys.keys if signs else (context.keys.keys[0],)
     return tuple(key.key_id for key in keys)
 
 

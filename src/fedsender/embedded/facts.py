@@ -267,14 +267,14 @@ class Preparation:
 
     Args:
         count: the number of its rows. Raises BadRow.
-        complete: makes the row to parse from a received row. The text is that of the received row,
-            so that a repeated record is recognised by it.
+        complete: makes the row to parse from a received row; None: it is the same. The text is
+            that of the received row, so that a repeated record is recognised by it.
     """
 
     def __init__(
         self,
         count: int,
-        complete: Callable[[Json], Json] = lambda row: row,
+        complete: Callable[[Json], Json] | None = None,
         *,
         key: bytes = b"",
     ) -> None:
@@ -289,7 +289,7 @@ class Preparation:
     def add(self, row: Json) -> None:
         """Check the next row. Raises BadRow with its number."""
         try:
-            parsed = parse_relay_row(self._complete(row))
+            parsed = parse_relay_row(row if self._complete is None else self._complete(row))
             self._events += _is_event(parsed)
             if self._events > 1:
                 raise BadRow("a second event, and a token has one")

@@ -195,6 +195,7 @@ class Writer:
             nothing is sent on to consumers.
         head: the newest durable token; 0: there is none; -1: the store has not been read yet.
         closed: the reason why appends are refused; None: they are taken.
+        arrived: set when something waits to be stored.
 
     Args:
         stored: called with each stored group, and the result of each record: its token, or the
@@ -209,15 +210,7 @@ class Writer:
         self._store = store
         self._stored = stored
         self._waiting = _Queue()
-        self._arrived = Signal()
-
-    async def news(self) -> None:
-        """Wait until something waits to be stored, or `wake` is called."""
-        await self._arrived.wait()
-
-    def wake(self) -> None:
-        """Have the task that waits for news look."""
-        self._arrived.set()
+        self.arrived = Signal()
 
     def close(self, error: Exception) -> None:
         """Take nothing more; calls that wait are told."""
@@ -271,7 +264,7 @@ class Writer:
             raise self.closed
         self._waiting.enqueue(records, call)
         call.submitted.set()
-        self._arrived.set()
+        self.arrived.set()
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
         """The stored servers of a room; None: no row was about them. Raises Full."""
@@ -534,7 +527,7 @@ class Intake:
                 raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
             if not each.rows and each.reservation is not None:
                 return None
-            complete = (lambda row: row) if self.signer is None else self.signer.complete
+            complete = None if self.signer is None else self.signer.complete
             preparation = Preparation(len(each.rows), complete, key=key_of(each.id))
             for index, row in enumerate(each.rows):
                 if index % STEP_ROWS == 0:

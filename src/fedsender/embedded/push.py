@@ -115,7 +115,7 @@ class PushFeed(Feed):
         self.note_connected()
         while True:
             with trio.move_on_after(FORGET_EVERY_S):
-                await self._writer.news()
+                await self._writer.arrived.wait()
             await self._writer.write()
             receipts, self._receipts = self._receipts, []
             await self._taking.store(receipts)
@@ -152,9 +152,9 @@ class PushFeed(Feed):
         receipt = self._taking.tell(row.stream, row.value)
         if receipt is not None:
             self._receipts.append(receipt)
-            self._writer.wake()
+            self._writer.arrived.set()
         elif self._taking.pass_on(row.stream, row.row.decode()):
-            self._writer.wake()
+            self._writer.arrived.set()
 
     def _stored(self, records: Sequence[Record], answers: Sequence[Answer]) -> None:
         """Let the sender see the stored records."""

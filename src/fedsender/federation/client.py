@@ -525,7 +525,7 @@ class Peer:
         client = self._client
         assert client.keys is not None, "a client without keys sends no transaction"
         value = authorization_header(
-            client.server_name, self.destination, method, target, body, client.keys.first
+            client.server_name, self.destination, method, target, body, client.keys.keys[0]
         )
         return b"%bcontent-type: application/json\r\nauthorization: %b\r\n" % (
             live.lines,
@@ -751,7 +751,7 @@ class Exchange(Alarm):
             raise SendFailed(kind, self._why_ended("no answer"), sent=peer.sent) from error
         finally:
             running.reset(token)
-            self.set(math.inf)
+            self.at = math.inf
 
     async def _put(
         self, peer: Peer, transaction_id: str, body: bytes, event_ids: Sequence[str]

@@ -80,11 +80,6 @@ class KeyRing:
         assert keys, "a key file has a key"
         self.keys = keys
 
-    @property
-    def first(self) -> SigningKey:
-        """The key that signs requests."""
-        return self.keys[0]
-
 
 def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
     """A key from its 32 secret bytes; raises BadSigningKey."""

@@ -103,13 +103,14 @@ class Gate:
 
     Attributes:
         over: whether this daemon has lost the right to send, whether or not the gate is shut.
+        is_shut: whether it is shut: whoever waits for a place waits for it to open.
         frozen_until: before this (trio's clock) no new attempt begins, `lack` says why.
     """
 
     def __init__(self) -> None:
         self.over: Callable[[], bool] = lambda: False
         self.frozen_until = -math.inf
-        self._shut = False
+        self.is_shut = False
         self._lack = ""
         self._opened = trio.Event()
         self._opened.set()
@@ -117,7 +118,7 @@ class Gate:
     @property
     def open(self) -> bool:
         """Whether it can be passed now."""
-        return not self._shut and not self.over()
+        return not self.is_shut and not self.over()
 
     @property
     def lack(self) -> str | None:
@@ -135,17 +136,17 @@ class Gate:
 
     def shut(self) -> None:
         """Shut the gate."""
-        if not self._shut:
-            self._shut, self._opened = True, trio.Event()
+        if not self.is_shut:
+            self.is_shut, self._opened = True, trio.Event()
 
     def reopen(self) -> None:
         """Open the gate again."""
-        self._shut = False
+        self.is_shut = False
         self._opened.set()
 
     async def passed(self) -> None:
         """Return when the gate is open."""
-        while self._shut:
+        while self.is_shut:
             await self._opened.wait()
 
 
@@ -364,7 +365,9 @@ class Lane:
 
     def at_once(self, permit: "Permit", *, first: bool) -> bool:
         """Take a place if there is one for it; those that wait have none at this moment."""
-        if not self._has_place(first=first) or self._in_the_way(permit.payer.accounts):
+        if not self._has_place(first=first):
+            return False
+        if self._overflow is None and self._in_the_way(permit.payer.accounts):
             return False
         self._let_in(permit, first=first)
         return True
@@ -594,7 +597,7 @@ class Permit:
         """Take a place for a request on a live connection, if no attempt waits for one."""
         if self.lane is None and not self.searches:
             lane, first = self._admission.lane_of(self)
-            if self._admission.gate.open and lane.at_once(self, first=first):
+            if not self._admission.gate.is_shut and lane.at_once(self, first=first):
                 self.lane = lane
         return self.lane is not None
 
@@ -689,14 +692,14 @@ class Permit:
             self._line.hasten(self)
 
     def body_bytes(self, most: int) -> int:
-        """The largest size of a body now, in bytes: a share of the memory left, at most `most`."""
+        """The largest size of the next body now, in bytes: a share of the memory left, at most
+        `most`. None counts any more."""
+        self.carries(0)
         self._offered = self._admission.body_bytes(most)
         return self._offered
 
     def carries(self, size: int) -> None:
         """Note a body of this size in memory, in bytes, until `release`."""
-        if size == self._bytes == 0:
-            return
         admission, was_large = self._admission, self._large
         self._large = 2 * size > self._offered
         admission.bodies += size - self._bytes
@@ -726,8 +729,10 @@ class Permit:
 
     def release(self) -> None:
         """Give the place back, and no body counts any more."""
-        self.leave()
-        self.carries(0)
+        if self.lane is not None:
+            self.leave()
+        if self._bytes:
+            self.carries(0)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -176,8 +176,7 @@ class AttemptTimer(Alarm):
         self._wake()
 
     def _wake(self, *, first: bool = False) -> None:
-        if self.signal.waited_for:
-            self._steps.wake(self.signal, first=first)
+        self._steps.wake(self.signal, first=first)
 
     async def sleep_until(self, due: float) -> bool:
         """Sleep until `due` (True), or until `look_again` is called (False)."""
@@ -266,7 +265,8 @@ class Destination:
 
         `hurry`: as with the method of this name.
         """
-        self.outbox.offer(pdu, healthy=self.state.healthy)
+        if not self.outbox.offer(pdu):
+            self.outbox.spill(healthy=self.state.healthy)
         if hurry:
             self.hurry()
         else:
@@ -445,7 +445,6 @@ class Destination:
             if self._held:
                 return False
             now = trio.current_time()
-            self.outbox.expire()
             not_before = max(self._timer.not_before, self._context.admission.gate.frozen_until)
             due = max(self._due, not_before)
             if due <= now:
@@ -503,7 +502,7 @@ class Destination:
         permit.ill = not self.state.healthy
         if permit.ill:
             permit.lately = failure.well_lately(self.state, self._context.clock.now_ms())
-        permit.searches = bool(self.state.searches)
+        permit.searches = not self._remembers_nothing and bool(self.state.searches)
         self._in_phase(Phase.CONNECTING)
         if self._woken:
             self._woken = False
@@ -561,7 +560,8 @@ class Destination:
         if draft is not None:
             # No await since `leave_out_unseen`, which checked what this server may see (I6).
             self.frozen = self._freeze(draft)
-            self.outbox.note_given_up(draft.given_up)
+            if draft.given_up:
+                self.outbox.note_given_up(draft.given_up)
             if self.outbox.given_up:
                 await self._count_given_up()
                 return self.frozen if self._may_send else None
@@ -738,7 +738,6 @@ class Destination:
     def _draft(self, only: Kind | None = None) -> Draft:
         """An empty draft within the limits, of items of this kind, or of both (None)."""
         pdus, edus = self.policy.max_pdus, MAX_EDUS
-        self._permit.carries(0)
         size = self._permit.body_bytes(self.policy.max_transaction_bytes)
         if not self._remembers_nothing:
             now_ms = self._context.clock.now_ms()

@@ -130,16 +130,16 @@ class Outbox:
 
     # --- What is put into it: synchronous ---------------------------------------------------------
 
-    def offer(self, pdu: Pdu, *, healthy: bool) -> None:
-        """Queue a PDU that the fan-out has durably noted as owed to this server."""
+    def offer(self, pdu: Pdu) -> bool:
+        """Queue a PDU that the fan-out has durably noted as owed to this server; return False if
+        the queue is full, and must be spilled."""
         self._news += 1
         if self.lsso is not None and pdu.stream_ordering <= self.lsso:
-            return  # Catch-up saw it in the database first.
-        if not self.level:
-            self._context.debts.add(self.destination, pdu)
-        elif not self.queue.add(pdu):
-            self._context.debts.add(self.destination, pdu)
-            self.spill(healthy=healthy)
+            return True  # Catch-up saw it in the database first.
+        if self.level and self.queue.add(pdu):
+            return True
+        self._context.debts.add(self.destination, pdu)
+        return not self.level
 
     def spill(self, *, healthy: bool) -> None:
         """Give the queued PDUs up: they are owed in the database, and catch-up reads them there.
@@ -220,7 +220,9 @@ class Outbox:
 
     def due(self, kind: Kind | None = None) -> float:
         """The time from which a transaction may have an item of this kind, or any, on Trio's clock,
-        -inf for any time; inf: there is none."""
+        -inf for any time; inf: there is none. EDUs that have expired are dropped."""
+        if self.ephemeral.waiting or self.presence.waiting:
+            self.expire()
         if not self._locks:
             has_pdus = kind is not Kind.EDUS and self.owes_pdus
             has_any = has_pdus or (kind is not Kind.PDUS and self.has_edus)
@@ -271,10 +273,9 @@ class Outbox:
 
     def expire(self) -> None:
         """Drop the EDUs that have expired."""
-        if self.ephemeral.waiting or self.presence.waiting:
-            now = trio.current_time()
-            self.ephemeral.expire(now)
-            self.presence.expire(now)
+        now = trio.current_time()
+        self.ephemeral.expire(now)
+        self.presence.expire(now)
 
     def close(self) -> None:
         """Note owed receipts as a debt, and count typing and presence that are lost unsent."""

@@ -125,8 +125,7 @@ class Lease:
         self._here = _Here(here)
         self._limiter = trio.CapacityLimiter(1)
 
-    @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether we must not send."""
         return self._runtime.elapsed_s() >= self.ends_at
 
@@ -275,7 +274,7 @@ class Lease:
             renewed = await self._lock.run(renew, CALL_S if ends else math.inf)
         except LockUnknown:
             return False
-        if renewed is None or self.over:
+        if renewed is None or self.has_ended():
             raise self._lost_error()
         if ends:
             self.ends_at = asked_s + LEASE_S
@@ -295,7 +294,7 @@ class Lease:
 
     async def until_lost(self) -> None:
         """Raise LeaseLost when the lease has ended."""
-        while not self.over:  # noqa: ASYNC110
+        while not self.has_ended():  # noqa: ASYNC110
             # Trio's clock stands still while the machine is suspended.
             await trio.sleep(max(0.0, min(LOOK_EVERY_S, self.ends_at - self._runtime.elapsed_s())))
         raise self._lost_error()

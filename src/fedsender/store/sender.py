@@ -726,10 +726,9 @@ class SenderStore:
         await self._hold.until_lost()
 
     @property
-    def over(self) -> bool:
-        """Whether we must not send any more: our lease has ended."""
-        lease = self._hold.lease
-        return lease is not None and lease.over
+    def lease(self) -> Lease | None:
+        """Our lease; None: the database has none."""
+        return self._hold.lease
 
     async def name_is_ours(self) -> bool:
         """Whether whoever else speaks under our name is a daemon that had it before us."""
