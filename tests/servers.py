@@ -138,6 +138,11 @@ class Postgres:
         assert self._process is not None
         return self._process.pid
 
+    def client(self, program: str) -> list[str]:
+        """One of PostgreSQL's own programs that connect to it, as a command."""
+        place = [f"PGHOST={self.host}", f"PGPORT={self.port}", f"PGUSER={self.user}"]
+        return ["env", *place, str(self._bin / program)]
+
     def create_database(self, name: str) -> None:
         """An empty database with encoding UTF8 and locale C."""
         with self.connect("postgres") as connection:

@@ -403,6 +403,7 @@ def test_a_proxy_for_no_server_is_left_out_and_a_bad_one_is_an_error_without_its
         ({}, {}, None, ("fed1", ("fed1",))),
         ({}, WORKER, None, ("fed1", ("fed1",))),
         ({"federation_sender_instances": ["a", "b"]}, {}, "b", ("b", ("a", "b"))),
+        ({"federation_sender_instances": ["a"]}, {}, "b", ("b", ("a",))),
         ({"federation_sender_instances": ["master", "b"]}, {}, None, ("b", ("master", "b"))),
         ({"federation_sender_instances": ["master"]}, {}, None, ("fedsender", ("fedsender",))),
         ({"federation_sender_instances": None}, {}, None, ("fedsender", ("fedsender",))),
@@ -497,13 +498,14 @@ def test_several_senders_share_a_database_beside_synapses(tmp_path: Path) -> Non
     synapse = homeserver(
         database={"name": "psycopg2", "args": args}, federation_sender_instances=["fed1", "fed2"]
     )
-    made = converted(tmp_path, instance="fed2", homeserver=synapse)
-
-    url = make_url(config_of(made).sender_database)
-    assert (url.database, dict(url.query)) == (
-        "fedsender",
-        {"host": "/run/pg", "port": "5433", "sslmode": "disable"},
-    )
+    alone = synapse | {"federation_sender_instances": ["fed1"]}
+    for files, name in ((synapse, "fed2"), (alone, "fed1"), (alone, "fed2")):
+        made = converted(tmp_path, instance=name, homeserver=files)
+        url = make_url(config_of(made).sender_database)
+        assert (url.database, dict(url.query)) == (
+            "fedsender",
+            {"host": "/run/pg", "port": "5433", "sslmode": "disable"},
+        )
 
 
 def test_several_senders_of_a_synapse_on_sqlite_are_refused(tmp_path: Path) -> None:
@@ -512,10 +514,8 @@ def test_several_senders_of_a_synapse_on_sqlite_are_refused(tmp_path: Path) -> N
     code, out, err = run("config", "from-synapse", *paths)
 
     assert (code, out) == (2, "")
-    assert err == (
-        f"fedsender: {paths[0]}: federation_sender_instances: has several, and they need a Synapse"
-        " on PostgreSQL\n"
-    )
+    text = "database: must be a PostgreSQL for several senders"
+    assert err == f"fedsender: {paths[0]}: {text}\n"
 
 
 def test_state_groups_in_a_database_of_their_own(tmp_path: Path) -> None:

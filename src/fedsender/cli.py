@@ -521,7 +521,8 @@ def config_from_synapse(
         ),
     ],
     instance: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The federation sender to take the place of.")
+        str | None,
+        typer.Option(metavar="NAME", help="Be this one of several senders that share a database."),
     ] = None,
     secrets: Annotated[
         Path | None,

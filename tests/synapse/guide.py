@@ -17,6 +17,7 @@ import trio
 _DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = _DOCS / "switching.md"
 GUIDE_WITHOUT_WORKERS = _DOCS / "switching-single.md"
+CLUSTERS = _DOCS / "clusters.md"
 _STAND_IN = Path(__file__).with_name("systemctl.py")
 _BLOCK = re.compile(r"^ *```sh\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _YAML = re.compile(r"^ *```yaml\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -102,16 +103,18 @@ class Host:
         programs = self.directory / "bin"
         programs.mkdir()
         stand_in = [sys.executable, str(_STAND_IN), str(self.units), str(state)]
-        for name, command in {
-            "fedsender": [sys.executable, "-m", "fedsender"],
-            "systemctl": stand_in,
-        }.items():
-            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
-            (programs / name).chmod(0o755)
+        self.add_program("fedsender", [sys.executable, "-m", "fedsender"])
+        self.add_program("systemctl", stand_in)
         # Only root may use the real one.
         as_us = f'test "$1 $2 $3" = "-u {user_name()} --" && shift 3 && exec "$@"'
         (programs / "runuser").write_text(f"#!/bin/sh\n{as_us}\n")
         (programs / "runuser").chmod(0o755)
+
+    def add_program(self, name: str, command: Sequence[str]) -> None:
+        """A command that stands for this one."""
+        program = self.directory / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        program.chmod(0o755)
 
     def stop_all(self) -> None:
         """Stop every unit. Blocks."""

@@ -324,8 +324,8 @@ class Config(Section):
                 if _file_of(url) is not None:
                     names = "homeserver.federation_sender_instances"
                     yield where, f"must be one PostgreSQL for all senders: {names} has several"
-        senders = self.homeserver.federation_sender_instances
-        if senders and self.instance_name not in senders:
+        alone = _file_of(self.sender_database) is not None
+        if alone and self.instance_name not in self.senders:
             place = ("homeserver", "federation_sender_instances")
             yield place, f"does not name {self.instance_name!r}, our instance_name"
         yield from _same_addresses(self)

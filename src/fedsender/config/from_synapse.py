@@ -106,7 +106,8 @@ def from_synapse(
 
     Args:
         files: Synapse's, or directories of them, in the order in which Synapse is given them.
-        instance: the federation sender to be, where the files leave a choice.
+        instance: the federation sender to be, one of several that share a database; None: the one
+        that the files name.
         secrets: the directory for files with secrets; None: that of the configuration.
         state: the directory of all that the daemon writes; None: that of the configuration.
         admin: where the admin endpoint listens, with a token of its own; None: the default, which
@@ -118,7 +119,7 @@ def from_synapse(
     settings = read_synapse(files)
     made = _Making(settings, Converted(), secrets)
     roles = roles_of(settings, instance, made.done.notes)
-    values = made.values(roles)
+    values = made.values(roles, several=instance is not None or len(roles.senders) > 1)
     values = values if state is None else _kept_in(state.absolute()) | values
     if admin is not None:
         new = random.token_urlsafe(32)
@@ -191,8 +192,8 @@ class _Making:
             return self.secret(settings.name_of(name), file, value)
         return settings.path(path) if in_file else None
 
-    def values(self, roles: Roles) -> dict[str, Any]:
-        """The whole configuration."""
+    def values(self, roles: Roles, *, several: bool) -> dict[str, Any]:
+        """The whole configuration; `several`: of one of several senders."""
         settings = self.settings
         server_name = settings.text("server_name")
         if server_name is None or not is_server_name(server_name):
@@ -209,7 +210,7 @@ class _Making:
             "instance_name": roles.instance,
             "signing_key": path,
             "homeserver": (homeserver := self.homeserver(roles)),
-            **(self.shared(homeserver) if len(roles.senders) > 1 else {}),
+            **(self.shared(homeserver) if several else {}),
             "feed": {"kind": "redis", "redis": self.redis()} | self.http(roles),
             "federation": federation_of(settings, self.note) | self.proxy(),
             "destinations": destinations_of(settings, self.note),
@@ -233,9 +234,6 @@ class _Making:
     def homeserver(self, roles: Roles) -> dict[str, Any]:
         settings = self.settings
         main, state = databases_of(settings)
-        if len(roles.senders) > 1 and not main.url.startswith("postgresql"):
-            wrong = "has several, and they need a Synapse on PostgreSQL"
-            raise settings.wrong("federation_sender_instances", wrong)
         if state is not None and state.password is None and main.password is not None:
             self.note(state.setting, "is not set: the other database's password is tried there")
         values: dict[str, Any] = {
@@ -264,6 +262,8 @@ class _Making:
 
     def shared(self, homeserver: dict[str, Any]) -> dict[str, Any]:
         """The database that several senders share: beside Synapse's own, on the same server."""
+        if not homeserver["database"].startswith("postgresql"):
+            raise self.settings.wrong("database", "must be a PostgreSQL for several senders")
         url = make_url(homeserver["database"]).difference_update_query(["dbname"])
         url = url.set(database="fedsender")
         self.note("sender_database", "all senders share it: make the database fedsender there")

@@ -82,7 +82,7 @@ class Homeserver(Section):
     )
     federation_sender_instances: tuple[InstanceName, ...] = Field(
         default=(),
-        description="All federation senders in Synapse's order, ours among them;"
+        description="All federation senders in Synapse's order, until a list is in force;"
         " [] means that we send everything.",
     )
     presence: Presence = Field(

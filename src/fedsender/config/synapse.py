@@ -329,7 +329,7 @@ def _instance(settings: Settings, senders: tuple[str, ...] | None, wanted: str |
     chosen = _check(settings, "worker_name", chosen or OURS)
     if chosen == MAIN:
         raise settings.wrong("worker_name", "must not be that of the main process")
-    if senders and senders != (MAIN,) and chosen not in senders:
+    if not wanted and senders and senders != (MAIN,) and chosen not in senders:
         raise settings.wrong("federation_sender_instances", f"does not name {chosen}")
     return chosen
 
