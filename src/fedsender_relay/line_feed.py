@@ -420,7 +420,7 @@ class LineFeed(Feed):
     ) -> Resync | Disconnected | None:
         match command:
             case Rdata(stream) if stream == STREAM:
-                self.note_rows(STREAM)
+                self.metrics.inbound_rdata.inc(STREAM)
                 whole = self._batches.add(command)
                 if whole is not None:
                     self._take_fact(whole, facts)

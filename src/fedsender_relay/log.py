@@ -96,9 +96,7 @@ class RelayLog:
     async def run(self) -> None:
         """Store appended records, for ever."""
         try:
-            while True:
-                await self.writer.arrived.wait()
-                await self.writer.write()
+            await self.writer.run()
         finally:
             self.writer.close(Full("the relay is stopping"))
 

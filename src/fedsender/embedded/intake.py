@@ -195,7 +195,6 @@ class Writer:
             nothing is sent on to consumers.
         head: the newest durable token; 0: there is none; -1: the store has not been read yet.
         closed: the reason why appends are refused; None: they are taken.
-        arrived: set when something waits to be stored.
 
     Args:
         stored: called with each stored group, and the result of each record: its token, or the
@@ -210,7 +209,7 @@ class Writer:
         self._store = store
         self._stored = stored
         self._waiting = _Queue()
-        self.arrived = Signal()
+        self._arrived = Signal()
 
     def close(self, error: Exception) -> None:
         """Take nothing more; calls that wait are told."""
@@ -264,7 +263,7 @@ class Writer:
             raise self.closed
         self._waiting.enqueue(records, call)
         call.submitted.set()
-        self.arrived.set()
+        self._arrived.set()
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
         """The stored servers of a room; None: no row was about them. Raises Full."""
@@ -275,10 +274,13 @@ class Writer:
 
     # --- storing ----------------------------------------------------------------------------------
 
-    async def write(self) -> None:
-        """Store all records that wait, and tell their callers. Raises Elsewhere: nothing more is
-        stored.
-        """
+    async def run(self) -> None:
+        """Store what arrives, and tell the callers; raises Elsewhere once another sender does."""
+        while True:
+            await self._arrived.wait()
+            await self._write()
+
+    async def _write(self) -> None:
         alone = 0  # So many of the oldest go one by one: together they could not be stored.
         while group := self._waiting.oldest(1 if alone else GROUP_RECORDS, GROUP_BYTES):
             try:

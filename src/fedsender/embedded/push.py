@@ -36,6 +36,7 @@ from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
 from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus
+from fedsender.waiting import Signal
 
 if TYPE_CHECKING:
     from fedsender.config import Config
@@ -70,6 +71,8 @@ class PushFeed(Feed):
         )
         self._taking = Taking(self, runtime, store, sink, take=self._take, heard=self._heard)
         self._receipts: list[Receipt] = []
+        # Set when something of use only now waits to be stored.
+        self._came = Signal()
 
     @property
     def epoch(self) -> str:
@@ -109,14 +112,19 @@ class PushFeed(Feed):
         return True
 
     async def _take_appends(self) -> None:
-        """Take appends until another sender does: raises Elsewhere."""
+        """Take appends until another sender does: raises a group of Elsewhere."""
         self._writer.head = self.head
         self.intake.closed = self._writer.closed = None
         self.note_connected()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._writer.run)
+            nursery.start_soon(self._store_ephemeral)
+
+    async def _store_ephemeral(self) -> None:
+        """Store what is of use only now; raises Elsewhere."""
         while True:
             with trio.move_on_after(FORGET_EVERY_S):
-                await self._writer.arrived.wait()
-            await self._writer.write()
+                await self._came.wait()
             receipts, self._receipts = self._receipts, []
             await self._taking.store(receipts)
 
@@ -152,16 +160,16 @@ class PushFeed(Feed):
         receipt = self._taking.tell(row.stream, row.value)
         if receipt is not None:
             self._receipts.append(receipt)
-            self._writer.arrived.set()
+            self._came.set()
         elif self._taking.pass_on(row.stream, row.row.decode()):
-            self._writer.arrived.set()
+            self._came.set()
 
     def _stored(self, records: Sequence[Record], answers: Sequence[Answer]) -> None:
         """Let the sender see the stored records."""
         newest = max((token for token in answers if isinstance(token, int)), default=0)
         if newest > self.head:
             rows = stored_rows(records, answers)
-            self.note_rows("events", len(rows))
+            self.metrics.inbound_rdata.inc("events", by=len(rows))
             if redacted := redacted_in(rows):
                 self._sink.redacted(redacted)
             to_device = {row.destination for row in rows if isinstance(row, ToDeviceRow)}

@@ -91,8 +91,8 @@ class Taking:
         self._forget_at = 0.0
 
     async def run(self, taken: Callable[[], Awaitable[None]]) -> None:
-        """Take the feed and run `taken`, or follow; until that ends, which raises Elsewhere when
-        another sender has taken the feed."""
+        """Take the feed and run `taken`, or follow; until that ends, which raises Elsewhere, or a
+        group of it, when another sender has taken the feed."""
         self._sink.edus.typing_reset()
         await self._learn(None)
         while True:
@@ -103,10 +103,8 @@ class Taking:
                     self.words, self.following = US, False
                     log.info("takes_appends", position=self.place.position)
                     return await taken()
-            except Elsewhere as elsewhere:
-                log.warning(
-                    "appends_taken_over", by=elsewhere.instance, position=self.place.position
-                )
+            except* Elsewhere:
+                pass
             await self._follow()
 
     async def _follow(self) -> None:
@@ -114,6 +112,8 @@ class Taking:
         try_at = trio.current_time() + TRY_EVERY_S * self._runtime.random.uniform(0.5, 1.0)
         while trio.current_time() < try_at:
             found = await self._learn(self.place)
+            if self.words == US:
+                log.warning("appends_taken_over", by=found.taker, position=self.place.position)
             self.words = f"instance {found.taker or 'of another name'} does"
             self.following = True
             self._heard(found)
@@ -155,8 +155,7 @@ class Taking:
         if self._store.alone:
             return False
         if len(self._notices) >= MAX_NOTICES:
-            if self._feed.metrics is not None:
-                self._feed.metrics.notices_dropped.inc()
+            self._feed.metrics.notices_dropped.inc()
             return False
         self._notices.append(Notice(stream, row))
         return True

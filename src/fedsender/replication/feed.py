@@ -166,7 +166,7 @@ async def open_feed(
     our name.
     """
     feed = _make_feed(FeedParts(config, runtime, store, sink, keys, shadow, name_is_ours))
-    feed.metrics = metrics
+    feed.metrics = metrics or feed.metrics
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run_for_ever, sink.events, name="feed")
         yield feed

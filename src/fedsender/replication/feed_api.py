@@ -15,6 +15,7 @@ from fedsender.runtime import Runtime
 from fedsender.store.engine import FeedError, StoreError
 from fedsender.store.records import PresenceState
 from fedsender.streams import FeedStatus, HeardPositions
+from fedsender.telemetry import Metrics
 from fedsender.waiting import BeginAnew, Watermark, again, doubling
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from fedsender.http.server import Admin
     from fedsender.ledger import Ledger
     from fedsender.sender.registry import Progress
-    from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
 
@@ -123,13 +123,13 @@ class Feed(ABC):
     Attributes:
         connected: set once the homeserver's side has been reached for the first time.
         stopped: the reason why events have stopped for good; None while they flow.
-        metrics: the counters of connections and rows, if there are any.
+        metrics: the counters of connections and rows.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.connected = trio.Event()
         self.stopped: str | None = None
-        self.metrics: Metrics | None = None
+        self.metrics = Metrics("")
         self._runtime = runtime
         # What the database said, and since when (trio's clock) it has been asked in vain.
         self._refusal: tuple[str, float] | None = None
@@ -137,19 +137,12 @@ class Feed(ABC):
     def note_connected(self) -> None:
         """Note that the homeserver's side has been reached once more."""
         self.connected.set()
-        if self.metrics is not None:
-            self.metrics.feed_connects.inc()
+        self.metrics.feed_connects.inc()
 
     def note_full_sync(self, reason: str, *, alarm: bool) -> None:
         """Count a request for a snapshot; `reason` must be a known one: it becomes a label."""
-        if self.metrics is not None:
-            self.metrics.full_syncs.inc(reason)
-            self.metrics.full_sync_alarms.inc(alarm)
-
-    def note_rows(self, stream: str, rows: int = 1) -> None:
-        """Count rows that came. `stream` must be a known one: it becomes a label."""
-        if self.metrics is not None and rows:
-            self.metrics.inbound_rdata.inc(stream, by=rows)
+        self.metrics.full_syncs.inc(reason)
+        self.metrics.full_sync_alarms.inc(alarm)
 
     def status(self) -> FeedStatus:
         """The status of the feed now."""

@@ -294,10 +294,10 @@ class SynapseFeed(Feed):
                 self._dropped.discard((command.stream, command.instance))
                 await self._take_position(command)
             case Rdata("events"):
-                self.note_rows("events")
+                self.metrics.inbound_rdata.inc("events")
                 self._take_events(command)
             case Rdata(stream) if stream in ROW_STREAMS:
-                self.note_rows(stream)
+                self.metrics.inbound_rdata.inc(stream)
                 await self._take_rows(command)
 
     async def _take_position(self, command: Position) -> None:
