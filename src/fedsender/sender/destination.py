@@ -23,7 +23,7 @@ After a failure we save the decision before we send another transaction id (I3).
 import logging
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -67,7 +67,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
-from fedsender.waiting import Alarm, Alarms, Signal, Steps
+from fedsender.waiting import Alarm, Alarms, BeginAnew, Signal, Steps
 
 log = structlog.get_logger()
 
@@ -386,11 +386,27 @@ class Destination:
 
     # --- The task ---------------------------------------------------------------------------------
 
-    async def run(self, *, frozen: bool) -> None:
-        """Send until there is nothing to send, or nothing may be sent for a long while.
+    async def run(self, *, frozen: bool, left: Callable[["Destination"], None]) -> None:
+        """Send until there is nothing to send, or nothing may be sent for a long while. An error
+        ends only this task.
 
-        `frozen`: whether the database has a frozen transaction for it.
+        Args:
+            frozen: whether the database has a frozen transaction for it.
+            left: told at the end, without an await since the decision to leave.
         """
+        try:
+            await self._live(frozen=frozen)
+        except BeginAnew as reason:
+            log.info("destination_restarts", destination=self.name, reason=str(reason))
+        except Exception as error:
+            log.exception("destination_crashed", destination=self.name)
+            self._context.metrics.crashes.inc()
+            self._crashed(error)
+            await self.write_down()
+        finally:
+            left(self)
+
+    async def _live(self, *, frozen: bool) -> None:
         await self._begin_step()
         if self._pause_ended_ms is not None:
             await self._context.store.end_pause(self.name, self._pause_ended_ms)
@@ -961,7 +977,7 @@ class Destination:
 
     # --- When the task has ended ------------------------------------------------------------------
 
-    def crashed(self, error: Exception) -> None:
+    def _crashed(self, error: Exception) -> None:
         """Wait after an error that ended the task, to avoid a busy loop, and drop the queued PDUs.
 
         An error of our own database is never recorded as a failure of the server.
@@ -981,15 +997,16 @@ class Destination:
         self.spill()
 
     async def write_down(self) -> None:
-        """Save the unsaved state and transaction of a task that has ended."""
-        if self._state_unsaved:
-            await self._save_state()
-        if self.frozen is None:
-            return
-        if self.frozen.answered:
-            await self._settle(self.frozen)
-        elif not self.frozen.saved:
-            await self._put_on_record(self.frozen)
+        """Save the unsaved state and transaction of a task that has ended; an error is logged."""
+        try:
+            if self._state_unsaved:
+                await self._save_state()
+            if self.frozen is not None and self.frozen.answered:
+                await self._settle(self.frozen)
+            elif self.frozen is not None and not self.frozen.saved:
+                await self._put_on_record(self.frozen)
+        except Exception:
+            log.exception("transaction_not_recorded", destination=self.name)
 
 
 class Reporter:

@@ -75,7 +75,6 @@ class FanOut:
         position: the token up to which all events are fanned out.
         standstill: the event that it cannot pass; None while it goes on.
         skipped: the last event that an operator had skipped, or None.
-        handing_over: held from a commit until all PDUs of its chunk are offered.
     """
 
     def __init__(self, context: Context, registry: Registry) -> None:
@@ -99,7 +98,6 @@ class FanOut:
         self.position = -1
         self.standstill: Standstill | None = None
         self.skipped: Standstill | None = None
-        self.handing_over = trio.Lock()
         # None: nothing is left to fan out.
         self._behind_since: float | None = None
         self._received_ms: int | None = None
@@ -284,29 +282,28 @@ class FanOut:
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
         await self._registry.make_ready(first)
-        async with self.handing_over:
-            newest = rows[-1].event_id if rows else None
-            gone_rooms, aside, again = await self._commit(position, owed, first, routed, newest)
-            # From here on nothing may wait: whoever sees the new position also sees the PDUs.
-            self.position = position
-            if self._walks:
-                return  # Nobody is there yet to be offered anything.
-            received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
-            self._received_ms = received[-1] if received else self._received_ms
-            for item in routed:
-                # Sorted, because a set's order would differ from one run to the next.
-                if item.pdu.room_id in gone_rooms:
-                    continue
-                # Events that replace missing ones go through catch-up, which records what they
-                # replace.
-                tell = self._registry.owe if item.mark is not None else self._registry.offer
-                few = len(item.servers) <= FEW
-                for server in sorted(self._without(item)):
-                    if (server, item.pdu.room_id) not in aside:
-                        tell(server, item.pdu, hurry=few)
-            if again:
-                self._context.debts.add_again(again, self._context.runtime.now_ms())
-                self._registry.owe_redeliveries(again)
+        newest = rows[-1].event_id if rows else None
+        gone_rooms, aside, again = await self._commit(position, owed, first, routed, newest)
+        # From here on nothing may wait: whoever sees the new position also sees the PDUs.
+        self.position = position
+        if self._walks:
+            return  # Nobody is there yet to be offered anything.
+        received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
+        self._received_ms = received[-1] if received else self._received_ms
+        for item in routed:
+            # Sorted, because a set's order would differ from one run to the next.
+            if item.pdu.room_id in gone_rooms:
+                continue
+            # Events that replace missing ones go through catch-up, which records what they
+            # replace.
+            tell = self._registry.owe if item.mark is not None else self._registry.offer
+            few = len(item.servers) <= FEW
+            for server in sorted(self._without(item)):
+                if (server, item.pdu.room_id) not in aside:
+                    tell(server, item.pdu, hurry=few)
+        if again:
+            self._context.debts.add_again(again, self._context.runtime.now_ms())
+            self._registry.owe_redeliveries(again)
         too_old = self._pool.overflow()
         if too_old is not None:
             self._registry.spill_before(too_old)

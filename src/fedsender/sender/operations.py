@@ -310,7 +310,7 @@ class Operations:
         await self._context.homeserver.purge_keys(server)
         # What becomes owed is either purged with the rest, and the ledger says so, or offered to a
         # server that is level.
-        async with self._fan_out.handing_over:
+        async with self._fan_out.between_steps():
             await self._note_purged(server)
             await self._context.store.forget(server)
             await self._context.homeserver.purge(server)

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -35,7 +36,7 @@ from fedsender.sender.failure import (
 from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
 from fedsender.telemetry import Standing
-from fedsender.waiting import BeginAnew, Signal
+from fedsender.waiting import Signal
 
 log = structlog.get_logger()
 
@@ -102,8 +103,7 @@ class Lately(NamedTuple):
 
 
 class Registry:
-    """The registry of destinations. Its calls are synchronous but for `bring_back` and
-    `write_down`.
+    """The registry of destinations.
 
     Attributes:
         unsaved: by name, the last destination that has left with unwritten state.
@@ -316,7 +316,8 @@ class Registry:
         self.active[server] = destination
         destination.outbox.receipts.owe(self._context.receipt_debts.pop(server, None))
         self._context.receipts_unsaved.set()
-        nursery.start_soon(self._supervise, destination, name=f"destination {server}")
+        run = partial(destination.run, frozen=server in self._frozen, left=self._strike)
+        nursery.start_soon(run, name=f"destination {server}")
         return destination
 
     async def make_ready(self, servers: Iterable[str]) -> None:
@@ -562,29 +563,6 @@ class Registry:
 
     # --- Who leaves -------------------------------------------------------------------------------
 
-    async def _supervise(self, destination: Destination) -> None:
-        """Run a destination; an error ends only this one."""
-        try:
-            await destination.run(frozen=destination.name in self._frozen)
-        except BeginAnew as reason:
-            log.info("destination_restarts", destination=destination.name, reason=str(reason))
-        except Exception as error:
-            log.exception("destination_crashed", destination=destination.name)
-            self._context.metrics.crashes.inc()
-            destination.crashed(error)
-            await self.write_down(destination)
-        finally:
-            # Without an await since the destination left: what is offered from here on finds no
-            # object, and makes one or is remembered.
-            self._strike(destination)
-
-    async def write_down(self, destination: Destination) -> None:
-        """Make durable the unwritten state of an ended task; an error is only logged."""
-        try:
-            await destination.write_down()
-        except Exception:
-            log.exception("transaction_not_recorded", destination=destination.name)
-
     async def write_states(self, set_by_ms: int) -> None:
         """Put the states of all servers on record anew: the wall clock was set ahead by so much."""
         for server in sorted({*self.active, *self._states}):
@@ -603,6 +581,8 @@ class Registry:
             await self._leaving.setdefault(server, trio.Event()).wait()
 
     def _strike(self, destination: Destination) -> None:
+        """Note that a destination has left: what is offered from here on finds no object, and makes
+        one or is remembered."""
         name, state = destination.name, destination.state
         del self.active[name]
         destination.outbox.close()

@@ -368,7 +368,7 @@ class Sender:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_marks)
             for destination in self.registry.unsaved.values():
-                nursery.start_soon(self.registry.write_down, destination)
+                nursery.start_soon(destination.write_down)
         await self.edus.save()
 
 
