@@ -16,7 +16,8 @@ from fedsender.runtime import real_runtime
 from fedsender.store import debts, edus, positions, tables
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
-from fedsender.store.positions import NEVER_ACKED
+from fedsender.store.leases import LeaseLost
+from fedsender.store.positions import NEVER_ACKED, NotAsLeft
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
 from fedsender.store.synapse import SynapseEdus, SynapseStore
 
@@ -293,6 +294,27 @@ async def test_a_position_that_we_move_while_it_is_looked_at_is_ours(
         await store.check_left()
         assert not looks
         assert await store.events_position() == before + 5
+
+
+@pytest.mark.parametrize("moved", [{"stream_id": 35}, {"instance_name": "other"}])
+async def test_whoever_moved_our_position_may_have_our_lease(
+    open_synapse: OpenSynapse, moved: dict[str, Any]
+) -> None:
+    async def is_anothers() -> bool:
+        raise LeaseLost
+
+    async with open_synapse() as synapse:
+        await synapse.store.events_position()
+        await synapse.database.write(
+            lambda connection: connection.execute(
+                update(POSITIONS).where(POSITIONS.c.type == "events").values(moved)
+            )
+        )
+        with pytest.raises(NotAsLeft):
+            await synapse.store.check_left()
+        synapse.store.name_is_ours = is_anothers
+        with pytest.raises(LeaseLost):
+            await synapse.store.check_left()
 
 
 async def test_a_position_that_somebody_else_moved_is_noticed(open_synapse: OpenSynapse) -> None:

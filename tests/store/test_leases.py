@@ -239,6 +239,11 @@ async def test_elsewhere_nobody_takes_a_lease_that_does_not_end_before_it_is_fre
         assert q.said[-1].endswith("if its machine is dead, run `fedsender senders free fed1`")
         await q.lease.free()
     assert not q.lease.has_ended()
+    # P has not looked since: by its clock it has the lease, by its row it has not.
+    assert not p.lease.has_ended()
+    assert await q.sender.name_is_ours()
+    with pytest.raises(LeaseLost):
+        await p.sender.name_is_ours()
 
 
 async def test_a_lease_that_is_renewed_is_not_freed(

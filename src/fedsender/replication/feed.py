@@ -162,8 +162,8 @@ async def open_feed(
     With `shadow` it sends nothing but REPLICATE. A feed that signs events does so with all `keys`.
     `name_is_ours`: see `SynapseFeed`.
 
-    Raises ConfigError; and InstanceTaken, out of the body, as soon as another process speaks under
-    our name.
+    Raises ConfigError; and out of the body, as soon as another process speaks under our name:
+    LeaseLost if that has our lease now, else InstanceTaken.
     """
     feed = _make_feed(FeedParts(config, runtime, store, sink, keys, shadow, name_is_ours))
     feed.metrics = metrics or feed.metrics

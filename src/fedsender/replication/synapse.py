@@ -98,8 +98,7 @@ class SynapseFeed(Feed):
         writers: the configured writers of events.
         peers: the processes to ask for missed rows that are in no database.
         shadow: send nothing but `REPLICATE`.
-        name_is_ours: whether the lease of our name says that it is ours, although another process
-            speaks under it; None: there is no lease, and nobody else may.
+        name_is_ours: see `SenderStore.name_is_ours`; None: nobody else may speak under it.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class SynapseFeed(Feed):
         )
 
     async def run(self) -> None:
-        """Raises InstanceTaken."""
+        """Raises InstanceTaken, and LeaseLost if who has our lease now speaks under our name."""
         self._tokens.clear()
         stored = await self.insist(self._store.event_writer_positions)
         self._events = StreamPositions(self._writers, stored)

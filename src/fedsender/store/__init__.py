@@ -154,6 +154,7 @@ async def open_store(
             lease = Lease(ours, runtime, instance, config.here)
         sender = SenderStore(own, runtime, lock, instance, lease, fenced)
         homeserver.store.ended = sender.ended
+        homeserver.store.name_is_ours = sender.name_is_ours
         try:
             yield Store(homeserver.store, sender, homeserver.edus, ReceiptRecords(own))
         finally:

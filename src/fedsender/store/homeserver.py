@@ -138,6 +138,10 @@ async def _all_act(_instance: str) -> bool:
     return False
 
 
+async def _no_lease() -> bool:
+    return False
+
+
 class HomeserverStore(ABC):
     """What a sender asks of a homeserver's database, and what it writes there.
 
@@ -147,6 +151,7 @@ class HomeserverStore(ABC):
         warnings: what an operator should know about the database, in sentences.
         set_back: set once a write finds the database in an earlier state than we left it in.
         ended: whether nobody acts under another sender's name: see `SenderStore.ended`.
+        name_is_ours: see `SenderStore.name_is_ours`.
     """
 
     def __init__(self, database: Database, runtime: Runtime, settings: HomeserverSettings) -> None:
@@ -168,6 +173,7 @@ class HomeserverStore(ABC):
         self.set_back = trio.Event()
         self.set_back_because = ""
         self.ended: Callable[[str], Awaitable[bool]] = _all_act
+        self.name_is_ours: Callable[[], Awaitable[bool]] = _no_lease
 
     @property
     @abstractmethod
@@ -201,9 +207,14 @@ class HomeserverStore(ABC):
         return max(self._left, default=-1)
 
     async def check_left(self) -> None:
-        """Raise SetBack if the database is in an earlier state than we left it in."""
+        """Raise an error if the database is not as we left it: SetBack if its state is an earlier
+        one; LeaseLost if who has our lease now has moved our position; else NotAsLeft."""
         with self._noticing():
-            await self._database.read(self._check_as_left)
+            try:
+                await self._database.read(self._check_as_left)
+            except positions.NotAsLeft:
+                await self.name_is_ours()
+                raise
 
     def _check_as_left(self, connection: Connection) -> None:
         positions.check_left(connection, self._settings.instance, lambda: self._left)

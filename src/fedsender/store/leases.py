@@ -299,11 +299,16 @@ class Lease:
             await trio.sleep(max(0.0, min(LOOK_EVERY_S, self.ends_at - self._runtime.elapsed_s())))
         raise self._lost_error()
 
-    async def ours(self) -> bool:
-        """Whether the row says that we hold it. Waits for a database that is away."""
+    async def check(self) -> None:
+        """Raise LeaseLost if it has ended, or its row says that we do not hold it. Waits for a
+        database that is away."""
         while True:
+            if self.has_ended():
+                raise self._lost_error()
             try:
-                return (await self._lock.run(self._look)).holder == self._holder
+                if (await self._lock.run(self._look)).holder != self._holder:
+                    raise self._lost_error()
+                return
             except LockUnknown:
                 await trio.sleep(LOOK_EVERY_S)
 

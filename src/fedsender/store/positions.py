@@ -92,6 +92,10 @@ class SetBack(StoreError, BeginAnew):
     """The database is in an earlier state than the one that we left."""
 
 
+class NotAsLeft(StoreError):
+    """Our events position is gone, or further than we left it: somebody else moves it."""
+
+
 def has_timeline(connection: Connection) -> bool:
     """Whether this database has a timeline that we may ask for."""
     return connection.dialect.name == "postgresql" and bool(connection.scalar(_MAY_ASK))
@@ -111,10 +115,10 @@ def timeline(connection: Connection, known: str | None) -> str | None:
     return found or known
 
 
-def no_position(instance: str) -> StoreError:
+def no_position(instance: str) -> NotAsLeft:
     """The error for a table without our position. Where we stood nobody can know: to begin with the
     first event could send those of years."""
-    return StoreError(
+    return NotAsLeft(
         "federation_stream_position has no row of type 'events' for us. To send what comes from now"
         " on, stop fedsender, insert it and start again: INSERT INTO federation_stream_position"
         f" (type, instance_name, stream_id) SELECT 'events', '{instance}',"
@@ -141,7 +145,7 @@ def check_left(connection: Connection, instance: str, where: Callable[[], Collec
     we lack: it is between the two. Empty: we do not know yet, and nothing is checked. It is asked
     before and after the position is read, which a commit of ours may move meanwhile.
 
-    Raises SetBack if it is lower, and StoreError if it is higher or gone.
+    Raises SetBack if it is lower, and NotAsLeft if it is higher or gone.
     """
     before = where()
     if not before:
@@ -157,7 +161,7 @@ def check_left(connection: Connection, instance: str, where: Callable[[], Collec
             f"the events position went back to {found} from {min(left)}: the homeserver's database"
             " is in an earlier state (a replica that was behind took over, or it was restored)"
         )
-    raise StoreError(
+    raise NotAsLeft(
         f"the events position of {instance!r} is {found}, and we left it at {max(left)}:"
         " another sender runs under this name"
     )

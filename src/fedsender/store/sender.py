@@ -731,9 +731,12 @@ class SenderStore:
         return self._hold.lease
 
     async def name_is_ours(self) -> bool:
-        """Whether whoever else speaks under our name is a daemon that had it before us."""
-        lease = self._hold.lease
-        return lease is not None and await lease.ours()
+        """Whether a lease says that our name is ours, whoever else uses it; False: we have none.
+        Raises LeaseLost if it says that it is not."""
+        if self._hold.lease is None:
+            return False
+        await self._hold.lease.check()
+        return True
 
     async def let_lease_end(self) -> None:
         """Have our lease end unless it is renewed: others are to go on without us. Waits until
