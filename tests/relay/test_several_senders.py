@@ -80,9 +80,9 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
             event = "takes_appends" if name == "a" else "standing_by"
             await until(partial(daemons[name].count, event), seconds=PATIENCE_S)
 
-        async def tell(*command: str) -> None:
+        async def tell(*command: str, check: bool = True) -> None:
             config = str(tmp_path / "a" / "config.yaml")
-            await trio.run_process([*process.DAEMON, *command, "-c", config])
+            await trio.run_process([*process.DAEMON, *command, "-c", config], check=check)
 
         async def set_senders(*names: str) -> None:
             await tell("senders", "set", ",".join(names))
@@ -90,7 +90,7 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
 
         async def more() -> None:
             before = len(said)
-            await until(lambda: len(said) > before + 20, seconds=PATIENCE_S)
+            await until(lambda: len(said) > before + 10, seconds=PATIENCE_S)
 
         async def talk(client: IntakeClient) -> None:
             await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
@@ -103,7 +103,8 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
                             for server in receivers.servers
                         ]
                     )
-                await trio.sleep(0.02)
+                # So slow that of a feed taken late nobody is owed a large gap.
+                await trio.sleep(0.1)
 
         def taker() -> str:
             with psycopg.connect(database) as connection:
@@ -121,8 +122,9 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
             await more()
             await set_senders("a", "b")
             first.become(healthy())
-            # After a long wait it would be owed a large gap, and get the newest of it alone.
-            await tell("wake", away)
+            # After a long wait it would be owed a large gap, and get the newest of it alone. On a
+            # busy machine the order is queued.
+            await tell("wake", away, check=False)
             for how in ("killed", "frozen"):
                 victim = taker()
                 (other,) = set(NAMES) - {victim}
