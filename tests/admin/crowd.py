@@ -10,7 +10,7 @@ from tests.sender.harness import World
 
 from fedsender.ledger import Line, SentPdu, TransactionRecord
 from fedsender.sender.failure import ServerState
-from fedsender.sender.queues import Debt
+from fedsender.sender.transaction import Debt
 
 BEHIND = 10_000
 FAILING = 300

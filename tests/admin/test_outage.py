@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from fedsender.admin import probes
 from fedsender.daemon import LAG_EVERY_S, watch_lag
-from fedsender.federation.answer import Answer
+from fedsender.federation.transport import Answer
 from fedsender.http.application import new_app
 from fedsender.http.server import PROBES, Doorkeeper
 from fedsender.telemetry import Metrics

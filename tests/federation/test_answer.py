@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.federation.answer import (
+from fedsender.federation.transport import (
     MAX_RETRY_AFTER_S,
     Answer,
+    Response,
     answer_of,
     longest_answer,
     parse_answer,
     retry_after_s,
 )
-from fedsender.federation.transport import Response
 
 NOW_MS = 1_700_000_000_000  # Tue, 14 Nov 2023 22:13:20 GMT
 

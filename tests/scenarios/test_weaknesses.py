@@ -13,8 +13,7 @@ from tests.sender.synapse_world import ALICE, SynapseWorld
 from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
-from fedsender.sender.queues import EphemeralQueue, Ready, alone
-from fedsender.sender.transaction import Draft
+from fedsender.sender.transaction import Draft, EphemeralQueue, Ready, alone
 from fedsender.store import tables
 from fedsender.streams import HostsRow
 

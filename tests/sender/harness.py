@@ -24,9 +24,8 @@ from fedsender.config import Config, Policies, Policy, from_values
 from fedsender.config.sections import Ledger as Settings
 from fedsender.embedded.facts import RelayRow
 from fedsender.embedded.store import EmbeddedStore, own_store
-from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
-from fedsender.federation.transport import Response
+from fedsender.federation.transport import Answer, Response, answer_of
 from fedsender.ledger import open_ledger
 from fedsender.segments import read_lines, segments
 from fedsender.sender.admission import Admission, Permit

@@ -8,8 +8,7 @@ from tests.sender.harness import Reply, Request, World, answer
 from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
-from fedsender.federation.answer import Answer, answer_of
-from fedsender.federation.transport import Response
+from fedsender.federation.transport import Answer, Response, answer_of
 
 A = "a.example"
 ROOM = "!r:hs.example"

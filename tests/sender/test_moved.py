@@ -8,7 +8,7 @@ import trio
 from tests.sender.harness import Request, World, answer
 from trio.testing import MockClock
 
-from fedsender.federation.answer import Answer
+from fedsender.federation.transport import Answer
 
 A = "a.example"
 ROOM = "!r:hs.example"

@@ -15,8 +15,7 @@ from trio.testing import MockClock
 
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.edus.presence import STATES_PER_EDU, edu_of, entry, key_of, notable
-from fedsender.sender.queues import EphemeralQueue
-from fedsender.sender.transaction import Draft
+from fedsender.sender.transaction import Draft, EphemeralQueue
 from fedsender.store import tables
 from fedsender.store.records import PresenceState
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsender.matrix import Pdu
-from fedsender.sender.queues import EphemeralQueue, PduPool, PduQueue, Ready, alone
-from fedsender.sender.transaction import Draft
+from fedsender.sender.transaction import Draft, EphemeralQueue, PduPool, PduQueue, Ready, alone
 
 
 def pdu(stream_ordering: int, wire: bytes = b"{}") -> Pdu:

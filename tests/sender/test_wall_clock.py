@@ -9,7 +9,7 @@ import trio
 from tests.sender.harness import EPOCH_MS, Request, World, answer
 from trio.testing import MockClock
 
-from fedsender.federation.answer import Answer
+from fedsender.federation.transport import Answer
 from fedsender.runtime import SteadyClock
 from fedsender.sender.destination import AttemptTimer
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState

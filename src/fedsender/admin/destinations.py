@@ -23,8 +23,8 @@ from fedsender.sender.context import Phase
 from fedsender.sender.failure import ServerState
 from fedsender.sender.isolation import Kind
 from fedsender.sender.operations import UNKNOWN
-from fedsender.sender.queues import Debt
 from fedsender.sender.sender import Status
+from fedsender.sender.transaction import Debt
 from fedsender.telemetry import Standing
 
 ROWS = 1_000

@@ -23,7 +23,7 @@ from fedsender.admin.display import AGES
 from fedsender.admin.probes import feed_lag_s, problems, warnings_of
 from fedsender.admin.together import Joint, question, summed
 from fedsender.limits import of_daemon, resident_bytes
-from fedsender.sender.queues import Debt
+from fedsender.sender.transaction import Debt
 from fedsender.telemetry import Minute, Rates
 
 

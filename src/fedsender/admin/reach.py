@@ -13,7 +13,6 @@ import trio
 from fedsender.admin.display import listed, moment, took
 from fedsender.config import Config, Policy
 from fedsender.fairness import Payer
-from fedsender.federation.answer import answer_of, json_object
 from fedsender.federation.client import (
     FederationClient,
     Peer,
@@ -24,7 +23,7 @@ from fedsender.federation.client import (
 from fedsender.federation.discovery import Resolved, is_literal
 from fedsender.federation.discovery_cache import SRV_SERVICES
 from fedsender.federation.proxy import ProxyBroken
-from fedsender.federation.transport import words
+from fedsender.federation.transport import answer_of, json_object, words
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import OutOfResources, Runtime
 from fedsender.telemetry import Metrics

@@ -27,7 +27,6 @@ from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
 from fedsender.fairness import Payer, fail_after, public_suffixes, running
-from fedsender.federation.answer import Answer, answer_of, json_object, longest_answer
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
 from fedsender.federation.discovery import (
     WELL_KNOWN_BOUNDS,
@@ -46,14 +45,18 @@ from fedsender.federation.places import Displaced, Places
 from fedsender.federation.proxy import Proxy
 from fedsender.federation.signing import KeyRing, authorization_header
 from fedsender.federation.transport import (
+    Answer,
     AnswerMemory,
     Bounds,
     Connection,
     ExchangeFailed,
     FailureKind,
     Response,
+    answer_of,
     get,
     header_lines,
+    json_object,
+    longest_answer,
     words,
 )
 from fedsender.runtime import Network, OutOfResources, Runtime

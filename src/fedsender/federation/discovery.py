@@ -18,7 +18,6 @@ from typing import Final, Literal
 import trio
 
 from fedsender.fairness import fail_after
-from fedsender.federation.answer import json_object, moment_s, said_at_s
 from fedsender.federation.dialing import Unreachable, UnreachableKind
 from fedsender.federation.discovery_cache import (
     ERROR_MAX_S,
@@ -31,7 +30,14 @@ from fedsender.federation.discovery_cache import (
 )
 from fedsender.federation.places import Displaced, Places
 from fedsender.federation.proxy import Names
-from fedsender.federation.transport import Bounds, ExchangeFailed, Response
+from fedsender.federation.transport import (
+    Bounds,
+    ExchangeFailed,
+    Response,
+    json_object,
+    moment_s,
+    said_at_s,
+)
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import NameNotFound, Network, RecordType, ResolveFailed
 

@@ -19,10 +19,9 @@ from fedsender.sender.admission import Admission
 from fedsender.sender.edus.receipts import ReceiptPage
 from fedsender.sender.failure import ServerState
 from fedsender.sender.pages import Pages
-from fedsender.sender.queues import Debts, PduPool
 from fedsender.sender.room_pages import RoomPage
 from fedsender.sender.routing import Bad, Router
-from fedsender.sender.transaction import TransactionIds
+from fedsender.sender.transaction import Debts, PduPool, TransactionIds
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import ReceiptRecords, SenderStore

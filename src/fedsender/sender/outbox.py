@@ -39,15 +39,18 @@ from fedsender.sender.edus import device_lists, presence
 from fedsender.sender.edus.receipts import ReceiptQueue, fill_page
 from fedsender.sender.edus.typing import TYPING
 from fedsender.sender.isolation import Kind, Search
-from fedsender.sender.queues import EphemeralQueue, PduQueue, Ready, alone
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import (
     TO_DEVICE,
     Draft,
     Edu,
+    EphemeralQueue,
     Key,
     Outgoing,
+    PduQueue,
+    Ready,
     Transaction,
+    alone,
     end_catch_up,
     fanned_out_again,
     settle,

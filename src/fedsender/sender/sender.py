@@ -26,12 +26,11 @@ from fedsender.sender.edus.receipts import receipt_pages
 from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.operations import Operations
-from fedsender.sender.queues import Again, Debt, PduPool
 from fedsender.sender.recovery import begin_anew, hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
 from fedsender.sender.room_pages import room_pages
 from fedsender.sender.routing import Router
-from fedsender.sender.transaction import TransactionIds, end_catch_up
+from fedsender.sender.transaction import Again, Debt, PduPool, TransactionIds, end_catch_up
 from fedsender.store import Store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging, OwedSince

@@ -21,9 +21,8 @@ from fedsender.sender.admission import Admission, Lane
 from fedsender.sender.destination import Destination
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.outbox import Outbox
-from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
-from fedsender.sender.transaction import Transaction
+from fedsender.sender.transaction import PduQueue, Transaction
 from fedsender.store import debts, positions
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked, Settlement
 from fedsender_lab.simulation import others, simulate

@@ -12,8 +12,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from fedsender.matrix import MAX_EDU_BYTES, canonical_json
-from fedsender.sender.queues import Ready
-from fedsender.sender.transaction import Key
+from fedsender.sender.transaction import Key, Ready
 from fedsender.store.records import PresenceState
 
 PRESENCE = "m.presence"
