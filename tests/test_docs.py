@@ -17,7 +17,7 @@ from fedsender.admin import page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Policy, Sending
 from fedsender.config.sections import Ledger
-from fedsender.federation import answer, client, dialing, discovery, places, transport
+from fedsender.federation import client, dialing, discovery, places, transport
 from fedsender.http import server
 from fedsender.replication import resp
 from fedsender.sender import admission, isolation
@@ -135,8 +135,9 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
     federation, sending, ledger = Federation(), Sending(), Ledger()
     kib, mib = 2**10, 2**20
     for text in (
-        f"{answer.longest_answer(0) // kib} KiB and {answer._ANSWER_BYTES_PER_PDU // kib} KiB more",
-        f"{answer._PARTS:,} of the characters `[` `{{` `,` and {answer._PARTS_PER_PDU} more",
+        f"{transport.longest_answer(0) // kib} KiB and"
+        f" {transport._ANSWER_BYTES_PER_PDU // kib} KiB more",
+        f"{transport._PARTS:,} of the characters `[` `{{` `,` and {transport._PARTS_PER_PDU} more",
         f"{bounds.framing_bytes // kib} KiB in all and {bounds.headers} headers;"
         f" {transport._PIECE_BYTES} bytes are counted for each piece",
         f"{tls.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
@@ -146,8 +147,8 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
         f"`request_timeout` ({Policy().request_timeout:.0f} s)",
-        f"{answer._MAX_REFUSED} are kept, of PDUs that were in the transaction,"
-        f" {answer._MAX_ERROR_BYTES} bytes each",
+        f"{transport._MAX_REFUSED} are kept, of PDUs that were in the transaction,"
+        f" {transport._MAX_ERROR_BYTES} bytes each",
         f"{web.body_bytes // kib} KiB of body, {web.framing_bytes // kib} KiB of headers,"
         f" {web.headers} headers, {transport._MAX_REDIRECTS} redirects of"
         f" {transport._MAX_LOCATION:,} bytes (https only), {client._WELL_KNOWN_S:.0f} s in all",

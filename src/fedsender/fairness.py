@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush, heapreplace, nlargest
 from operator import itemgetter
 from statistics import median_low
@@ -91,26 +91,21 @@ def networks_of(address: str) -> Payers:
 class Payer:
     """The accounts of one server."""
 
-    __slots__ = ("_accounts", "_server")
-
     def __init__(self, server: str) -> None:
         self._server = server
-        self._accounts: Payers = ()
 
-    @property
+    @cached_property
     def accounts(self) -> Payers:
         """Its site's, and those of the network of its latest connection."""
-        if not self._accounts:
-            # Not before it is asked for: one step may make the payers of thousands of servers.
-            self._accounts = (site_of(self._server),)
-        return self._accounts
+        # Not before it is asked for: one step may make the payers of thousands of servers.
+        return (site_of(self._server),)
 
     def proved(self, name: str, address: str) -> None:
         """Note that at this address there was a good certificate for this name; it counts if it is
         one of the site, as a server may be delegated to a name that knows nothing of it."""
         site = self.accounts[0]
         if site_of(name) == site:
-            self._accounts = (site, *networks_of(address))
+            self.accounts = (site, *networks_of(address))
 
 
 # --- deadlines ------------------------------------------------------------------------------------

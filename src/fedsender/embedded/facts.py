@@ -256,37 +256,44 @@ def prepare(
     rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row, *, key: bytes = b""
 ) -> Record:
     """Check the rows of one record and turn them into text. Raises BadRow."""
-    preparation = Preparation(len(rows), complete, key=key)
-    for row in rows:
-        preparation.add(row)
-    return preparation.done()
+    record = Preparation(rows, complete, key=key).go_on(len(rows))
+    assert record is not None
+    return record
 
 
 class Preparation:
-    """Makes a `Record` row by row, so that other tasks can run in between.
+    """Makes a `Record` of its rows in steps, so that other tasks can run in between.
 
     Args:
-        count: the number of its rows. Raises BadRow.
+        rows: raises BadRow for too many, or none.
         complete: makes the row to parse from a received row; None: it is the same. The text is
             that of the received row, so that a repeated record is recognised by it.
     """
 
     def __init__(
         self,
-        count: int,
+        rows: Sequence[Json],
         complete: Callable[[Json], Json] | None = None,
         *,
         key: bytes = b"",
     ) -> None:
-        if not 1 <= count <= MAX_ROWS:
-            raise BadRow(f"a record of {count} rows, and 1 to {MAX_ROWS} are allowed")
+        if not 1 <= len(rows) <= MAX_ROWS:
+            raise BadRow(f"a record of {len(rows)} rows, and 1 to {MAX_ROWS} are allowed")
         self._key = key
+        self._rows = rows
         self._complete = complete
         self._texts: list[bytes] = []
         self._parsed: list[RelayRow] = []
         self._events = 0
 
-    def add(self, row: Json) -> None:
+    def go_on(self, most: int) -> Record | None:
+        """Check so many more rows; the record, once it has all. Raises BadRow."""
+        begin = len(self._texts)
+        for row in self._rows[begin : begin + most]:
+            self._add(row)
+        return self._done() if len(self._texts) == len(self._rows) else None
+
+    def _add(self, row: Json) -> None:
         """Check the next row. Raises BadRow with its number."""
         try:
             parsed = parse_relay_row(row if self._complete is None else self._complete(row))
@@ -300,8 +307,7 @@ class Preparation:
         self._parsed.append(parsed)
         self._texts.append(text)
 
-    def done(self) -> Record:
-        """The record with all its rows. Raises BadRow."""
+    def _done(self) -> Record:
         size = sum(map(len, self._texts))
         if size > MAX_RECORD_BYTES:
             raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")

@@ -520,7 +520,12 @@ class Intake:
 
     async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, Record | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
-        return [(each, await self._prepared(n, each)) for n, each in enumerate(appends)]
+        checked = []
+        for number, each in enumerate(appends):
+            if number:
+                await trio.lowlevel.checkpoint()
+            checked.append((each, await self._prepared(number, each)))
+        return checked
 
     async def _prepared(self, number: int, each: Append) -> Record | None:
         """None: the work for its place came to nothing."""
@@ -530,12 +535,10 @@ class Intake:
             if not each.rows and each.reservation is not None:
                 return None
             complete = None if self.signer is None else self.signer.complete
-            preparation = Preparation(len(each.rows), complete, key=key_of(each.id))
-            for index, row in enumerate(each.rows):
-                if index % STEP_ROWS == 0:
-                    await trio.lowlevel.checkpoint()
-                preparation.add(row)
-            return preparation.done()
+            preparation = Preparation(each.rows, complete, key=key_of(each.id))
+            while (record := preparation.go_on(STEP_ROWS)) is None:
+                await trio.lowlevel.checkpoint()
+            return record
         except UnicodeEncodeError as bad:
             raise BadRow(f"append {number}: the id is not Unicode") from bad
         except BadRow as bad:

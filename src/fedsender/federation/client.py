@@ -167,8 +167,13 @@ class Live:
     lines: bytes
     opened_by: Hashable
     reused: bool = False
-    idle_since: float = 0.0
+    idle_since: float = -math.inf
     precious_until: float = 0.0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it carried something so short a time ago that no check is needed."""
+        return trio.current_time() - self.idle_since < _FRESH_S
 
 
 class Connections:
@@ -194,11 +199,6 @@ class Connections:
         """Whether there is an idle connection of `destination`."""
         return self._seats.get(destination) is not None
 
-    def fresh(self, destination: str) -> bool:
-        """Whether its idle connection has been idle for so short a time that no check is needed."""
-        live = self._seats.get(destination)
-        return live is not None and trio.current_time() - live.idle_since < _FRESH_S
-
     def take(self, destination: str, opened_by: Hashable) -> Live | None:
         """The idle connection of `destination`, unless settings have changed."""
         live = self._seats.use(destination)
@@ -212,7 +212,7 @@ class Connections:
 
     async def is_there(self, live: Live) -> bool:
         """Whether the peer of a connection that was taken has not left; else it is closed."""
-        if trio.current_time() - live.idle_since < _FRESH_S:
+        if live.fresh:
             return True
         try:
             gone = bool(await self._network.deserted([live.connection.stream]))
@@ -401,6 +401,8 @@ class Peer:
         self._ranges = config.ip_ranges
         self._opened_by = (self._address, self._tls)
         self._held: Live | None = None
+        # Of the last exchange; it may be closed by now.
+        self._last: Live | None = None
 
     async def __aenter__(self) -> "Peer":
         return self
@@ -414,9 +416,8 @@ class Peer:
         moment ago and there is a place. An exchange begins with it. Whether a connection is held.
         """
         self.sent = False
-        connections = self._client.connections
-        if self._held is None and connections.fresh(self.destination) and self._permit.at_once():
-            self._hold(connections.take(self.destination, self._opened_by))
+        if self._held is None and self._last and self._last.fresh and self._permit.at_once():
+            self._hold(self._client.connections.take(self.destination, self._opened_by))
         return self._held is not None
 
     async def connect(self) -> None:
@@ -521,6 +522,7 @@ class Peer:
         """Give the connection back to the client, if there is one."""
         held, self._held = self._held, None
         if held is not None:
+            self._last = held
             self._client.connections.give_back(self.destination, held)
 
     def _signed(self, live: Live, method: str, target: str, body: bytes) -> bytes:

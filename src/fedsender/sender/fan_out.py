@@ -277,7 +277,7 @@ class FanOut:
         for item in routed:
             stream_ordering = item.pdu.stream_ordering
             # Whoever is owed something for the first time was perhaps owed some of what never came.
-            oldest, _ = item.supersedes or (stream_ordering, stream_ordering)
+            oldest = stream_ordering if item.mark is None else item.mark + 1
             for server in self._without(item):
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
