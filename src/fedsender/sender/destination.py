@@ -792,7 +792,7 @@ class Destination:
             blank: whether the answer said nothing.
         """
         now_ms, before = self._context.clock.now_ms(), self.state
-        was_failing = not before.healthy
+        was_failing = self._permit.ill
         self.state = failure.after_answer(
             before,
             transaction,
