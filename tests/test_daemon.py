@@ -275,7 +275,7 @@ async def test_a_second_daemon_of_the_same_name_is_refused_and_the_first_goes_on
         await first.manager.ready()
         code, line = await world.refused(admin={"listen": f"unix:{home}/other.sock"})
         assert code == 1
-        assert "another daemon runs as 'fedsender'" in line
+        assert "sqlite3, and an SQLite is for one" in line
 
         event_id = world.say()
         await arrived(event_id, world.servers[0])

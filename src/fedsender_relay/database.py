@@ -936,7 +936,7 @@ async def open_relay_store(
     async with open_database(
         url, runtime, name="relay", options=options, faults=faults
     ) as database:
-        lock = lock_of(database.url, runtime, of_one=True, instance=INSTANCE)
+        lock = lock_of(database.url, runtime, INSTANCE)
         await bring_up_to_date(database, "homeserver", lock_of(database.url, runtime))
         lease = None
         if isinstance(lock, AdvisoryLock):

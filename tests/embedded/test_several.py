@@ -71,14 +71,20 @@ def daemon_config(directory: Path, name: str, **more: Any) -> Config:
 
 
 @pytest.mark.slow
-async def test_an_sqlite_feeds_one_sender(tmp_path: Path) -> None:
-    """Of another name and with a database of its own, a second one would give out tokens twice."""
+async def test_an_sqlite_is_for_one_sender(tmp_path: Path) -> None:
+    """Of another name, too: a second one would give out tokens twice, or go by the first one's
+    records."""
     write_signing_key(tmp_path, b"s" * 32)
     runtime = real_runtime()
-    async with open_core(daemon_config(tmp_path, "a"), runtime):
-        with pytest.raises(LockHeld, match=r"another daemon .*homeserver\.db.* feeds one sender"):
-            async with open_core(daemon_config(tmp_path, "b"), runtime):
-                pass
+    shared = daemon_config(tmp_path, "a").sender_database
+    for file, more in (
+        ("homeserver", {}),
+        ("a", {"sender_database": shared, "homeserver": {"database": "sqlite:///other.db"}}),
+    ):
+        async with open_core(daemon_config(tmp_path, "a"), runtime):
+            with pytest.raises(LockHeld, match=rf"another daemon .*/{file}\.db, and an SQLite is"):
+                async with open_core(daemon_config(tmp_path, "b", **more), runtime):
+                    pass
     async with open_core(daemon_config(tmp_path, "b"), runtime):
         pass
 

@@ -270,8 +270,14 @@ async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) 
         await first.sender.take_lock("boot1")
         await first.sender.take_lock("boot1")
         async with open_store(settings, real_runtime()) as second:
-            with pytest.raises(LockHeld, match="fed1"):
+            with pytest.raises(LockHeld, match="another daemon runs"):
                 await second.sender.take_lock("boot2")
+
+
+async def test_another_name_has_a_daemon_of_its_own(postgres: Databases, tmp_path: Path) -> None:
+    settings = config(postgres.create_schema("sender"), tmp_path)
+    async with open_store(settings, real_runtime()) as first:
+        await first.sender.take_lock("boot1")
         other = replace(
             settings,
             homeserver=HomeserverSettings("embedded", "fed2", ("fed2",)),

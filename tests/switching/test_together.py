@@ -15,7 +15,7 @@ from tests.servers import Databases
 from tests.switching.test_senders import BAD, Site, all_have, fan_out, site, write_history
 
 from fedsender.admin.app import build_app
-from fedsender.admin.together import answer_for_ever
+from fedsender.admin.together import AWAY_S, LOOK_EVERY_S, answer_for_ever
 from fedsender.daemon import admin_context
 from fedsender.runtime import real_runtime
 from fedsender.store import requests, tables
@@ -110,6 +110,47 @@ async def test_any_sender_is_told_for_all_of_them(tmp_path: Path, postgres: Data
         assert await rows_left(both.site) == 0
 
 
+async def test_an_order_is_carried_out_at_the_owners_next_look(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """There are four in a second; however slow this machine is, it takes no second one."""
+    assert LOOK_EVERY_S * 4 <= AWAY_S
+    async with desks(tmp_path, postgres) as both:
+        asks, looks = (both.site.sending[name].store.sender.requests for name in ("a", "b"))
+        count, found_at, asked_at = 0, [0], [0]
+        ask, look = asks.ask, looks.ours
+
+        async def asked(*row: Any, **more: Any) -> Any:
+            rows = await ask(*row, **more)
+            asked_at.append(count)
+            return rows
+
+        async def looked(under_way: Any) -> Any:
+            nonlocal count
+            count += 1
+            this = count
+            found = await look(under_way)
+            found_at.extend(this for each in found if each.is_order)
+            return found
+
+        asks.ask, looks.ours = asked, looked  # type: ignore[method-assign]
+        registry = both.site.sending["b"].sender.registry
+        one = both.of("b")[0]
+        await until(lambda: registry.state_of(one).failures > 0)
+        for verb, more, shown in (
+            ("pause", {"reason": "by me"}, ("paused", "by me")),
+            ("resume", {}, ("paused", None)),
+            ("park", {"reason": "gone"}, ("parked", "gone")),
+            ("resume", {}, ("parked", None)),
+            ("notify_remote_server_up", {}, ("parked", None)),
+        ):
+            await both.post("a", verb, {"servers": [one], **more})
+            name, value = shown
+            assert getattr(registry.state_of(one), name) == value
+            assert found_at[-1] <= asked_at[-1] + 1
+        assert len(found_at) == len(asked_at)
+
+
 async def test_clocks_of_machines_need_not_agree(tmp_path: Path, postgres: Databases) -> None:
     async with desks(tmp_path, postgres) as both:
         ahead = both.site.sending["b"].store.sender.requests
@@ -187,6 +228,8 @@ async def test_an_event_that_no_server_got_is_one_entry(
         for name in ("a", "b"):
             items = (await both.get(name, "quarantine"))["items"]
             assert [each["event_id"] for each in items] == [BAD, good]
+        stores = [sender.store.sender for sender in it.sending.values()]
+        assert sum([await each.quarantine_size() for each in stores]) == 2
         bad, waits = [each["id"] for each in items]
         said = await both.post("b", "quarantine/release", {"ids": [bad]})
         assert (said["released"], said["kept"], len(said["refused"])) == ([], [bad], 1)
@@ -214,10 +257,11 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         await until(lambda: set(failing()) == set(of_b))
         both.close("b")
         await it.stop("b")
-        said = await both.post("a", "pause", {"servers": of_b[:1]}, 503)
+        said = await both.post("a", "pause", {"servers": of_b[:1], "for_ms": 600_000}, 503)
+        queued_ms = real_runtime().now_ms()
         assert said["errcode"] == "FEDSENDER_AWAY"
         assert said["error"] == "queued: its sender is away (b)"
-        said = await both.post("a", "pause", {"pattern": "*"})
+        said = await both.post("a", "pause", {"servers": [*both.of("a"), *of_b[1:]]})
         assert set(said["servers"]) == set(both.of("a"))
         assert said["without"] == {"b": "queued: its sender is away (b)"}
         said = await both.post("a", "resume", {"servers": of_b[1:2]}, 503)
@@ -238,6 +282,10 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         # In the order in which they were given.
         paused = {*of_b[:1], *of_b[2:]}
         await until(lambda: {name for name in of_b if state_of(name).paused} == paused)
+        # Two seconds have passed since it was said.
+        ends_ms = state_of(of_b[0]).paused_until_ms
+        assert ends_ms is not None
+        assert ends_ms - 600_000 >= queued_ms - 1_000
 
 
 async def test_orders_for_a_sender_that_is_away_keep_nobody_from_looking(

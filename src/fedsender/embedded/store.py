@@ -353,7 +353,7 @@ async def open_embedded(
             EmbeddedStore(main, runtime, config.homeserver),
             EduStore(main, device_names=True),
             main,
-            lock_of(main.url, runtime, of_one=True, instance=config.homeserver.instance),
+            lock_of(main.url, runtime, config.homeserver.instance),
         )
 
 

@@ -147,7 +147,7 @@ async def open_store(
         await own.read(refuse_a_synapses)
         await bring_up_to_date(own, "sender", lock_of(own.url, runtime))
         instance, lease = config.homeserver.instance, None
-        ours = lock_of(own.url, runtime, instance=instance)
+        ours = lock_of(own.url, runtime, instance)
         lock = InstanceLock(await _locks(ours, own, homeserver))
         fenced = [each for each in (own, homeserver.main) if each.dialect == "postgresql"]
         if isinstance(ours, AdvisoryLock):

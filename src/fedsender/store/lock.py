@@ -76,29 +76,18 @@ class Lock(ABC):
         """Release every lock that we hold."""
 
 
-def lock_of(
-    url: URL, runtime: Runtime, *, of_one: bool = False, instance: str | None = None
-) -> Lock:
-    """Return the locks of this database.
-
-    `of_one`: whether an SQLite database is for one daemon only, whatever its instance name.
-    `instance`: see `AdvisoryLock`.
-    """
+def lock_of(url: URL, runtime: Runtime, instance: str | None = None) -> Lock:
+    """Return the locks of this database; `instance`: see `AdvisoryLock`."""
     if url.get_backend_name() == "postgresql":
         return AdvisoryLock(url, runtime, instance)
-    return FileLock(Path(url.database or ""), of_one=of_one)
+    return FileLock(Path(url.database or ""))
 
 
 class FileLock(Lock):
-    """Locks on files beside an SQLite database, between daemons of one machine.
+    """Locks on files beside an SQLite database, which is for one daemon, whatever its name."""
 
-    Args:
-        of_one: whether the database is for one daemon only, whatever its instance name.
-    """
-
-    def __init__(self, database: Path, *, of_one: bool = False) -> None:
+    def __init__(self, database: Path) -> None:
         self._database = database
-        self._of_one = of_one
         self._files: list[int] = []
 
     async def take(self, instance: str) -> None:
@@ -107,16 +96,12 @@ class FileLock(Lock):
             return
         if not self._lock("schema", fcntl.LOCK_SH):
             raise LockUnknown(f"the tables in {self._database} are being migrated")
-        digest = hashlib.sha256(instance.encode()).hexdigest()[:16]
-        name = "sender" if self._of_one else digest
-        if not self._lock(name, fcntl.LOCK_EX):
+        if not self._lock("sender", fcntl.LOCK_EX):
             await self.release()
-            if self._of_one:
-                raise LockHeld(
-                    f"another daemon runs on {self._database} (it holds {self._path(name)}):"
-                    " an SQLite as homeserver.database feeds one sender"
-                )
-            raise LockHeld(f"another daemon runs as {instance!r} (it holds {self._path(name)})")
+            raise LockHeld(
+                f"another daemon runs on {self._database}, and an SQLite is for one;"
+                f" it holds {self._path('sender')}"
+            )
 
     async def take_tables(self, *, adding: bool = False) -> None:
         await trio.lowlevel.checkpoint()

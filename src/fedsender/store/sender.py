@@ -457,10 +457,19 @@ class SenderStore:
 
     @reading
     def quarantine_size(self, connection: Connection) -> int:
-        """The number of items in quarantine that we hold."""
-        return connection.execute(
-            select(func.count()).select_from(quarantine).where(self._held)
-        ).scalar_one()
+        """The number of items in quarantine that are ours to count.
+
+        Of an event that no server got, that is the sender's with the first entry.
+        """
+        first = quarantine.alias()
+        counted_by_another = exists().where(
+            quarantine.c.destination.is_(None),
+            first.c.destination.is_(None),
+            first.c.event_id == quarantine.c.event_id,
+            first.c.id < quarantine.c.id,
+        )
+        query = select(func.count()).select_from(quarantine).where(self._held, ~counted_by_another)
+        return connection.execute(query).scalar_one()
 
     @reading
     def quarantined_of(self, connection: Connection, destination: str) -> int:
