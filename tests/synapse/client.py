@@ -102,10 +102,12 @@ class User:
             texts += texts_of(rooms.get("join", {}).get(room_id, {}))
         return texts
 
-    async def wait_until_out(self, room_id: str) -> list[str]:
-        """Wait until this user is out of the room; all texts of the room seen up to then."""
+    async def wait_until_out(self, room_id: str, since: str | None = None) -> list[str]:
+        """Wait until this user is out of the room; all texts of the room seen up to then.
+
+        since: as of `place`. A first sync does not name a room in which the user never was.
+        """
         texts: list[str] = []
-        since = None
         out: Mapping[str, Any] | None = None
         while out is None:
             rooms, since = await self._sync(since)

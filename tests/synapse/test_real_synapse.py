@@ -265,15 +265,9 @@ async def test_what_redis_published_out_of_reach_is_found_and_its_restart_loses_
 
 
 async def test_a_kicked_server_gets_the_kick_and_nothing_later(world: World) -> None:
-    """An invitation that is taken back disappears, too, although B is not in that room."""
     with trio.fail_after(TEST_S):
         room, other_room = await world.room(), await world.room()
-        invited = await room.alice.create_room(preset="private_chat")
-        await room.alice.invite(invited, room.bob.mxid)
         async with open_daemon(world.daemon):
-            await room.alice.kick(invited, room.bob.mxid)
-            await room.bob.wait_until_out(invited)
-
             await room.alice.send(room.id, "before")
             kick, later = await kick_and_go_on(world, room)
 
@@ -285,15 +279,23 @@ async def test_a_kicked_server_gets_the_kick_and_nothing_later(world: World) -> 
 async def test_a_server_kicked_while_it_was_down_gets_the_kick_and_nothing_later(
     world: World,
 ) -> None:
-    """W3: caught up with from the database, Synapse sends it the newest message and no kick."""
+    """W3: caught up with from the database, Synapse sends it the newest message and no kick.
+
+    An invitation that was taken back meanwhile disappears, too, although B is not in that room. (An
+    older B, such as 1.100.0, ignores events of rooms in which it is not: it keeps the invitation.)
+    """
     with trio.fail_after(TEST_S):
         room, other_room = await world.room(), await world.room()
+        invited = await room.alice.create_room(preset="private_chat")
+        await room.alice.invite(invited, room.bob.mxid)
         async with open_daemon(world.daemon):
             before = await room.alice.send(room.id, "before")
             await room.bob.read_until(room.id, "before")
             await world.wait_until_settled(world.b.name, before)
+        place = await room.bob.place()
         await world.stop_b()
         async with open_daemon(world.daemon):
+            await room.alice.kick(invited, room.bob.mxid)
             kick, later = await kick_and_go_on(world, room)
             await world.wait_for_failure(world.b.name)
             # What it had in memory is gone: the database alone knows what B is owed.
@@ -303,6 +305,7 @@ async def test_a_server_kicked_while_it_was_down_gets_the_kick_and_nothing_later
             await world.daemon.wake(world.b.name)
 
             assert await room.bob.wait_until_out(room.id) == ["before"]
+            await room.bob.wait_until_out(invited, place)
 
             await assert_nothing_follows(world, room, kick, later, other_room)
 
