@@ -1,5 +1,6 @@
 """Several senders on one database, asked as one at the admin endpoint of any of them."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,16 +10,17 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from structlog.testing import capture_logs
 from tests.admin.desk import OURS, checked
 from tests.servers import Databases
-from tests.switching.test_senders import BAD, Site, all_have, fan_out, site, write_history
+from tests.switching.test_senders import BAD, HS, Site, all_have, fan_out, site, write_history
 
 from fedsender.admin.app import build_app
 from fedsender.admin.together import AWAY_S, LOOK_EVERY_S, answer_for_ever
 from fedsender.daemon import admin_context
 from fedsender.runtime import real_runtime
-from fedsender.store import requests, tables
+from fedsender.store import backup, requests, store_config, tables
 from fedsender_lab.testing.clock import until
 
 
@@ -286,6 +288,39 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         ends_ms = state_of(of_b[0]).paused_until_ms
         assert ends_ms is not None
         assert ends_ms - 600_000 >= queued_ms - 1_000
+
+
+@pytest.mark.parametrize("how", ["a failover", "a restore"])
+async def test_an_order_that_was_brought_back_is_not_carried_out(
+    how: str, tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was carried out since, perhaps, and undone."""
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        server = both.of("b")[0]
+        # Nothing is left on record: a restore discards that.
+        it.become(well=True)
+        await until(it.all_have(200))
+        both.close("b")
+        await it.stop("b")
+        await both.post("a", "purge", {"server": server}, 503)
+        both.close("a")
+        await it.stop("a")
+        if how == "a failover":
+            monkeypatch.setattr(requests, "PLACE", text("SELECT 'the replica'"))
+        else:
+            databases = backup.ours(store_config(it.config("a", ["a", "b"])).ours)
+            owner = backup.Owner(HS, "a", tmp_path / "ledger-a")
+            await backup.backup(databases, owner, tmp_path / "backup", real_runtime())
+            await backup.restore(databases, owner, tmp_path / "backup", real_runtime())
+        with capture_logs() as logged:
+            await it.start("a", "b")
+            both.open("a", "b")
+            state_of = it.sending["b"].sender.registry.state_of
+            assert await both.post("a", "pause", {"servers": [server]}) == {"servers": [server]}
+        assert state_of(server).paused is not None
+        (line,) = [each for each in logged if each["event"] == "order_not_carried_out"]
+        assert (line["order"], json.loads(line["asked"])["server"]) == ("purge_ours", server)
 
 
 async def test_orders_for_a_sender_that_is_away_keep_nobody_from_looking(

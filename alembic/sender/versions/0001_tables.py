@@ -183,6 +183,7 @@ def upgrade() -> None:
             comment="it is done although nobody waits for it",
         ),
         sa.Column("asked_ms", sa.BigInteger(), nullable=False),
+        sa.Column("place", sa.Text(), nullable=False, comment="as of leases; '': before a restore"),
         sa.Column("taken", sa.Boolean(), nullable=False, comment="its sender has seen it"),
         sa.Column("answer", sa.Text(), nullable=True, comment="JSON"),
         sa.PrimaryKeyConstraint("id"),

@@ -6,7 +6,7 @@ share (`store/requests.py`): each looks for its rows four times a second. A send
 asks nobody.
 
 An *order* changes something. It waits for a sender that is away, and must do no harm when it is
-carried out twice.
+carried out twice at once. One that a failover or a restore may have brought back is refused.
 """
 
 import json
@@ -37,6 +37,7 @@ AWAY_S: Final = 2.0
 PATIENCE_S: Final = 50.0
 """For the answer of one that has: less than a request may take."""
 AWAY: Final = "FEDSENDER_AWAY"
+_SET_BACK: Final = "not carried out: the database was set back after the order was given"
 NOTHING_HERE: Final = (404, 409)
 """What a sender answers that has no part in it."""
 
@@ -226,6 +227,9 @@ def question(here: Callable[[AdminContext, Asked], Awaitable[Answer]]) -> Part[A
 
 
 async def _answer(context: AdminContext, request: Request) -> str:
+    if request.is_order and not request.stands:
+        log.warning("order_not_carried_out", order=request.what, asked=request.asked[:200])
+        return json.dumps({"refused": [503, "M_UNKNOWN", _SET_BACK]})
     part = PARTS.get(request.what)
     if part is None:
         unknown = f"it does not know {request.what}: its version is older"

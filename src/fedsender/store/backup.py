@@ -503,6 +503,7 @@ def _refill(
             connection.execute(update(tables.generation).values(mark))
             # Nobody runs on them: see `_nobody_else`.
             connection.execute(update(tables.leases).values(holder=NOBODY))
+            connection.execute(update(tables.requests).values(place=""))
         if not usable:
             migrations.note_version(connection, each.line, migrations.RESTORING)
         connection.commit()

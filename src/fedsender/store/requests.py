@@ -2,7 +2,8 @@
 
 Whoever asks leaves a row for each sender that is to do its part. That one looks for rows of its
 name, and writes its answer into them. An *order* stays until it has done so, however long it is
-away; if the list of senders changes before, each sender of the new one has it to do.
+away; if the list of senders changes before, each sender of the new one has it to do. But an order
+of before a failover or a restore is not carried out: it may have been, and been undone since.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,6 +14,7 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.engine import Database, reading, writing
+from fedsender.store.leases import PLACE
 
 requests = tables.requests
 
@@ -28,12 +30,13 @@ AWAY_MS: Final = 3_000
 
 
 class Request(NamedTuple):
-    """A row for us to answer."""
+    """A row for us to answer; `stands`: it was written in this place, see `leases.PLACE`."""
 
     id: int
     what: str
     asked: str
     is_order: bool
+    stands: bool
 
 
 class Reply(NamedTuple):
@@ -79,7 +82,8 @@ class Requests:
             waiting = select(func.count()).select_from(requests).where(waits)
             if connection.execute(waiting).scalar_one() >= MOST:
                 return None
-        return _insert(connection, senders, what, asked, is_order, now_ms)
+        place: str = connection.execute(PLACE).scalar_one()
+        return _insert(connection, senders, what, asked, is_order, now_ms, place)
 
     @reading
     def replies(self, connection: Connection, ids: Collection[int]) -> dict[int, Reply]:
@@ -97,14 +101,17 @@ class Requests:
     @reading
     def ours(self, connection: Connection, under_way: Collection[int]) -> list[Request]:
         """The first rows that we have to answer, oldest first, without those `under_way`."""
+        row = requests.c
         query = (
-            select(requests.c.id, requests.c.what, requests.c.asked, requests.c.is_order)
-            .where(requests.c.instance_name == self._instance, requests.c.answer.is_(None))
-            .where(requests.c.id.not_in(under_way))
-            .order_by(requests.c.id)
+            select(row.id, row.what, row.asked, row.is_order, row.place)
+            .where(row.instance_name == self._instance, row.answer.is_(None))
+            .where(row.id.not_in(under_way))
+            .order_by(row.id)
             .limit(AT_ONCE - len(under_way))
         )
-        return [Request(*row) for row in connection.execute(query)]
+        found = connection.execute(query).all()
+        here = connection.scalar(PLACE) if found else None
+        return [Request(*each[:-1], stands=each.place == here) for each in found]
 
     @writing
     def take(self, connection: Connection, ids: Collection[int]) -> None:
@@ -129,15 +136,15 @@ def hand_on(connection: Connection, senders: Sequence[str], now_ms: int) -> None
     left = requests.c.answer.is_(None)
     # What was ordered twice counts as of the last time: it may undo what came between.
     query = (
-        select(requests.c.what, requests.c.asked)
+        select(requests.c.what, requests.c.asked, requests.c.place)
         .where(left, requests.c.is_order)
-        .group_by(requests.c.what, requests.c.asked)
+        .group_by(requests.c.what, requests.c.asked, requests.c.place)
         .order_by(func.max(requests.c.id))
     )
     orders = connection.execute(query).all()
     connection.execute(delete(requests).where(left))
     for row in orders:
-        _insert(connection, senders, row.what, row.asked, True, now_ms)
+        _insert(connection, senders, row.what, row.asked, True, now_ms, row.place)
 
 
 def _insert(
@@ -147,8 +154,10 @@ def _insert(
     asked: str,
     is_order: bool,
     now_ms: int,
+    place: str,
 ) -> dict[int, str]:
     row = {"what": what, "asked": asked, "is_order": is_order, "asked_ms": now_ms, "taken": False}
+    row["place"] = place
     made = {}
     for name in senders:
         query = insert(requests).values(instance_name=name, **row).returning(requests.c.id)

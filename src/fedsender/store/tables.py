@@ -459,6 +459,7 @@ requests = Table(
     Column("asked", Text, nullable=False, comment="JSON"),
     Column("is_order", Boolean, nullable=False, comment="it is done although nobody waits for it"),
     Column("asked_ms", BigInteger, nullable=False),
+    Column("place", Text, nullable=False, comment="as of leases; '': before a restore"),
     Column("taken", Boolean, nullable=False, comment="its sender has seen it"),
     Column("answer", Text, comment="JSON"),
     # Whoever gives up on a row must not take another one for it.
