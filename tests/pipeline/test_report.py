@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.pipeline.lakes import (
+    EVENT_MS,
     Rows,
     attempt,
     config_of,
     event,
     ingest_ledger,
     lake_of,
+    note,
     pdu,
     write,
 )
@@ -100,6 +102,8 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
     lines += [attempt(B, pdu(at, "!r")) for at in range(1, 21)]
     lines += [attempt(B, pdu(21, "!r"), outcome="failing", status=500, attempt=n) for n in (1, 2)]
     lines += [attempt(C, pdu(60, "!r"), outcome="busy", status=503, attempt=1)]
+    # The first day that it shows, and the last one that it does not.
+    lines += [note("delivered", 60 - days * DAY_MS // EVENT_MS, A) for days in (DAYS - 1, DAYS)]
     write(tmp_path / "ledger", "fedsender.b.000001.jsonl", *lines)
     ingest_ledger(spark, lake, tmp_path)
     figures, text = make(spark, lake, tmp_path)
@@ -109,7 +113,7 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
     )
     assert figures.audited.counts == {}
     # A day has twenty events, and the newest hour one; each was answered after a second.
-    assert [point["pdus"] for _, point in sorted(figures.days.items())] == [38, 19, 20, 1]
+    assert [point["pdus"] for _, point in sorted(figures.days.items())] == [0, 38, 19, 20, 1]
     newest = figures.hours[figures.newest_ms]
     assert (newest["pdus"], newest["failed"], newest["messages"]) == (1, 1, 1)
     assert (newest["p50"], newest["p99"]) == (1000, 1000)

@@ -437,6 +437,16 @@ async def test_an_honest_site_in_the_network_of_an_attacker_goes_first_there(
             await trio.sleep(7)
 
 
+def test_a_site_that_was_ended_for_others_is_good_no_more() -> None:
+    """It took longer than `LONG_S`, as an answer may have."""
+    admission = admission_of(40)
+    ended, sibling = (a_leave(admission, f"{name}.site.example", 9, 9) for name in "ab")
+    endable([ended])
+    assert admission.lane_of(sibling) == (admission.slow, True)
+    assert ended.give_way(admission.long)
+    assert admission.lane_of(sibling) == (admission.slow, False)
+
+
 @pytest.mark.slow
 async def test_a_server_that_was_good_waits_for_no_fresh_names(autojump_clock: MockClock) -> None:
     """3,000 names, each of a site of its own, come at once and answer after 55 s each: a server

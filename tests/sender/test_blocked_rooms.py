@@ -100,6 +100,20 @@ async def test_a_busy_room_is_freed_within_one_turn(
     assert numbers[-1] > 250
 
 
+async def test_a_room_goes_on_once_what_blocks_it_is_dropped(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await block(world, R1)
+        await trio.sleep(2)
+        [bad] = await sender.context.store.quarantined_in_room(R1, 1)
+        await sender.operations.drop([bad.id])
+        await world.say(R1, "next")
+        await trio.sleep(2)
+    assert world.servers[A].got == ["next"]
+
+
 @pytest.mark.slow
 async def test_what_is_released_comes_before_what_is_new(
     world: World, autojump_clock: MockClock

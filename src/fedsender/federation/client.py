@@ -105,7 +105,6 @@ class SendFailed(Exception):
     """
 
     def __init__(self, kind: FailureKind, text: str, *, sent: bool) -> None:
-        super().__init__(text)
         self.kind: FailureKind = kind
         self.sent = sent
         self.text = words(text)

@@ -122,9 +122,6 @@ class StoreClosed(StoreError):
 class Locked(StoreError):
     """Another process has locked what a read needs, and its caller does not wait for locks."""
 
-    def __init__(self, database: str) -> None:
-        super().__init__(f"another process has locked a part of the {database} database")
-
 
 @dataclass(slots=True, eq=False)
 class _Job:
@@ -359,7 +356,7 @@ class _GroupCommit:
         return 0
 
     def _tell_locked(self, job: _Job) -> None:
-        job.error = Locked(self._name)
+        job.error = Locked(f"{self._name} database: locked")
         job.done.set()
 
     def _met_a_lock(self, batch: list[_Job], error: Exception) -> list[_Job]:
@@ -465,7 +462,7 @@ class Database:
                     value = await self._timed(look, lane)
                 except DBAPIError as error:
                     if kind_of(error) == "locked" and not _PATIENT.get():
-                        raise Locked(self.name) from None
+                        raise Locked(f"{self.name} database: locked") from None
                     pause = self._pause_after(lane, error, tries)
                     if kind_of(error) == "locked" and tries >= LONG_LOCKED:
                         self._locked_reads.add(look)

@@ -42,7 +42,6 @@ from fedsender.store.lock import (
     LockUnknown,
     session_key,
 )
-from fedsender.store.statements import replace_rows
 from fedsender.waiting import BeginAnew
 
 if TYPE_CHECKING:
@@ -497,10 +496,3 @@ class _Here:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-def note_holder(connection: Connection, instance: str, holder: str) -> None:
-    """Note who runs under this name, where a file's lock alone decides it."""
-    row = {"instance_name": instance, "holder": holder, "renewal": 0, "ends": False}
-    row |= {"asked": False, "place": ""}
-    replace_rows(connection, leases, ("instance_name",), [row])

@@ -30,7 +30,7 @@ from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database, reading, reading_together, writing
-from fedsender.store.leases import Hold, Lease, Waits, note_holder
+from fedsender.store.leases import Hold, Lease, Waits
 from fedsender.store.lock import InstanceLock, LockUnknown
 from fedsender.store.membership import Membership
 from fedsender.store.migrations import refuse_old_tables
@@ -725,10 +725,6 @@ class SenderStore:
         await again(partial(self._hold.take, boot_id, waits), LockUnknown, _LOCK_PAUSE)
         # From here on nobody can migrate them; before, somebody may have.
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
-        if self._hold.lease is None:
-            await self._database.write(
-                partial(note_holder, instance=self._instance, holder=boot_id)
-            )
 
     async def until_lost(self) -> None:
         """Raise LeaseLost when our lease has ended; without a lease, wait for ever."""
