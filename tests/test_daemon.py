@@ -100,6 +100,9 @@ async def test_ready_is_said_when_the_feed_has_connected_and_not_before(home: Pa
         assert (start["instance"], start["server"]) == ("fedsender", SERVER_NAME)
         assert start["file"] == str(world.config)
 
+        # Nor does a reload before say it.
+        service.tell(signal.SIGHUP)
+        assert await service.manager.next() == f"STATUS={SENDING}"
         await connect()
         assert await service.manager.next() == f"READY=1\nSTATUS={SENDING}"
         await until(lambda: world.servers[0].received)
@@ -353,9 +356,20 @@ def why(server: ReceivingServer) -> str:
     return f"/_fedsender/admin/v1/why/{server.name}"
 
 
-async def test_a_broken_file_changes_nothing_and_says_so(home: Path) -> None:
-    async with open_world(home) as world, world.service() as service:
+async def test_a_reload_reads_the_file_as_it_is(home: Path) -> None:
+    """What is new is in force; a broken file changes nothing, and says so; one that does not answer
+    stops nothing."""
+    async with open_world(home, log={"level": "warning"}) as world, world.service() as service:
         await service.manager.ready()
+        assert not service.logged("ready")
+        (home / "admin.token").write_text("another token")
+        world.configure(log={"level": "info"})
+        assert await reload(service) == SENDING
+        assert service.logged("configuration_reloaded")
+        path = "/_fedsender/admin/v1/destinations"
+        assert (await service.ask(path)).status_code == 401
+        assert (await service.ask(path, "another token")).status_code == 200
+
         for broken in (
             "server_name: [",
             world.config.read_text() + "deny: ['*']\nsendign: {}\n",
@@ -370,7 +384,7 @@ async def test_a_broken_file_changes_nothing_and_says_so(home: Path) -> None:
             world.config.write_text(broken)
             assert await reload(service) == OLD_CONFIG
             world.configure()
-        (home / "admin.token").unlink()
+        (home / "admin.token").rename(home / "no.token")
         world.configure(deny=["*"])
         assert await reload(service) == OLD_CONFIG
         errors = [line["reason"] for line in service.logged("configuration_not_reloaded")]
@@ -378,9 +392,26 @@ async def test_a_broken_file_changes_nothing_and_says_so(home: Path) -> None:
             *["config.yaml"] * 4,
             "admin.token",
         ]
-        assert (await service.ask("/_fedsender/admin/v1/destinations")).status_code == 200
-        event_id = world.say()
-        await arrived(event_id, world.servers[0])
+        assert (await service.ask(path, "another token")).status_code == 200
+        await arrived(world.say(), world.servers[0])
+
+        (home / "no.token").rename(home / "admin.token")
+        world.configure(deny=[])
+        text = world.config.read_text()
+        world.config.unlink()
+        os.mkfifo(world.config)
+        service.tell(signal.SIGHUP)
+        assert (await service.manager.next()).startswith("RELOADING=1")
+        await arrived(world.say(), world.servers[0])
+        assert (await service.ask("/ready")).status_code == 200
+        async with await trio.open_file(world.config, "w") as pipe:
+            await pipe.write(text)
+        assert await service.manager.ready() == SENDING
+
+        service.tell(signal.SIGHUP)
+        assert (await service.manager.next()).startswith("RELOADING=1")
+        service.tell(signal.SIGTERM)
+        assert await service.ended() == 0
 
 
 async def test_what_needs_a_restart_is_named_and_not_in_force(
@@ -408,19 +439,6 @@ async def test_what_needs_a_restart_is_named_and_not_in_force(
         world.settings["sending"] = {}
         world.configure()
         assert await reload(service) == SENDING
-
-
-async def test_a_reload_follows_the_logs_level_and_a_new_token(home: Path) -> None:
-    async with open_world(home, log={"level": "warning"}) as world, world.service() as service:
-        await service.manager.ready()
-        assert not service.logged("ready")
-        (home / "admin.token").write_text("another token")
-        world.configure(log={"level": "info"})
-        assert await reload(service) == SENDING
-        assert service.logged("configuration_reloaded")
-        path = "/_fedsender/admin/v1/destinations"
-        assert (await service.ask(path)).status_code == 401
-        assert (await service.ask(path, "another token")).status_code == 200
 
 
 async def test_a_reload_takes_a_new_signing_key_and_the_old_one_signs_no_more(home: Path) -> None:
@@ -458,42 +476,6 @@ async def test_a_reload_takes_a_new_signing_key_and_the_old_one_signs_no_more(ho
             assert refused not in server.received
 
 
-async def test_a_file_that_does_not_answer_at_a_reload_stops_nothing(home: Path) -> None:
-    async with open_world(home) as world, world.service() as service:
-        await service.manager.ready()
-        text = world.config.read_text()
-        world.config.unlink()
-        os.mkfifo(world.config)
-        service.tell(signal.SIGHUP)
-        assert (await service.manager.next()).startswith("RELOADING=1")
-        await arrived(world.say(), world.servers[0])
-        assert (await service.ask("/ready")).status_code == 200
-        async with await trio.open_file(world.config, "w") as pipe:
-            await pipe.write(text)
-        assert await service.manager.ready() == SENDING
-
-
-async def test_a_file_that_never_answers_does_not_keep_the_daemon_from_stopping(home: Path) -> None:
-    async with open_world(home) as world, world.service() as service:
-        await service.manager.ready()
-        world.config.unlink()
-        os.mkfifo(world.config)
-        service.tell(signal.SIGHUP)
-        assert (await service.manager.next()).startswith("RELOADING=1")
-        service.tell(signal.SIGTERM)
-        assert await service.ended() == 0
-
-
-async def test_a_reload_before_ready_does_not_say_ready(home: Path) -> None:
-    async with without_feed(home) as (world, connect), world.service() as service:
-        for _ in range(2):
-            await service.manager.next()
-        service.tell(signal.SIGHUP)
-        assert await service.manager.next() == f"STATUS={SENDING}"
-        await connect()
-        assert await service.manager.next() == f"READY=1\nSTATUS={SENDING}"
-
-
 # --- stopping -------------------------------------------------------------------------------------
 
 
@@ -510,6 +492,7 @@ def frozen(world: World) -> list[tuple[str, bytes, int]]:
 
 
 async def test_a_stop_waits_for_an_answer_that_comes_in_time(home: Path) -> None:
+    """More signals meanwhile do not spoil it."""
     async with open_world(home, behaviour=slow(1.5)) as world:
         (server,) = world.servers
         async with world.service() as service:
@@ -517,7 +500,10 @@ async def test_a_stop_waits_for_an_answer_that_comes_in_time(home: Path) -> None
             await in_flight(server)
             service.tell(signal.SIGTERM)
             assert await service.manager.next() == "STOPPING=1\nSTATUS=draining"
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                service.tell(number)
             assert await service.ended() == 0
+            assert service.manager.rest() == []
         assert [line["outcome"] for line in world.ledger()] == ["delivered"]
         assert frozen(world) == []
         assert {path.suffix for path in segments(home / "ledger")} == {".jsonl"}
@@ -557,18 +543,6 @@ async def test_what_is_unanswered_at_the_end_of_a_stop_is_repeated_by_the_next_s
         assert frozen(world) == []
         repeat = next(line for line in world.ledger() if line["outcome"] == "delivered")
         assert (repeat["transaction_id"], repeat["attempt"]) == (transaction_id, 2)
-
-
-async def test_more_signals_during_a_stop_do_not_spoil_it(home: Path) -> None:
-    async with open_world(home, behaviour=slow(1.5)) as world, world.service() as service:
-        await service.manager.ready()
-        await in_flight(world.servers[0])
-        service.tell(signal.SIGTERM)
-        assert (await service.manager.next()).startswith("STOPPING=1")
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            service.tell(number)
-        assert await service.ended() == 0
-        assert service.manager.rest() == []
 
 
 async def test_a_stop_before_the_feed_ever_connected_is_at_once(home: Path) -> None:
@@ -674,36 +648,25 @@ async def until_said(
             await trio.sleep(0.05)
 
 
-async def test_without_its_session_a_lease_that_does_not_end_sends_on(
-    home: Path, postgres: Databases
-) -> None:
-    """Nobody takes it while its holder has not said that it ends."""
+async def test_a_lock_that_is_lost(home: Path, postgres: Databases) -> None:
+    """The session ends three times: somebody holds the lock for a while; then the database fails
+    while the lock is taken again; then another daemon has the lease."""
     url = postgres.create_database("sender")
     async with open_world(home, sender_database=url) as world, world.service() as service:
         (server,) = world.servers
         await service.manager.ready()
         await until(lambda: server.received)
         with closing(LockThief(postgres, url)) as thief:
+            # Nobody takes the lease while its holder has not said that it ends.
             await trio.to_thread.run_sync(thief.steal)
             await until(lambda: service.logged("instance_lock_lost"))
             await arrived(world.say(), server)
             thief.give_back()
-        await until(lambda: service.logged("instance_lock_retaken"))
-        assert (await service.ask("/ready")).status_code == 200
-        assert await service.stop() == 0
+            await until(lambda: service.logged("instance_lock_retaken"))
+            assert (await service.ask("/ready")).status_code == 200
 
-
-async def test_a_database_that_fails_while_the_lock_is_taken_again_does_not_end_the_daemon(
-    home: Path, postgres: Databases
-) -> None:
-    url = postgres.create_database("sender")
-    async with open_world(home, sender_database=url) as world, world.service() as service:
-        (server,) = world.servers
-        await service.manager.ready()
-        await until(lambda: server.received)
-        with closing(LockThief(postgres, url)) as thief:
             await trio.to_thread.run_sync(thief.steal)
-            await until(lambda: service.logged("instance_lock_lost"))
+            await until(lambda: len(service.logged("instance_lock_lost")) == 2)
             thief.rename_table("leases", "away")
 
             def not_renewed() -> int:
@@ -716,10 +679,15 @@ async def test_a_database_that_fails_while_the_lock_is_taken_again_does_not_end_
             tries = not_renewed()
             await until(lambda: not_renewed() > tries + 1)
             thief.rename_table("away", "leases")
-        await until(lambda: service.logged("instance_lock_retaken"))
-        await arrived(world.say(), server)
-        assert (await service.ask("/ready")).status_code == 200
-        assert await service.stop() == 0
+            await until(lambda: len(service.logged("instance_lock_retaken")) == 2)
+            await arrived(world.say(), server)
+            assert (await service.ask("/ready")).status_code == 200
+
+            await trio.to_thread.run_sync(lambda: thief.steal(as_holder="somebody else"))
+            status = await service.manager.ready()
+            assert status.startswith("standing by: another process runs under our name")
+            assert len(service.logged("lease_lost")) == 1
+            assert await service.stop() == 0
 
 
 async def test_a_database_that_was_set_back_is_noticed_when_the_lock_is_taken_again(
@@ -791,20 +759,6 @@ async def test_where_there_is_no_lease_nothing_is_sent_without_the_lock(
 
 async def _refuse(_: str) -> None:
     raise LockUnknown("the database is away")
-
-
-async def test_a_daemon_whose_lease_another_one_has_taken_waits_for_it(
-    home: Path, postgres: Databases
-) -> None:
-    url = postgres.create_database("sender")
-    async with open_world(home, sender_database=url) as world, world.service() as service:
-        await service.manager.ready()
-        with closing(LockThief(postgres, url)) as thief:
-            await trio.to_thread.run_sync(lambda: thief.steal(as_holder="somebody else"))
-            status = await service.manager.ready()
-            assert status.startswith("standing by: another process runs under our name")
-            assert len(service.logged("lease_lost")) == 1
-            assert await service.stop() == 0
 
 
 # --- what a reload may change ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Two processes of one name over one PostgreSQL: one sends, the other stands by."""
 
 import signal
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import trio
 import yaml
 from tests.pair import SENDING, STANDING_BY, open_pair
 from tests.servers import Databases, Postgres
-from tests.service import PATIENCE_S, open_service, open_world
+from tests.service import PATIENCE_S, Service, open_service, open_world
 
 from fedsender_lab.testing.clock import until
 
@@ -28,51 +29,48 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("d")
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen", "cut off", "stopped"])
-async def test_a_stand_by_goes_on_within_ten_seconds(
-    how: str, home: Path, postgres: Databases
-) -> None:
-    """And what comes back stands by, and goes on in its turn."""
-    async with (
-        open_pair(home, *on(postgres)) as pair,
-        pair.run(0, "--standby") as first,
-    ):
-        assert await first.manager.ready() == SENDING
-        async with pair.run(1, "--standby") as second:
-            assert await second.manager.ready() == STANDING_BY
-            answer = await second.ask("/ready")
-            assert (answer.status_code, answer.json()["reasons"]) == (503, [STANDING_BY])
-            answer = await second.ask("/_fedsender/admin/v1/status")
-            assert (answer.status_code, answer.json()["error"]) == (503, STANDING_BY)
-            await pair.goes_on()
+async def test_a_stand_by_goes_on_within_ten_seconds(home: Path, postgres: Databases) -> None:
+    """However the other one goes: stopped, frozen, cut off from the databases, killed. And what
+    comes back stands by, and goes on in its turn."""
+    async with open_pair(home, *on(postgres)) as pair, AsyncExitStack() as stack:
 
+        async def goes_on(service: Service, after: str) -> None:
             began = trio.current_time()
-            match how:
-                case "killed":
-                    first.tell(signal.SIGKILL)
-                case "frozen":
-                    first.tell(signal.SIGSTOP)
-                case "cut off":
-                    pair.cut_off(0)
-                case _:
-                    assert await first.stop() == 0
-            assert await second.manager.ready() == SENDING
-            print(f"\ntake-over after {how}: {trio.current_time() - began:.1f} s")
+            assert await service.manager.ready() == SENDING
+            print(f"\ntake-over after {after}: {trio.current_time() - began:.1f} s")
             await pair.goes_on()
-            if how in ("killed", "stopped"):
-                async with pair.run(0, "--standby") as again:
-                    assert await again.manager.ready() == STANDING_BY
-                    assert await again.stop() == 0
-                return
 
-            first.tell(signal.SIGCONT)
-            pair.mend(0)
-            assert await first.manager.ready() == STANDING_BY
-            assert len(first.logged("lease_lost")) == 1
+        async def stands_by_again(service: Service) -> None:
+            assert await service.manager.ready() == STANDING_BY
+            assert len(service.logged("lease_lost")) == 1
             await pair.goes_on()
-            second.tell(signal.SIGKILL)
-            assert await first.manager.ready() == SENDING
-            await pair.goes_on()
+
+        ended = await stack.enter_async_context(pair.run(0, "--standby"))
+        assert await ended.manager.ready() == SENDING
+        second = await stack.enter_async_context(pair.run(1, "--standby"))
+        assert await second.manager.ready() == STANDING_BY
+        answer = await second.ask("/ready")
+        assert (answer.status_code, answer.json()["reasons"]) == (503, [STANDING_BY])
+        answer = await second.ask("/_fedsender/admin/v1/status")
+        assert (answer.status_code, answer.json()["error"]) == (503, STANDING_BY)
+        await pair.goes_on()
+
+        assert await ended.stop() == 0
+        await goes_on(second, "a stop")
+        first = await stack.enter_async_context(pair.run(0, "--standby"))
+        assert await first.manager.ready() == STANDING_BY
+        second.tell(signal.SIGSTOP)
+        await goes_on(first, "SIGSTOP")
+        second.tell(signal.SIGCONT)
+        await stands_by_again(second)
+
+        pair.cut_off(0)
+        await goes_on(second, "a cut line")
+        pair.mend(0)
+        await stands_by_again(first)
+
+        second.tell(signal.SIGKILL)
+        await goes_on(first, "SIGKILL")
 
 
 async def test_a_daemon_that_was_alone_ends_for_a_stand_by(home: Path, postgres: Databases) -> None:
