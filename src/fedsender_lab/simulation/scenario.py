@@ -88,11 +88,9 @@ class Scenario:
         world = self._world
         async with trio.open_nursery() as self._nursery:
             nursery = self._nursery
-            if world.leads:
-                await nursery.start(world.front.run)
+            await nursery.start(world.front.run)
             nursery.start_soon(self._keep_daemon_alive)
-            if world.leads:
-                await self._found_rooms()
+            await self._found_rooms()
             with trio.move_on_after(world.size.seconds):
                 await self._let_live()
             self._judge_fairness()
@@ -219,23 +217,19 @@ class Scenario:
                 # Who is paused, and made ill by the programme, would not be reached in time.
                 nursery.start_soon(self._now_and_then, "operator", 20 * MINUTE, operator.act)
                 nursery.start_soon(self._coverage().run)
-                if self._world.leads:
-                    fall_behind = self._replica.fall_behind
-                    nursery.start_soon(self._now_and_then, "failover", seconds / 8, fall_behind)
+                fall_behind = self._replica.fall_behind
+                nursery.start_soon(self._now_and_then, "failover", seconds / 8, fall_behind)
             else:
                 nursery.start_soon(self._provoke)
             for name, every_s, act in (
                 ("clock", 10 * MINUTE, self._set_clock),
                 ("server up", 15 * MINUTE, self._say_server_up),
                 ("restart", seconds / 3, self._restart_in_order),
+                ("malformed", seconds / 2, self._say_malformed),
             ):
                 nursery.start_soon(self._now_and_then, name, every_s, act)
-            if self._world.leads:
-                nursery.start_soon(
-                    self._now_and_then, "malformed", seconds / 2, self._say_malformed
-                )
-                nursery.start_soon(self._talk)
-                nursery.start_soon(self._trouble_homeserver, seconds / 4)
+            nursery.start_soon(self._talk)
+            nursery.start_soon(self._trouble_homeserver, seconds / 4)
             nursery.start_soon(self._write_to_devices)
             nursery.start_soon(self._lock_rooms, seconds / 8)
             nursery.start_soon(self._trouble_disk, seconds / 6)
@@ -418,8 +412,7 @@ class Scenario:
         for server in world.servers:
             server.heal()
         world.plan.enabled = False
-        if world.leads:
-            world.front.heal()
+        world.front.heal()
         if self._life is not None:
             self._life.crash("healed")
         await self._opened.wait_past(self._lives)

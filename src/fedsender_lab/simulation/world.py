@@ -110,7 +110,6 @@ class World:
     Attributes:
         key_file: the text of the homeserver's signing key file.
         configure: the configuration of the sender in a directory.
-        leads: the homeserver's events are made in this world.
         long_absences: the sender is away for so long, now and then, that it is given up.
     """
 
@@ -128,7 +127,6 @@ class World:
     waits: WaitChecks
     plan: CrashPlan
     configure: Callable[[Path], Config]
-    leads: bool = True
     long_absences: bool = False
 
 
