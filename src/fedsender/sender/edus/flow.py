@@ -10,7 +10,7 @@ a large room does not open thousands of connections at once.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import trio
@@ -21,7 +21,6 @@ from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
 from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
 from fedsender.sender.edus.typing import Typing, TypingRooms
-from fedsender.sender.fan_out import MAX_OFFERS
 from fedsender.sender.registry import Registry
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
@@ -183,21 +182,28 @@ class EduFlow:
         page = await context.edus.receipts(context.origin, after, upto, RECEIPT_PAGE, writer)
         servers = await self._servers_of(page)
         events = await self._read_events(page, servers)
-        # No await until the caller has noted the end: what is passed is in a queue, or is a debt.
-        now_ms = context.runtime.now_ms()
         if page:
             context.receipt_pages.came(page[0].stream_id)
-        offers = 0
-        for receipt in page:
-            if offers > MAX_OFFERS:
-                return receipt.stream_id - 1
-            wanted = servers[receipt.room_id]
-            offers += len(wanted)
-            first = at_once(wanted, events.get(receipt.event_id), now_ms)
-            self._put_now(receipt, sorted(first))
-            self._registry.hurry(wanted)
-            self._put_off(receipt, sorted(wanted - first))
+        # As long as the caller has not noted the end, all of them count as not read.
+        async for _ in context.runtime.turns.with_breaks(self._tell(page, servers, events)):
+            pass
         return page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
+
+    def _tell(
+        self,
+        page: Sequence[Receipt],
+        servers: Mapping[str, frozenset[str]],
+        events: Mapping[str, ReadEvent],
+    ) -> Iterator[None]:
+        """Give receipts to the servers of their rooms, one server at a time."""
+        now_ms = self._context.runtime.now_ms()
+        for receipt in page:
+            wanted = servers[receipt.room_id]
+            first = at_once(wanted, events.get(receipt.event_id), now_ms)
+            for server in sorted(wanted):
+                put = self._put_now if server in first else self._put_off
+                yield put(receipt, [server])
+            self._registry.hurry(wanted)
 
     async def _servers_of(self, page: Sequence[Receipt]) -> dict[str, frozenset[str]]:
         """By room, the servers that get receipts from us."""

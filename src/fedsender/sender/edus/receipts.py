@@ -10,6 +10,7 @@ are given up for a debt: the stream id above which it is owed receipts. They are
 database when it answers again. So none is lost, and memory is bounded.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,17 +67,16 @@ def compose(receipts: Iterable[Receipt]) -> Iterator[tuple[Edu, Sequence[Receipt
     An EDU has one place for each room, type and user, so further threads of a user go into further
     EDUs (Matrix server-server API, "Receipts"; the threads are those of the client-server API).
     """
-    edus: list[dict[Key, Receipt]] = []
+    # By number, the first receipts of all places, then the second ones, and so on.
+    numbered: defaultdict[int, list[Receipt]] = defaultdict(list)
+    before = Counter[Key]()
     for receipt in receipts:
         place = (receipt.room_id, receipt.receipt_type, receipt.user_id)
-        for places in edus:
-            if place not in places and len(places) < RECEIPTS_PER_EDU:
-                places[place] = receipt
-                break
-        else:
-            edus.append({place: receipt})
-    for places in edus:
-        yield from in_edus(list(places.values()), _edu)
+        numbered[before[place]].append(receipt)
+        before[place] += 1
+    for of_places in numbered.values():
+        for start in range(0, len(of_places), RECEIPTS_PER_EDU):
+            yield from in_edus(of_places[start : start + RECEIPTS_PER_EDU], _edu)
 
 
 def _edu(receipts: Sequence[Receipt]) -> Edu:
@@ -103,6 +103,8 @@ class ReceiptQueue:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.waiting: dict[Key, Receipt] = {}
+        # None: it is to be looked for.
+        self._oldest: int | None = None
         self._offered = 0
         self._page_after: int | None = None
         self.debt: int | None = None
@@ -110,7 +112,9 @@ class ReceiptQueue:
     @property
     def oldest(self) -> int | None:
         """The smallest stream id that waits here."""
-        return min((item.stream_id for item in self.waiting.values()), default=None)
+        if self._oldest is None:
+            self._oldest = min((item.stream_id for item in self.waiting.values()), default=None)
+        return self._oldest
 
     @property
     def owed_above(self) -> int | None:
@@ -128,9 +132,16 @@ class ReceiptQueue:
         key = key_of(receipt)
         there = self.waiting.get(key)
         if there is None or there.stream_id < receipt.stream_id:
+            self._leaves(there)
             self.waiting[key] = receipt
+            if self._oldest is not None:
+                self._oldest = min(self._oldest, receipt.stream_id)
         if len(self.waiting) > self._limit:
             self.give_up()
+
+    def _leaves(self, item: Receipt | None) -> None:
+        if item is not None and item.stream_id == self._oldest:
+            self._oldest = None
 
     def give_up(self) -> None:
         """Give up the receipts that wait here for a debt."""
@@ -140,12 +151,16 @@ class ReceiptQueue:
         """Note a debt: the server is owed the receipts above `after`. None changes nothing."""
         if after is not None:
             self.debt = after if self.debt is None else min(after, self.debt)
-            self.waiting.clear()
+            self._forget()
 
     def clear(self) -> None:
         """Forget all receipts and the debt."""
         self.debt = None
+        self._forget()
+
+    def _forget(self) -> None:
         self.waiting.clear()
+        self._oldest = None
 
     def fill(self, draft: Draft) -> None:
         """Put as many receipts as fit into the draft; they stay until they are answered."""
@@ -159,6 +174,7 @@ class ReceiptQueue:
             item = self.waiting.get(key)
             if item is not None and item.stream_id <= stream_id:
                 del self.waiting[key]
+                self._leaves(item)
 
     # --- Paying a debt, page by page --------------------------------------------------------------
 
