@@ -1,4 +1,4 @@
-"""Two machines of one name over one PostgreSQL, and the homeserver that appends to them."""
+"""Two machines over one PostgreSQL, and the homeserver that appends to them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -66,11 +66,17 @@ class Pair:
 
 @asynccontextmanager
 async def open_pair(
-    home: Path, server: Postgres, databases: tuple[str, str], servers: int = 2
+    home: Path,
+    server: Postgres,
+    databases: tuple[str, str],
+    servers: int = 2,
+    names: tuple[str, str] = ("fedsender", "fedsender"),
 ) -> AsyncIterator[Pair]:
     """Two machines with nothing in common but the databases and the homeserver.
 
-    `databases`: URLs of the sender's and the homeserver's, both empty.
+    Args:
+        databases: URLs of the sender's and the homeserver's, both empty.
+        names: of the senders on them.
     """
     here = f"{server.host}:{server.port}"
     async with (
@@ -80,17 +86,18 @@ async def open_pair(
         trio.open_nursery() as nursery,
     ):
         homes = home / "1", home / "2"
-        for machine, way in zip(homes, (first, second), strict=True):
+        for machine, way, name in zip(homes, (first, second), names, strict=True):
             machine.mkdir()
             there = f"127.0.0.1:{way.address[1]}"
             sender, homeserver = [url.replace(here, there) for url in databases]
             values: dict[str, Any] = yaml.safe_load(world.config.read_text())
             values |= {"sender_database": sender, "homeserver": {"database": homeserver}}
+            values["instance_name"] = name
             values["feed"]["push"]["listen"] = listen = f"unix:{machine}/append.sock"
             values["admin"]["listen"] = f"unix:{machine}/admin.sock"
             values["federation"]["ca_file"] = str(world.receivers.ca_file)
-            for name in ("signing.key", "admin.token", "append.token"):
-                (machine / name).symlink_to(home / name)
+            for file in ("signing.key", "admin.token", "append.token"):
+                (machine / file).symlink_to(home / file)
             (machine / "config.yaml").write_text(yaml.safe_dump(values))
             nursery.start_soon(_append, world, listen)
         yield Pair(world, (first, second), homes, [])

@@ -16,6 +16,7 @@ from tests.servers import Databases
 from tests.store.test_sender import ONE, config, frozen
 from trio.testing import MockClock
 
+from fedsender.embedded.taking import TRY_EVERY_S
 from fedsender.runtime import RunSync, Runtime, real_runtime
 from fedsender.store import (
     LockHeld,
@@ -26,7 +27,7 @@ from fedsender.store import (
     open_store,
 )
 from fedsender.store import leases as module
-from fedsender.store.leases import LEASE_S, RENEWAL_S, Lease, LeaseLost
+from fedsender.store.leases import DRIFT_S, LEASE_S, LOOK_EVERY_S, RENEWAL_S, Lease, LeaseLost
 from fedsender.store.lock import LockUnknown
 from fedsender_lab.testing.clock import virtual_runtime
 
@@ -425,3 +426,9 @@ async def test_a_write_that_hangs_is_not_committed_once_another_has_the_lease(
                 clock[0] += LEASE_S + 1
             go_on.set()
         assert await q.load_frozen(ONE) == frozen()
+
+
+def test_ten_seconds_leave_time_for_the_databases() -> None:
+    """From the last renewal of one that died: the row is seen, and then has not changed."""
+    for poll_s in (LOOK_EVERY_S, TRY_EVERY_S):
+        assert poll_s + LEASE_S + DRIFT_S + poll_s < 7.2

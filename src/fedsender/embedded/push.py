@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from fedsender.embedded.appends import News
+from fedsender.embedded.endpoint import Feedback, serve_intake
 from fedsender.embedded.facts import (
     Answer,
     DeviceListRow,
@@ -31,6 +32,7 @@ from fedsender.embedded.intake import Intake, Writer
 from fedsender.embedded.signing import EventSigner
 from fedsender.embedded.store import EmbeddedStore, own_store
 from fedsender.embedded.taking import FORGET_EVERY_S, Taking
+from fedsender.outcomes import Outcomes
 from fedsender.replication.feed import FeedParts
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
@@ -143,10 +145,6 @@ class PushFeed(Feed):
         self, config: Config, ledger: Ledger, progress: Callable[[], Progress | None]
     ) -> AsyncIterator[Sequence[Admin]]:
         """The endpoint that the homeserver appends to."""
-        # With all that serves HTTP.
-        from fedsender.embedded.endpoint import Feedback, serve_intake
-        from fedsender.outcomes import Outcomes
-
         push, make_tls = config.feed.push, partial(config.server_tls, "feed", "push")
         feedback = Feedback(progress, Outcomes(ledger, self._runtime))
         async with serve_intake(

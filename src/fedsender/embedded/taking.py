@@ -36,8 +36,9 @@ MAX_NOTICES: Final = 1000
 FORGET_EVERY_S: Final = 60.0
 LOOK_EVERY_S: Final = 0.1
 """Seconds between two reads of another sender's news."""
-TRY_EVERY_S: Final = 1.0
-"""Seconds between two tries to take the feed."""
+TRY_EVERY_S: Final = 0.5
+"""Seconds between two tries to take the feed. From the last renewal of a lease it is two of them
+and 6.1 s until it counts as lapsed."""
 US: Final = "we do"
 
 

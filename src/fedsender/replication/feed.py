@@ -137,11 +137,11 @@ def redis_feed(parts: FeedParts) -> Feed:
     )
 
 
-def _make_feed(parts: FeedParts) -> Feed:
-    kind = parts.config.feed.kind
+def load_feed(kind: str) -> MakeFeed:
+    """Import all that this kind of feed needs. Raises ConfigError."""
     for found in entry_points(group="fedsender.feeds", name=kind):
         make: MakeFeed = found.load()
-        return make(parts)
+        return make
     raise ConfigError(f"feed.kind: no package that is installed has the feed {kind}")
 
 
@@ -165,7 +165,8 @@ async def open_feed(
     Raises ConfigError; and out of the body, as soon as another process speaks under our name:
     LeaseLost if that has our lease now, else InstanceTaken.
     """
-    feed = _make_feed(FeedParts(config, runtime, store, sink, keys, shadow, name_is_ours))
+    make = load_feed(config.feed.kind)
+    feed = make(FeedParts(config, runtime, store, sink, keys, shadow, name_is_ours))
     feed.metrics = metrics or feed.metrics
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run_for_ever, sink.events, name="feed")

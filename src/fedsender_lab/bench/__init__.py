@@ -76,6 +76,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=16, rounds=4),
     # Events: messages at once, four times a round.
     "standby": Bench("tests.benchmarks.standby", servers=2, events=3, rounds=50),
+    "taking": Bench("tests.benchmarks.standby", servers=2, events=3, rounds=50),
     # Events: appends.
     "append-busy": Bench("fedsender_lab.bench.append", servers=300, events=2_000, rounds=1),
 }

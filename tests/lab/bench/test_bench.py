@@ -169,8 +169,11 @@ def test_relay_fanout_gives_every_consumer_every_line(capfd: pytest.CaptureFixtu
     assert all(group["lines_per_s"] > 0 for group in figures["consumers"].values())
 
 
-def test_standby_tells_how_long_the_other_one_takes(capfd: pytest.CaptureFixture[str]) -> None:
-    figures = figures_of(capfd, "standby", *tiny(2, 2)[:-1], "3")
+@pytest.mark.parametrize("kind", ["standby", "taking"])
+def test_it_tells_how_long_the_other_one_takes(
+    kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    figures = figures_of(capfd, kind, *tiny(2, 2)[:-1], "3")
     assert figures["rounds"] == {"killed": 1, "frozen": 1, "cut off": 1}
     assert (figures["lost"], figures["reordered"]) == (0, 0)
     assert 0 < figures["take_over_p50_s"] <= figures["take_over_max_s"]
