@@ -535,6 +535,16 @@ def test_db_upgrade_makes_the_tables_and_can_be_repeated(
     assert (tmp_path / "homeserver.sqlite3").exists()
 
 
+def test_a_lock_that_is_a_directory_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, sender_database=f"sqlite:///{tmp_path}/sender.db")
+    lock = tmp_path / "sender.db.schema.lock"
+    lock.mkdir()
+    assert run_command(["db", "upgrade", "-c", str(config)]) == 1
+    assert capsys.readouterr().err == f"fedsender: {lock}: Is a directory\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["push", "relay"])
 def test_a_backup_is_made_and_restored_and_says_so(

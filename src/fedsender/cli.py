@@ -112,9 +112,16 @@ def _explain(error: Exception) -> int:
     codes = [_code_of(each) for each in found]
     if None in codes:
         raise error
-    for text in dict.fromkeys(str(each) for each in found):
+    for text in dict.fromkeys(_words(each) for each in found):
         _complain(text, WRONG)
     return max(code for code in codes if code is not None)
+
+
+def _words(error: BaseException) -> str:
+    """The error's text; of one at a file the path and the reason, without a number."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -1,5 +1,6 @@
 """Files and directories that are whole and durable, or not there."""
 
+import errno
 import glob
 import os
 import shutil
@@ -65,7 +66,12 @@ def open_for(owner: Path, path: Path, flags: int) -> int:
     The daemon runs as that user, and root only now and then. The user may have put any file there:
     no link is followed, and a file with another name elsewhere is not given. Raises OSError.
     """
-    file = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link, and must be a file", str(path)) from None
+        raise
     if os.geteuid() == 0 and os.fstat(file).st_nlink == 1:
         status = owner.stat()
         os.fchown(file, status.st_uid, status.st_gid)
