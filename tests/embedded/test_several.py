@@ -14,10 +14,13 @@ import trio
 from tests.embedded.test_push import pushed_to, record, stored
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
+from tests.sender.harness import StepsOf
 from tests.servers import Databases
 
+from fedsender import fairness
 from fedsender.config import Config, ConfigError, UnixAddress, from_values
 from fedsender.daemon import Daemon, open_core
+from fedsender.embedded import appends
 from fedsender.embedded.endpoint import PREFIX, serve_intake
 from fedsender.embedded.facts import Elsewhere, KeyReused
 from fedsender.embedded.feeding import Steps
@@ -219,6 +222,36 @@ async def test_one_takes_the_appends_and_the_others_see_them(site: Site) -> None
         assert each.sink.edus.states == [PresenceState("@a:hs.example", "online", 5, None, True)]
         assert each.sink.up == ["d.example"]
         assert each.sink.edus.wanted == [("c.example", "@a:hs.example")]
+
+
+async def test_what_another_sender_tells_is_read_in_parts_and_heard_with_breaks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 presence rows for 1,000 servers each, 6 MB, were read at once and told in one step."""
+    monkeypatch.setattr(appends, "NOTICES_BYTES", 500)
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    steps, read = StepsOf(), list[int]()
+    news = appends.read_news
+
+    def counted(*args: Any, **values: Any) -> appends.News:
+        found = news(*args, **values)
+        read.append(len(found.notices))
+        return found
+
+    monkeypatch.setattr(appends, "read_news", counted)
+    a, b = await site.start("a"), await site.start("b")
+    monkeypatch.setattr(b.sink.edus, "typing", steps.counting(b.sink.edus.typing))
+    trio.lowlevel.add_instrument(steps)
+    rooms = [f"!{number:0>40}:hs.example" for number in range(50)]
+    redaction = ["redaction", ["$elsewhere", "$e1"]]
+    await a.feed.intake.ephemeral([("typing", [room, ["@a:hs.example"]]) for room in rooms])
+    await a.append(record(1), record(2, redaction))
+    await until(lambda: b.sink.events.value == 2 and len(b.sink.edus.typed) > len(rooms))
+
+    assert [row[0] for row in b.sink.edus.typed[1:]] == rooms
+    assert b.sink.redactions == ["$e1"]
+    assert max(read) < 10
+    assert steps.most == 1
 
 
 async def test_what_a_refused_record_redacts_is_told_to_nobody(site: Site) -> None:

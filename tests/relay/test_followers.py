@@ -101,10 +101,12 @@ async def test_all_hear_what_one_of_them_is_told(site: Site) -> None:
             assert each.sink.up == ["d.example"]
 
 
+@pytest.mark.parametrize(("bound", "value"), [("MAX_NOTICES", 2), ("NOTICES_BYTES", 100)])
 async def test_what_others_are_not_told_of_is_counted(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
 ) -> None:
-    monkeypatch.setattr(taking, "MAX_NOTICES", 2)
+    """1,000 rows of 256 KiB each, as a homeserver may send them, were kept."""
+    monkeypatch.setattr(taking, bound, value)
     a, b = site.a, site.b
 
     def typed(side: Side) -> int:

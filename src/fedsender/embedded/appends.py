@@ -155,6 +155,8 @@ REDACTED: Final = "redacted"
 """The stream of notices that each name a redacted event."""
 MAX_NOTICES: Final = 1000
 """The most notices that are read at once."""
+NOTICES_BYTES: Final = 4 * 2**20
+"""The bytes of their rows, and at most one row more."""
 NOTICES_KEPT_MS: Final = 60_000
 """Milliseconds for which a notice is kept: no sender needs an older typing notice."""
 REDACTED_KEPT_MS: Final = 24 * 3600 * 1000
@@ -250,12 +252,16 @@ def read_news(connection: Connection, instance: str, after: Place | None) -> New
     notices: list[Notice] = []
     if after is not None:
         if there.notice > after.notice:
-            query = (
-                select(_notices.c.id, _notices.c.instance_name, _notices.c.stream, _notices.c.row)
+            size = func.length(_notices.c.row)
+            bytes_before = func.sum(size).over(order_by=_notices.c.id) - size
+            first = (
+                select(_notices, bytes_before.label("bytes_before"))
                 .where(_notices.c.id > after.notice)
                 .order_by(_notices.c.id)
                 .limit(MAX_NOTICES)
+                .subquery()
             )
+            query = select(first).where(first.c.bytes_before < NOTICES_BYTES).order_by(first.c.id)
             rows = connection.execute(query).all()
             notices = [Notice(row.stream, row.row) for row in rows if row.instance_name != instance]
             if rows and rows[-1].id < there.notice:

@@ -33,6 +33,8 @@ log = structlog.get_logger()
 
 MAX_NOTICES: Final = 1000
 """The most waiting notices for other senders; later ones are lost."""
+NOTICES_BYTES: Final = 4 * 2**20
+"""The bytes of their rows, and at most one row more."""
 FORGET_EVERY_S: Final = 60.0
 LOOK_EVERY_S: Final = 0.1
 """Seconds between two reads of another sender's news."""
@@ -88,6 +90,7 @@ class Taking:
         self._take = take
         self._heard = heard
         self._notices: list[Notice] = []
+        self._notices_bytes = 0
         self._typed = 0
         self._forget_at = 0.0
 
@@ -126,7 +129,8 @@ class Taking:
         """Let the sender see what others have stored."""
         found = await self._feed.insist(partial(self._store.feed_news, after))
         redacted = set()
-        for stream, row in found.notices:
+        with_breaks = self._runtime.turns.with_breaks
+        async for stream, row in with_breaks(found.notices):
             value = json.loads(row)
             if stream == REDACTED:
                 redacted.add(value)
@@ -136,7 +140,7 @@ class Taking:
         self._sink.edus.device_lists.advance(found.place.position)
         self.place = found.place
         self._sink.events.advance(found.place.position)
-        for server in found.to_device:
+        async for server in with_breaks(found.to_device):
             self._sink.to_device_changed(server)
         self._sink.edus.receipts.advance(found.place.receipts)
         return found
@@ -155,15 +159,16 @@ class Taking:
         """Have `store` tell the other senders of an ephemeral row; False: nothing waits."""
         if self._store.alone:
             return False
-        if len(self._notices) >= MAX_NOTICES:
+        if len(self._notices) >= MAX_NOTICES or self._notices_bytes >= NOTICES_BYTES:
             self._feed.metrics.notices_dropped.inc()
             return False
         self._notices.append(Notice(stream, row))
+        self._notices_bytes += len(row)
         return True
 
     async def store(self, receipts: Sequence[Receipt]) -> None:
         """Store receipts, and what is passed on. Raises Elsewhere."""
-        notices, self._notices = self._notices, []
+        notices, self._notices, self._notices_bytes = self._notices, [], 0
         if receipts or notices:
             try:
                 stored = await self._store.store_ephemeral(receipts, notices)
