@@ -113,7 +113,8 @@ class AdminClient:
             response = connection.getresponse()
             text = response.read(_MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            said = f"no answer from the daemon at {self._address}: {error}; {_next_step(error)}"
+            why = getattr(error, "strerror", None) or error
+            said = f"no answer from the daemon at {self._address}: {why}; {_next_step(error)}"
             raise AdminError(said) from error
         finally:
             connection.close()

@@ -201,7 +201,10 @@ class DaemonProcess:
                 ) as http:
                     request = partial(http.request, method, target, json=body)
                     return await again(request, httpx.ConnectError, 0.1)
-        except (httpx.HTTPError, trio.TooSlowError) as error:
+        except trio.TooSlowError:
+            said = f"its admin endpoint did not answer within {ADMIN_SECONDS:.0f} s"
+            raise DaemonDied(f"{said}\n{self.last_words()}") from None
+        except httpx.HTTPError as error:
             raise DaemonDied(f"admin endpoint: {error!r}\n{self.last_words()}") from error
 
     async def not_ready(self) -> str | None:
