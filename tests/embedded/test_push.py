@@ -44,6 +44,7 @@ from fedsender.store import (
     open_store,
     tables,
 )
+from fedsender.store.edus import KEYS_KNOWN
 from fedsender.store.engine import Faults
 from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import until
@@ -236,6 +237,21 @@ async def test_cross_signing_keys_are_told_as_they_are_now_to_each_server(
                 "content": said,
             }
             assert changes.cross_signing[ALICE].public_keys == {"M1", "M2", "M3", "S1", "S2"}
+
+
+async def test_of_a_user_who_replaces_keys_without_end_the_last_ones_are_kept(
+    config: StoreConfig,
+) -> None:
+    """Of 10,000 each one was read and parsed for each server and change: 0.14 s, and twice more."""
+    async with pushed_to(config) as (feed, store):
+        for number in range(KEYS_KNOWN + 20):
+            await feed.intake.append([record(number, cross_signing(master=f"M{number}"))])
+        changes = await store.edus.device_changes("b.example", feed.head)
+        last = {f"M{number}" for number in range(20, KEYS_KNOWN + 20)}
+        assert changes.cross_signing[ALICE].public_keys == last
+        master = changes.cross_signing[ALICE].master
+        assert master is not None
+        assert list(master["keys"].values()) == [f"M{KEYS_KNOWN + 19}"]
 
 
 @pytest.mark.slow

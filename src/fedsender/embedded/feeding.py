@@ -35,6 +35,7 @@ from fedsender.embedded.facts import (
 from fedsender.embedded.stays import store_hosts
 from fedsender.ledger import DevicePoke
 from fedsender.store import positions, tables
+from fedsender.store.edus import KEYS_KNOWN
 from fedsender.store.engine import FeedError
 from fedsender.store.records import Receipt
 from fedsender.store.statements import insert_rows, upsert
@@ -340,18 +341,20 @@ def _store_signing_keys(
 ) -> None:
     """Store a user's cross-signing keys, by kind; other kinds stay as they are.
 
-    `poke` has the public half of one of the keys as its device. It may wait for long, so a replaced
-    key stays known as a key.
+    `poke` has the public half of one of the keys as its device. It may wait for long, so the last
+    replaced keys stay known as keys.
     """
     table = tables.e2e_cross_signing_keys
     for kind, key in keys.items():
         its = (table.c.user_id == poke.user_id) & (table.c.keytype == kind)
-        query = select(table.c.stream_id, table.c.keydata).where(its).order_by(table.c.stream_id)
+        query = select(table.c.stream_id, table.c.keydata).where(its)
+        query = query.order_by(table.c.stream_id.desc()).limit(KEYS_KNOWN)
         stored = [(stream_id, json.loads(text)) for stream_id, text in connection.execute(query)]
-        if stored and stored[-1][1] == key:
+        if stored and stored[0][1] == key:
             continue
-        again = [stream_id for stream_id, other in stored if other["keys"] == key["keys"]]
-        connection.execute(delete(table).where(its, table.c.stream_id.in_(again)))
+        gone = [stream_id for stream_id, other in stored if other["keys"] == key["keys"]]
+        gone += [stream_id for stream_id, _ in stored[KEYS_KNOWN - 1 :]]
+        connection.execute(delete(table).where(its, table.c.stream_id.in_(gone)))
         newest = max([poke.stream_id, *(stream_id + 1 for stream_id, _ in stored)])
         connection.execute(
             table.insert().values(

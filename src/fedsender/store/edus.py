@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, delete, func, select, tuple_
 
 from fedsender.ledger import DevicePoke
 from fedsender.store import tables
@@ -30,10 +30,13 @@ from fedsender.store.records import (
     PresenceState,
     Receipt,
 )
-from fedsender.store.statements import in_chunks, insert_rows, select_rows
+from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows, select_rows
 
 MAX_POKES = 500
 """The most rows that are read for one transaction; a change that they repeat is sent once."""
+KEYS_KNOWN = 50
+"""Of each kind, a user's newest cross-signing keys by which a change is known as one of keys. Older
+ones are told as deleted devices."""
 PRIVATE = "m.read.private"
 """The type of the receipts that stay on their server (client-server API, "Receipts")."""
 
@@ -180,10 +183,10 @@ def _devices(
     connection: Connection, pokes: Iterable[DevicePoke], *, names: bool
 ) -> dict[tuple[str, str], Device]:
     """The poked devices that exist, without hidden ones: these only stand for a key."""
-    wanted = {(poke.user_id, poke.device_id) for poke in pokes}
     table, keys = tables.devices, tables.e2e_device_keys_json
     found: dict[tuple[str, str], Device] = {}
-    for chunk in in_chunks(sorted({user_id for user_id, _ in wanted})):
+    wanted = sorted({(poke.user_id, poke.device_id) for poke in pokes})
+    for chunk in in_chunks(wanted, MAX_PARAMETERS // 2):
         signatures = _own_signatures(connection, chunk)
         query = (
             select(table.c.user_id, table.c.device_id, table.c.display_name, keys.c.key_json)
@@ -193,24 +196,26 @@ def _devices(
                     (keys.c.user_id == table.c.user_id) & (keys.c.device_id == table.c.device_id),
                 )
             )
-            .where(table.c.user_id.in_(chunk), table.c.hidden.is_not(True))
+            .where(tuple_(table.c.user_id, table.c.device_id).in_(chunk))
+            .where(table.c.hidden.is_not(True))
         )
         for user_id, device_id, name, key_json in connection.execute(query):
             key = (user_id, device_id)
-            if key in wanted:
-                signed = _with_signatures(json_object(key_json), user_id, signatures[key])
-                found[key] = Device(signed, name if names else None)
+            signed = _with_signatures(json_object(key_json), user_id, signatures[key])
+            found[key] = Device(signed, name if names else None)
     return found
 
 
 def _own_signatures(
-    connection: Connection, users: Sequence[str]
+    connection: Connection, devices: Sequence[tuple[str, str]]
 ) -> Mapping[tuple[str, str], dict[str, str]]:
     """(user, device) -> key id -> the user's own signature; other users' are not sent."""
     table = tables.e2e_cross_signing_signatures
-    query = select(
-        table.c.user_id, table.c.target_device_id, table.c.key_id, table.c.signature
-    ).where(table.c.user_id.in_(users), table.c.target_user_id == table.c.user_id)
+    query = (
+        select(table.c.user_id, table.c.target_device_id, table.c.key_id, table.c.signature)
+        .where(tuple_(table.c.user_id, table.c.target_device_id).in_(devices))
+        .where(table.c.target_user_id == table.c.user_id)
+    )
     found: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for user_id, device_id, key_id, signature in connection.execute(query):
         found[user_id, device_id][key_id] = signature
@@ -231,20 +236,29 @@ def _with_signatures(
 
 def _cross_signing(connection: Connection, users: Collection[str]) -> dict[str, CrossSigning]:
     """The cross-signing keys of these users, where they have any."""
-    table = tables.e2e_cross_signing_keys
+    table = tables.e2e_cross_signing_keys.c
     keys: dict[str, dict[str, Any]] = {}
     public: defaultdict[str, set[str]] = defaultdict(set)
-    query = (
-        select(table.c.user_id, table.c.keytype, table.c.keydata)
-        .where(table.c.keytype.in_(("master", "self_signing")))
-        .order_by(table.c.stream_id)
-    )
-    for user_id, kind, text in select_rows(connection, query, table.c.user_id, users):
-        key = json_object(text)
-        keys.setdefault(user_id, {})[kind] = key
-        values = (key or {}).get("keys")
-        if isinstance(values, dict):
-            public[user_id] |= {value for value in values.values() if isinstance(value, str)}
+    kinds, newest_first = (table.user_id, table.keytype), table.stream_id.desc()
+    back = func.row_number().over(partition_by=kinds, order_by=newest_first).label("back")
+    for chunk in in_chunks(sorted(users)):
+        numbered = (
+            select(*kinds, table.keydata, table.stream_id, back)
+            .where(table.user_id.in_(chunk), table.keytype.in_(("master", "self_signing")))
+            .subquery()
+            .c
+        )
+        query = (
+            select(numbered.user_id, numbered.keytype, numbered.keydata)
+            .where(numbered.back <= KEYS_KNOWN)
+            .order_by(numbered.stream_id)
+        )
+        for user_id, kind, text in connection.execute(query):
+            key = json_object(text)
+            keys.setdefault(user_id, {})[kind] = key
+            values = (key or {}).get("keys")
+            if isinstance(values, dict):
+                public[user_id] |= {each for each in values.values() if isinstance(each, str)}
     return {
         user_id: CrossSigning(
             newest.get("master"), newest.get("self_signing"), frozenset(public[user_id])
