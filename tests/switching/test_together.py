@@ -17,10 +17,11 @@ from tests.servers import Databases
 from tests.switching.test_senders import BAD, HS, Site, all_have, fan_out, site, write_history
 
 from fedsender.admin.app import build_app
+from fedsender.admin.overview import overview_here
 from fedsender.admin.together import AWAY_S, LOOK_EVERY_S, answer_for_ever
 from fedsender.daemon import admin_context
 from fedsender.runtime import real_runtime
-from fedsender.store import backup, requests, store_config, tables
+from fedsender.store import StoreError, backup, requests, store_config, tables
 from fedsender_lab.testing.clock import until
 
 
@@ -288,6 +289,25 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         ends_ms = state_of(of_b[0]).paused_until_ms
         assert ends_ms is not None
         assert ends_ms - 600_000 >= queued_ms - 1_000
+
+
+async def test_a_question_whose_asker_is_cut_off_is_not_left_for_a_sender_that_is_away(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it was back it answered them all, the oldest first, before it answered anybody."""
+    async with desks(tmp_path, postgres) as both:
+        both.close("b")
+        with trio.move_on_after(1.0):
+            await both.get("a", "overview")
+        assert await rows_left(both.site) == 0
+
+        async def fails(*_: object) -> None:
+            raise StoreError("the database is away")
+
+        monkeypatch.setattr(overview_here, "here", fails)
+        with pytest.raises(StoreError):
+            await both.get("a", "overview")
+        assert await rows_left(both.site) == 0
 
 
 @pytest.mark.parametrize("how", ["a failover", "a restore"])

@@ -36,6 +36,8 @@ AWAY_S: Final = 2.0
 """A sender that has not seen its row by then is away."""
 PATIENCE_S: Final = 50.0
 """For the answer of one that has: less than a request may take."""
+LEAVE_S: Final = 2.0
+"""To take a question back, if its asker is cut off."""
 AWAY: Final = "FEDSENDER_AWAY"
 _SET_BACK: Final = "not carried out: the database was set back after the order was given"
 NOTHING_HERE: Final = (404, 409)
@@ -141,13 +143,20 @@ class Part(Generic[Asked, Answer]):
         answers: dict[str, Answer] = {}
         refusals: dict[str, Refusal] = {}
         rows = await self._ask_others(context, asked, [name for name in wanted if name != me])
-        if me in wanted:
-            try:
-                answers[me] = await self.here(context, asked)
-            except Refusal as refusal:
-                refusals[me] = refusal
-        if rows:
-            await self._hear(context, rows, answers, refusals)
+        try:
+            if me in wanted:
+                try:
+                    answers[me] = await self.here(context, asked)
+                except Refusal as refusal:
+                    refusals[me] = refusal
+            if rows:
+                await self._hear(context, rows, answers, refusals)
+        finally:
+            if rows:
+                # Also if we are cut off: else a sender that is away would answer it when it is
+                # back, before all that is asked then.
+                with trio.move_on_after(LEAVE_S, shield=True):
+                    await context.store.requests.leave(rows)
         if not answers:
             # Whoever has something to do with it says more than the others.
             raise min(refusals.values(), key=lambda each: each.status in NOTHING_HERE)
@@ -195,7 +204,6 @@ class Part(Generic[Asked, Answer]):
                     refusals[name] = Refusal(503, AWAY, f"{queued}{what} ({name})")
             if waiting:
                 await trio.sleep(LOOK_EVERY_S / 2)
-        await of_store.leave(rows)
 
     async def answer(self, context: AdminContext, asked: str) -> str:
         """Do it for another sender; returns the answer, or the refusal, as its row has it."""
