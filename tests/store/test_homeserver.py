@@ -13,7 +13,7 @@ from tests.store.rooms import ROOM, Room, queue_to_device
 
 from fedsender.ledger import DevicePoke
 from fedsender.runtime import real_runtime
-from fedsender.store import debts, edus, positions, tables
+from fedsender.store import debts, edus, event_rows, positions, tables
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
 from fedsender.store.leases import LeaseLost
@@ -401,6 +401,8 @@ async def test_events_come_in_order_with_what_is_known_of_them(open_synapse: Ope
         ({"elsewhere": True}, False),
         ({"metadata": '{"recheck_redaction": true}'}, True),
         ({"metadata": '{"recheck_redaction": true}', "sender": "@mod:other.example"}, False),
+        ({"metadata": '{"recheck_redaction":true}', "sender": "@mod:other.example"}, False),
+        ({"metadata": '{"recheck_redaction": false}', "sender": "@mod:other.example"}, True),
         ({"sender": "@mod:other.example"}, True),
         ({"of": "m.room.create"}, False),
     ],
@@ -435,6 +437,38 @@ async def test_a_redaction_counts_only_if_it_is_valid(
         await synapse.database.write(write)
 
         assert (await synapse.store.events_by_id(["$1"]))["$1"].redacted is redacted
+
+
+async def test_redactions_of_a_server_that_may_not_are_not_looked_at_one_by_one(
+    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 of them took 0.16 s each time their target was read."""
+    looks: list[str | None] = []
+    look = event_rows.json_object
+
+    def json_object(text: str | None) -> dict[str, Any] | None:
+        looks.append(text)
+        return look(text)
+
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            target = room.event()
+            for number in range(20):
+                by = room.event(
+                    "m.room.redaction",
+                    sender=f"@u{number}:other.example",
+                    metadata='{"recheck_redaction": true}',
+                )
+                row = {"event_id": by, "redacts": target, "recheck": True, "have_censored": False}
+                room.put(tables.redactions, **row)
+
+        await synapse.database.write(write)
+        monkeypatch.setattr(event_rows, "json_object", json_object)
+        assert not (await synapse.store.events_by_id(["$1"]))["$1"].redacted
+
+    assert len(looks) == 1
 
 
 async def test_schemas_before_94_have_redactions_too(open_synapse: OpenSynapse) -> None:

@@ -266,7 +266,9 @@ def _redacted(connection: Connection, rows: Sequence[Row[Any]], schema: Schema) 
     claims: list[tuple[str, str]] = []
     done: set[str] = set()
     for chunk in in_chunks(sorted(targets)):
-        found = connection.execute(_redactions_of(schema.recheck), {"targets": chunk})
+        found = connection.execute(
+            _redactions_of(schema.recheck, connection.dialect.name), {"targets": chunk}
+        )
         for redaction_id, target_id, unchecked in found:
             if unchecked:
                 claims.append((redaction_id, target_id))
@@ -278,15 +280,44 @@ def _redacted(connection: Connection, rows: Sequence[Row[Any]], schema: Schema) 
     return frozenset(done)
 
 
+_SAME_SERVER_ONLY = ('"recheck_redaction":true', '"recheck_redaction": true')
+
+
 @cache
-def _redactions_of(recheck: bool) -> Select[Any]:
+def _redactions_of(recheck: bool, dialect: str) -> Select[Any]:
+    """The redactions of these targets, without those that cannot be valid: any server may send
+    any number of them."""
     redactions = tables.redactions
-    return select(
-        redactions.c.event_id,
-        redactions.c.redacts,
-        # Without the column each is looked at: its own metadata says what has to be checked.
-        redactions.c.recheck if recheck else literal(True),
-    ).where(redactions.c.redacts.in_(bindparam("targets", expanding=True)))
+    # Without the column each is looked at: its own metadata says what has to be checked.
+    unchecked: ColumnElement[bool] = redactions.c.recheck if recheck else literal(True)
+    redaction, target = tables.events.alias(), tables.events.alias()
+    find = func.instr if dialect == "sqlite" else func.strpos
+
+    def server(sender: ColumnElement[str]) -> ColumnElement[str]:
+        return func.substr(sender, find(sender, ":") + 1)
+
+    metadata = tables.event_json.c.internal_metadata
+    may_be_valid = (
+        select(literal(1))
+        .select_from(
+            redaction.join(target, target.c.room_id == redaction.c.room_id).join(
+                tables.event_json, tables.event_json.c.event_id == redaction.c.event_id
+            )
+        )
+        .where(redaction.c.event_id == redactions.c.event_id)
+        .where(target.c.event_id == redactions.c.redacts)
+        .where(
+            or_(
+                server(redaction.c.sender) == server(target.c.sender),
+                # Whoever writes it otherwise is checked by its metadata alone.
+                ~or_(*map(metadata.contains, _SAME_SERVER_ONLY)),
+            )
+        )
+    )
+    return select(redactions.c.event_id, redactions.c.redacts, unchecked).where(
+        redactions.c.redacts.in_(bindparam("targets", expanding=True)),
+        or_(~unchecked, may_be_valid.correlate(redactions).exists()),
+    )
 
 
 def _redacted_by_bans(
