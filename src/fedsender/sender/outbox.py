@@ -673,7 +673,7 @@ class Outbox:
             floor = await self._floor_without_lsso() if lsso is None else lsso
         self.lsso = floor if lsso is None else lsso
         self.stored_lsso = lsso
-        catch_up = CatchUp(
+        return CatchUp(
             name,
             self._context.homeserver,
             self._context.router,
@@ -686,9 +686,6 @@ class Outbox:
             answered=answered,
             on_record=record is not None,
         )
-        if newest_only and not catch_up.on_record:
-            await self._put_on_record(catch_up)
-        return catch_up
 
     async def _put_on_record(self, catch_up: CatchUp) -> None:
         """Write the floor down, before an answer moves LSSO past events that are still owed."""

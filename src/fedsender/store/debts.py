@@ -66,8 +66,8 @@ def record_owed(
     smallest value there.
 
     Returns what is left out: rooms that are gone from `rooms` (a purge removed their rows), and
-    (destination, room) pairs that another process has locked. A destination that was never owed a
-    PDU before gets an LSSO just below its first one, so that it can always be caught up (W2).
+    (destination, room) pairs that another process has locked. A destination that has no LSSO gets
+    one just below all that it is owed, so that it can always be caught up (W2).
     """
     if not owed:
         return set(), set()
@@ -146,13 +146,17 @@ def _owing(dialect: str) -> tuple[FromClause, Select[tuple[str]], Sequence[Execu
     )
     owed = select(given).where(given.c.room_id.in_(select(there.c.room_id))).cte("owed")
     name = owed.c.destination
-    # One without LSSO that is owed rooms comes from a Synapse that never reached it: its LSSO stays
-    # unknown. A row without both is of a failed request of another kind.
-    was_owed = exists().where(destination_rooms.c.destination == destinations.c.destination)
-    known = exists().where(destinations.c.destination == name, or_(lsso.is_not(None), was_owed))
+    known = exists().where(destinations.c.destination == name, lsso.is_not(None))
+    # One without LSSO that is owed rooms comes from a Synapse that never reached it.
+    first = func.min(owed.c.oldest)
+    owed_before = select(func.min(ordering)).where(destination_rooms.c.destination == name)
+    before = owed_before.scalar_subquery()
     begun = upsert(dialect, destinations).from_select(
         [destinations.c.destination, lsso],
-        select(name, func.min(owed.c.oldest) - 1).where(~known).group_by(name).order_by(name),
+        select(name, case((before < first, before), else_=first) - 1)
+        .where(~known)
+        .group_by(name)
+        .order_by(name),
     )
     begun = begun.on_conflict_do_update(
         index_elements=[destinations.c.destination],
