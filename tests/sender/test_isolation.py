@@ -4,6 +4,7 @@ item's. The rule by itself is in `test_isolation_search.py`."""
 import itertools
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ async def begin(world: World, *rooms: str) -> RemoteServer:
     await trio.sleep(5)
     assert server.got == ["before"]
     return server
+
+
+async def begin_of_each_status(world: World, *rooms: str) -> dict[int, RemoteServer]:
+    """By the status with which it will refuse, a server in these rooms that has answered."""
+    servers = {status: world.server(f"of{status}.example") for status in (400, 403, 504)}
+    for room in rooms:
+        await world.join(room, *(server.name for server in servers.values()))
+    await world.say(R1, "before")
+    await trio.sleep(5)
+    assert all(server.got == ["before"] for server in servers.values())
+    return servers
 
 
 def once(server: RemoteServer) -> list[str]:
@@ -268,33 +280,39 @@ async def test_a_search_goes_on_while_the_clock_does(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [400, 403, 504])
-async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_gets_its_edus(
-    world: World, autojump_clock: MockClock, status: int
+async def test_servers_that_refuse_every_pdu_for_twelve_hours_cost_none_and_get_their_edus(
+    world: World, autojump_clock: MockClock
 ) -> None:
     world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 100}}
     async with world.run() as sender:
         rooms = [R1, R2, "!3:hs.example", "!4:hs.example"]
-        server = await begin(world, *rooms)
-        server.reply = lambda r: answer(status) if r.content["pdus"] else ok(r)
+        servers = await begin_of_each_status(world, *rooms)
+        for status, server in servers.items():
+            server.reply = partial(no_pdus, status)
+        ids = itertools.count(1)
         for number in range(12 * 5):
             await world.say(rooms[number % 4], f"m{number}")
-            if number % 5 == 2:
-                await queue_to_device(world.store.homeserver, A, number + 1, '{"message_id": "x"}')
-                sender.to_device_changed(A)
+            for server in servers.values() if number % 5 == 2 else ():
+                message = '{"message_id": "x"}'
+                await queue_to_device(world.store.homeserver, server.name, next(ids), message)
+                sender.to_device_changed(server.name)
             await trio.sleep(720)
-        keys = sum(len(request.edus) for request in server.answered)
-        assert await quarantined(world) == 0
-        refused = len(server.requests) - len(server.answered)
-        server.reply = ok
-        sender.registry.wake([A], by_admin=True)
+        assert await world.store.sender.quarantine_size() == 0
+        for server in servers.values():
+            assert sum(len(request.edus) for request in server.answered) == 12
+            assert len(server.requests) - len(server.answered) <= 90
+            server.reply = ok
+            sender.registry.wake([server.name], by_admin=True)
         await trio.sleep(4000)
         assert await world.store.homeserver.lagging() == []
 
-    assert {f"m{number}" for number in range(12 * 5)} <= set(server.got)
-    assert len(server.got) == len(set(server.got))
-    assert keys == 12
-    assert refused <= 90
+    for server in servers.values():
+        assert {f"m{number}" for number in range(12 * 5)} <= set(server.got)
+        assert len(server.got) == len(set(server.got))
+
+
+def no_pdus(status: int, request: Request) -> Answer:
+    return answer(status) if request.content["pdus"] else ok(request)
 
 
 async def search_waits_longer(world: World) -> tuple[float, float]:
@@ -434,24 +452,28 @@ async def test_a_server_that_is_overloaded_costs_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [400, 403, 504])
-async def test_a_server_that_never_answers_sees_sixty_attempts_a_day_searched_or_not(
-    world: World, autojump_clock: MockClock, status: int
+async def test_servers_that_never_answer_see_sixty_attempts_a_day_searched_or_not(
+    world: World, autojump_clock: MockClock
 ) -> None:
     """I5."""
     async with world.run() as sender:
-        server = await begin(world, R1, R2)
-        server.reply = lambda r: answer(status)
+        servers = await begin_of_each_status(world, R1, R2)
         begun = trio.current_time()
+        for status, server in servers.items():
+            server.reply = partial(lambda status, _: answer(status), status)
+        ids = itertools.count(1)
         for number in range(30):
             await world.say(R2 if number % 3 else R1, f"m{number}")
-            await queue_to_device(world.store.homeserver, A, number + 1, '{"message_id": "x"}')
-            sender.to_device_changed(A)
+            for name in world.servers:
+                message = '{"message_id": "x"}'
+                await queue_to_device(world.store.homeserver, name, next(ids), message)
+                sender.to_device_changed(name)
             await trio.sleep(3600)
-        assert await quarantined(world) == 0
-    server.attempts = [at for at in server.attempts if at >= begun]
-    assert most_in_a_day(server) <= 60
-    assert len(server.attempts) > 20
+        assert await world.store.sender.quarantine_size() == 0
+    for server in servers.values():
+        server.attempts = [at for at in server.attempts if at >= begun]
+        assert most_in_a_day(server) <= 60
+        assert len(server.attempts) > 20
 
 
 # --- EDUs -----------------------------------------------------------------------------------------
