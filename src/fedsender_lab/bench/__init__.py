@@ -77,6 +77,8 @@ BENCHES: Final[Mapping[str, Bench]] = {
     # Events: messages at once, four times a round.
     "standby": Bench("tests.benchmarks.standby", servers=2, events=3, rounds=50),
     "taking": Bench("tests.benchmarks.standby", servers=2, events=3, rounds=50),
+    # Events: messages to devices that each server that is away is owed.
+    "change": Bench("tests.benchmarks.change", servers=10_000, events=2, rounds=1),
     # Events: appends.
     "append-busy": Bench("fedsender_lab.bench.append", servers=300, events=2_000, rounds=1),
 }

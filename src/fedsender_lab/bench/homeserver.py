@@ -102,13 +102,13 @@ class Homeserver:
         await trio.lowlevel.checkpoint()
         return {}
 
-    async def append(self, address: str, token: str) -> Order:
-        """Append to the sender at this address from now on."""
+    async def append(self, address: str | list[str], token: str) -> Order:
+        """Append to the sender at this address from now on, or to that of these which takes it."""
         await self._nursery.start(self._append_all, address, token)
         return {}
 
     async def _append_all(
-        self, address: str, token: str, *, task_status: trio.TaskStatus[None]
+        self, address: str | list[str], token: str, *, task_status: trio.TaskStatus[None]
     ) -> None:
         async with IntakeClient.at(address, token) as client:
             task_status.started()

@@ -37,6 +37,7 @@ FLOOR = SEND + "floor"
 """A request to this path is not counted, not checked, and answered at once."""
 _PDU = b'"auth_events":'
 _RECEIPT = b'"event_ids":'
+_KEY = b'"m.direct_to_device"'
 _LARGEST_STAMPED = 65_536
 """A full transaction of messages of the usual size; in larger ones nobody looks for stamps."""
 _STAMP = re.compile(rb'"sent_us":([0-9]+)')
@@ -51,6 +52,9 @@ class Totals:
         servers: how many got any transaction, answered or not.
         verified: transactions that were held against every rule.
         largest: PDUs in the fullest transaction.
+        stamped: stamped messages, a repeated one once for each server.
+        overtaken: those that came to a server behind a later one.
+        keys: messages to devices.
     """
 
     transactions: int = 0
@@ -60,6 +64,9 @@ class Totals:
     servers: int = 0
     verified: int = 0
     largest: int = 0
+    stamped: int = 0
+    overtaken: int = 0
+    keys: int = 0
 
 
 class Remote:
@@ -78,6 +85,8 @@ class Remote:
         self._all = all_of_them
         self._in_flight = 0
         self._known = False
+        self.stamps: set[int] = set()
+        self.newest_stamp = 0
 
     def request_began(self, request: Request) -> None:
         self._in_flight += 1
@@ -208,9 +217,15 @@ class Receivers:
         moved, self._moved = self._moved, trio.Event()
         moved.set()
         if len(request.body) < _LARGEST_STAMPED:
+            totals.keys += request.body.count(_KEY)
             now_us = time.monotonic_ns() // 1000
-            stamps = _STAMP.finditer(request.body)
-            self.delays_us += [now_us - int(stamp[1]) for stamp in stamps]
+            for found in _STAMP.finditer(request.body):
+                if (stamp := int(found[1])) not in remote.stamps:
+                    remote.stamps.add(stamp)
+                    totals.stamped += 1
+                    totals.overtaken += stamp < remote.newest_stamp
+                    remote.newest_stamp = max(remote.newest_stamp, stamp)
+                    self.delays_us.append(now_us - stamp)
 
     def _verify(self, name: str, request: Request) -> None:
         try:
@@ -237,6 +252,16 @@ class Receivers:
                 await self._moved.wait()
         return await self.tell()
 
+    async def come_back(self) -> Order:
+        """Those that refused connections listen from now on."""
+        for holder in self._reserved:
+            holder.listen(1000)
+            serve = partial(trio.serve_listeners, self._converse, [trio.SocketListener(holder)])
+            self._nursery.start_soon(serve)
+        self._reserved = []
+        await trio.lowlevel.checkpoint()
+        return {}
+
     def close(self) -> None:
         """Let the reserved ports go."""
         for holder in self._reserved:
@@ -257,6 +282,7 @@ async def main() -> None:
             "begin": receivers.begin,
             "tell": receivers.tell,
             "until": receivers.until,
+            "come_back": receivers.come_back,
         }
         await serve_orders(handlers)
         receivers.close()

@@ -179,6 +179,14 @@ def test_it_tells_how_long_the_other_one_takes(
     assert 0 < figures["take_over_p50_s"] <= figures["take_over_max_s"]
 
 
+def test_a_list_that_changes_costs_nobody_a_message(capfd: pytest.CaptureFixture[str]) -> None:
+    """One sender is killed and one is frozen meanwhile; it fails if anything is missing."""
+    figures = figures_of(capfd, "change", *tiny(60, 2))
+    assert figures["servers"] == {"traffic": 3, "away": 3, "others": 54}
+    assert list(figures["waits"]) == ["calm", "a,b", "a,b,c", "a"]
+    assert figures["messages"] > 0
+
+
 def test_an_unknown_benchmark_is_a_usage_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
     assert "speed" in capfd.readouterr().err
