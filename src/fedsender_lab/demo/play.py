@@ -138,7 +138,8 @@ def chaotic(servers: Sequence[str], events: int) -> Plot:
         changes.append(Change(part(until), cast[role], healthy(), woken=woken))
 
     changes = list(calm(servers[len(ROLES) :]).changes)
-    ill(AWAY_LONG, DOWN, 0.05, 0.8, woken=False)
+    # By itself it may return only after as long again, when the demo has given up on it.
+    ill(AWAY_LONG, DOWN, 0.05, 0.8, woken=True)
     ill(KICKED, DOWN, 0.2, 0.75, woken=True)
     changes.append(Change(kill_at - SHORT_EVENTS, cast[AWAY_SHORT], DOWN))
     changes.append(Change(kill_at + 1, cast[AWAY_SHORT], healthy()))
