@@ -299,7 +299,6 @@ async def test_we_changed_the_senders(
         async def start(name: str, senders: Sequence[str]) -> Service:
             args = (it.homeserver, it.own, it.receivers.ca_file)
             values = settings_of(tmp_path, name, senders, *args)
-            values["admin"] = {"listen": f"unix:{tmp_path}/{name}.sock", "token_file": "token"}
             path = tmp_path / f"{name}.yaml"
             path.write_text(yaml.safe_dump(values))
             opening = open_service(tmp_path, ["run", "-c", str(path)], next(starts))

@@ -15,7 +15,7 @@ has come in, or for which something else than the ledger says otherwise (`_touch
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from typing import Any, Final
@@ -40,9 +40,9 @@ from fedsender_pipeline import (
 )
 from fedsender_pipeline.fates import EVERYWHERE, Days
 from fedsender_pipeline.intervals import Keys, among, among_rows, few, near, servers_of
-from fedsender_pipeline.lake import LET_GO, Commit, Lake, in_days, listed
+from fedsender_pipeline.lake import CHANGED, LET_GO, Commit, Lake, empty_frame, in_days, listed
 from fedsender_pipeline.notes import HOLDERS, NOTE_RANGE, RANK, SenderList, Senders
-from fedsender_pipeline.schemas import FATES
+from fedsender_pipeline.schemas import FATES, LakeTable
 from fedsender_pipeline.session import Steps, kept
 
 SHOWN: Final = 20
@@ -102,6 +102,27 @@ class Audited:
             lost += f"; {self.purged} events were purged before they were read"
         return lost + (f"; {self.unproven}" if self.unproven else "")
 
+    def in_words(self) -> Iterator[str]:
+        """All of it, in lines for a person."""
+        yield str(self)
+        yield f"{self.expected} deliveries expected, of events up to {self.upto}"
+        yield f"{self.stray:>9} delivered that should not have been, or not so late"
+        for fate, number in self.counts.items():
+            yield f"{number:>9} {fate.replace('_', ' ')}"
+        if self.unknown_hosts:
+            yield f"{self.unknown_hosts} events have servers that cannot be told"
+        for table, rows, number in (
+            ("missing", self.shown, self.missing),
+            ("stray", self.strays, self.stray),
+            ("repeated", self.repeats, 0),
+        ):
+            for row in rows:
+                more = [row["why"]] if "why" in row else row["reasons"]
+                more += [f"line {row['line']}"] if "line" in row else row.get("transactions", [])
+                yield f"{table}: {row['server']} {row['event_id']}: {'; '.join(more)}"
+            if number > len(rows):
+                yield f"and {number - len(rows)} more: see the table `{table}`"
+
     @property
     def missing(self) -> int:
         """The number of pairs that no record accounts for."""
@@ -119,43 +140,27 @@ def audit(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Audi
     upto = lake.position("intervals")
     if upto < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
-    with steps.spark("what may have changed", spark):
+    with steps.step("what may have changed"):
         days = read_days(lake)
         senders = read_senders(lake, config)
         claims = kept(read_claims(spark, lake, senders))
     rules = senders.rules(config, upto)
     look = _goes_on(spark, lake, config, days, senders, claims)
-    with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
-        if look is None:
-            look = Look(days, read_named(spark, lake, -1))
-            for table in _FINDINGS:
-                commit.clear(table)
+    with steps.step("expected against proven"), lake.commit() as commit:
+        look = look or Look(days, read_named(spark, lake, -1))
         _look_at(spark, lake, commit, View(spark, lake, config, senders, claims, look))
-        commit.clear(schemas.CLAIMS)
-        commit.append_frame(schemas.CLAIMS, claims.coalesce(1))
+        commit.replace(schemas.CLAIMS, claims.coalesce(1))
         commit.clear(schemas.DAYS)
         commit.append_rows(schemas.DAYS, days.as_rows())
         commit.set_position("audit", upto)
         commit.set_position("audit_ms", real_runtime().now_ms())
         commit.set_position("audit_version", commit.version)
         commit.set_position("audit_rules", rules)
-        step.say("")
-    with steps.spark("summing up", spark) as step:
+    with steps.step("summing up") as step:
         told = summed_up(lake, config)
         _note(lake, told)
-        step.say(str(told))
+        step.note = str(told)
     return told
-
-
-_FINDINGS: Final = (
-    schemas.AUDIT,
-    schemas.AUDIT_BY_SERVER,
-    schemas.MISSING,
-    schemas.STRAY,
-    schemas.REPEATED,
-    schemas.PURGED,
-    schemas.SUPERSEDED,
-)
 
 
 def _goes_on(
@@ -174,63 +179,66 @@ def _goes_on(
     units = touched(spark, lake, claims, days, named)
     if units is None or units.rows is None:
         return None
-    return Look(days, named, after, units if units.rows.num_rows else None)
+    return Look(days, named, after, units)
 
 
 def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> None:
     """Write what has become of the events to look at, in place of what was said of them."""
-    units, in_unit = view.look.units, in_days({str(day) for day in view.look.unit_days})
-    every = view.keep(fates.split_by_day(view.stretches(), view.places))
+    look, places, pdus = view.look, view.places, view.pdus
+
+    def before(table: LakeTable, parts: Callable[[str], bool] = lambda _: True) -> DataFrame:
+        return empty_frame(spark, table) if look.is_whole else lake.frame(spark, table, parts)
+
+    def of_others(rows: DataFrame) -> DataFrame:
+        return among(rows, look.units, "left_anti")
+
+    every = view.keep(fates.split_by_day(view.stretches(), places))
     found = every.where(f"fate != '{fates.STRAY}'")
+    counts = fates.counts_of(found)
+    if look.units is not None:
+        was = fates.negative(among_rows(spark, lake, schemas.AUDIT, look.units))
+        counts = fates.summed(counts.unionByName(was), "server", "room_id", "day")
+    counts = view.keep(counts)
+    for table, key in (schemas.AUDIT, ()), (schemas.AUDIT_BY_SERVER, ("server", "day")):
+        if look.is_whole:
+            commit.clear(table)
+        rows = fates.summed(counts, *key) if key else counts
+        commit.append_frame(table, ledger_lines.by_day(rows))
+
+    in_unit = in_days(set(map(str, look.unit_days)))
+    parts = (lambda _: True) if look.is_whole else in_unit
+    stood_in = fates.superseded(found, places, fates.stood_in(pdus))
+    stood_in = stood_in.unionByName(of_others(before(schemas.SUPERSEDED, parts)))
+    commit.replace(schemas.SUPERSEDED, ledger_lines.by_day(stood_in), parts)
+
+    ours = intervals.ours(spark, lake, look.first - 1)
+    gone = fates.missing(found, places, pdus, ours)
+    gone = gone.unionByName(of_others(before(schemas.MISSING).drop("reasons")))
+    commit.replace(schemas.MISSING, _explained(spark, lake, kept(gone)))
+
     answers = view.answered(every)
-    wrong, purged = view.misnamed()
-    strays = view.strays(answers).unionByName(wrong)
     again = fates.repeated(answers.where("fate = 'delivered_again'"))
+    again = again.unionByName(of_others(before(schemas.REPEATED)))
+    commit.replace(schemas.REPEATED, again.coalesce(1))
+
+    wrong, purged = view.misnamed()
+    purged = purged.unionByName(before(schemas.PURGED)).distinct()
+    commit.replace(schemas.PURGED, purged.coalesce(1))
     newest, first, late = view.out_of_order()
     for source, at in newest.items():
         commit.set_position(source, max(at, lake.position(source)))
-    counts, gone, stood_in = fates.counts_of(found), view.missing(found), view.superseded(found)
-    if not view.look.is_whole:
-        before = lake.frame(spark, schemas.MISSING).drop("reasons")
-        gone = gone.unionByName(among(before, units, "left_anti"))
-        commit.clear(schemas.MISSING)
-        before = lake.frame(spark, schemas.STRAY)
-        kinds = [f"why = '{fates.NOT_FOR_IT}'", f"startswith(why, '{fates.TOO_LATE}')"]
-        strays = (
-            strays.unionByName(among(before.where(kinds[0]), units, "left_anti"))
-            .unionByName(before.where(f"{kinds[1]} and stream_ordering < {first}"))
-            .unionByName(before.where(f"not ({' or '.join(kinds)})"))
-        )
-        commit.clear(schemas.STRAY)
-        before = lake.frame(spark, schemas.REPEATED)
-        again = again.unionByName(among(before, units, "left_anti"))
-        commit.clear(schemas.REPEATED)
-        purged = purged.unionByName(lake.frame(spark, schemas.PURGED)).distinct()
-        commit.clear(schemas.PURGED)
-    if units is not None:
-        before = among_rows(spark, lake, schemas.AUDIT, units)
-        counts = fates.summed(
-            counts.unionByName(fates.negative(before)), "server", "room_id", "day"
-        )
-        before = lake.frame(spark, schemas.SUPERSEDED, in_unit)
-        stood_in = stood_in.unionByName(among(before, units, "left_anti"))
-        commit.clear(schemas.SUPERSEDED, in_unit)
-    counts = view.keep(counts)
-    for table, rows in (
-        (schemas.AUDIT, counts),
-        (schemas.AUDIT_BY_SERVER, fates.summed(counts, "server", "day")),
-        (schemas.SUPERSEDED, stood_in),
-    ):
-        commit.append_frame(table, ledger_lines.by_day(rows))
-    commit.append_frame(schemas.MISSING, _explained(spark, lake, kept(gone)))
-    if late is not None:
-        strays = strays.unionByName(late)
-    commit.append_frame(schemas.STRAY, fates.first_lines(strays).coalesce(1))
-    commit.append_frame(schemas.REPEATED, again.coalesce(1))
-    commit.append_frame(schemas.PURGED, purged.coalesce(1))
-    counts.unpersist()
-    every.unpersist()
-    view.places.unpersist()
+    was, is_late = before(schemas.STRAY), f"startswith(why, '{fates.TOO_LATE}')"
+    not_for_it = f"why = '{fates.NOT_FOR_IT}'"
+    strays = (
+        wrong.unionByName(fates.not_for_it(answers.where(f"fate = '{fates.STRAY}'")))
+        .unionByName(late)
+        .unionByName(of_others(was.where(not_for_it)))
+        .unionByName(was.where(f"{is_late} and stream_ordering < {first}"))
+        .unionByName(was.where(f"not {not_for_it} and not {is_late}"))
+    )
+    commit.replace(schemas.STRAY, fates.first_lines(strays).coalesce(1))
+    for rows in counts, every, places:
+        rows.unpersist()
 
 
 def _note(lake: Lake, told: Audited) -> None:
@@ -246,10 +254,8 @@ def still_holds(lake: Lake, config: Config) -> bool:
     version = lake.position("audit_version")
     if lake.position("audit") != lake.position("intervals") or version < 0:
         return False
-    said = (schemas.ACCEPTED, *_AS_THEY_STAND, schemas.DESTINATION_ROOMS, *_ITEMS)
-    read = [file.commit for table in said for file in lake.files(table)]
-    read += lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()
-    if max(read, default=0) > version:
+    read = [lake.position(CHANGED), *lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()]
+    if max(read) > version:
         return False
     rules = read_senders(lake, config).rules(config, lake.position("audit"))
     return lake.position("audit_rules") == rules
@@ -257,9 +263,8 @@ def still_holds(lake: Lake, config: Config) -> bool:
 
 def summed_up(lake: Lake, config: Config) -> Audited:
     """The figures of the last audit in the lake, with the first `SHOWN` events of each table."""
-    files = lake.files(schemas.AUDIT_BY_SERVER)
     totals = Counter[str]()
-    for rows in lake.dataset(schemas.AUDIT_BY_SERVER, files).to_batches(columns=[*fates.COUNTS]):
+    for rows in lake.dataset(schemas.AUDIT_BY_SERVER).to_batches(columns=[*fates.COUNTS]):
         totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
     senders = read_senders(lake, config)
     starts = (senders.owned[name].began for name in senders.lists[0].ours)
@@ -305,12 +310,12 @@ def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
 
 
 def _first(
-    lake: Lake, table: schemas.LakeTable, wanted: ds.Expression | None = None
+    lake: Lake, table: LakeTable, wanted: ds.Expression | None = None
 ) -> list[dict[str, Any]]:
     """The first wanted rows of a table of events, by stream ordering and server."""
     order = [("stream_ordering", "ascending"), ("server", "ascending")]
     first = table.arrow_schema().empty_table()
-    for batch in lake.dataset(table, lake.files(table)).to_batches(filter=wanted):
+    for batch in lake.dataset(table).to_batches(filter=wanted):
         rows = pa.concat_tables([first, pa.Table.from_batches([batch])])
         first = rows.take(pc.select_k_unstable(rows, SHOWN, order))
     return [row | {"day": str(row["day"])} for row in first.to_pylist()]
@@ -374,7 +379,7 @@ class Look:
     """The events that an audit looks at: all above `after`, and older ones.
 
     Attributes:
-        units: the older ones: server, room_id, day; None: there are none.
+        units: the older ones: server, room_id, day; None: all are above `after`.
     """
 
     days: Days
@@ -385,7 +390,7 @@ class Look:
     @property
     def is_whole(self) -> bool:
         """Whether it looks at all events."""
-        return self.after < 0
+        return self.units is None
 
     @property
     def unit_days(self) -> set[datetime.date]:
@@ -479,7 +484,6 @@ def _newest(rooms: DataFrame) -> DataFrame:
     return rooms.groupBy("destination", "room_id").agg(newest)
 
 
-_ITEMS: Final = (schemas.REDELIVERIES, schemas.QUARANTINE)
 _AS_THEY_STAND: Final = (schemas.DESTINATIONS, schemas.CATCH_UPS, schemas.SERVER_STATES)
 
 
@@ -584,21 +588,17 @@ def selected(spark: SparkSession, lake: Lake, look: Look, places: DataFrame) -> 
     """
     after = look.after
     at, upto = ds.field("stream_ordering"), ds.field("supersedes_to")
-    wanted = (at > after) | (upto > after)
-    pairs = older_ones = None
-    if look.units is not None and look.units.rows is not None:
-        names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
-        pairs = few(look.units.frame.selectExpr(names, "room_id"))
-        older_ones = few(places.where(f"stream_ordering <= {after}").select("stream_ordering"))
-        servers = [*look.units.rows["server"].unique().to_pylist(), EVERY_SERVER]
-        about = near(look.units.rows.select(["room_id"]))
-        about |= ds.scalar(True) if older_ones.rows is None else near(older_ones.rows)
-        said = ds.field("destination").isin(servers) & about
-        wanted |= ((at >= look.first) | (upto >= look.first)) & said
-    pdus = lake.some(spark, _SAID, wanted)
+    assert look.units is not None
+    assert look.units.rows is not None
+    names = f"explode(array(server, '{EVERY_SERVER}')) as destination"
+    pairs = few(look.units.frame.selectExpr(names, "room_id"))
+    older_ones = few(places.where(f"stream_ordering <= {after}").select("stream_ordering"))
+    servers = [*look.units.rows["server"].unique().to_pylist(), EVERY_SERVER]
+    about = near(look.units.rows.select(["room_id"]))
+    about |= ds.scalar(True) if older_ones.rows is None else near(older_ones.rows)
+    said = ((at >= look.first) | (upto >= look.first)) & ds.field("destination").isin(servers)
+    pdus = lake.some(spark, _SAID, (at > after) | (upto > after) | (said & about))
     newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
-    if pairs is None:
-        return newer
     older = pdus.where(
         f"stream_ordering <= {after} and (supersedes_to is null or supersedes_to <= {after})"
     ).where(f"stream_ordering >= {look.first} or supersedes_to >= {look.first}")
@@ -641,7 +641,7 @@ class View:
         self.look = look
         self._senders = senders
         self.places = self.keep(places_of(spark, lake, look))
-        self._pdus = (
+        self.pdus = (
             lake.frame(spark, schemas.PDUS)
             if look.is_whole
             else kept(selected(spark, lake, look, self.places))
@@ -663,10 +663,8 @@ class View:
         newer = spans.where(F.col("last").isNull() | (F.col("last") > look.after)).withColumn(
             "first", F.greatest("first", F.lit(look.after + 1))
         )
-        if look.is_whole:
-            return spans
         if look.units is None:
-            return kept(newer)
+            return spans
         days = look.days.rows(self._spark).hint("broadcast")
         units = look.units.frame.join(days, on="day", how="inner").drop("day")
         first, last = "greatest(first, begins) as first", f"least(last, ends, {look.after}) as last"
@@ -684,7 +682,7 @@ class View:
     def stretches(self) -> DataFrame:
         """Stretches of all expected places, with their fates."""
         servers = servers_of(self._spans)
-        standing = fates.stood_in(self._pdus).drop("by", "ms", "refused")
+        standing = fates.stood_in(self.pdus).drop("by", "ms", "refused")
         spans = (
             self._spans.withColumn("kind", F.lit(fates.EXPECTED))
             .unionByName(self._before_ledger(servers))
@@ -696,8 +694,8 @@ class View:
         if gone is not None:
             spans = spans.unionByName(gone)
         holders = listed(self._spark, self._senders.holders(servers), HOLDERS)
-        told = fates.taken_out(self._claims, self._pdus, self.places, self._spans, holders)
-        proven = fates.points(fates.answers(self._pdus), self.places)
+        told = fates.taken_out(self._claims, self.pdus, self.places, self._spans, holders)
+        proven = fates.points(fates.answers(self.pdus), self.places)
         said = fates.points(told, self.places)
         ends = fates.ends_in_places(spans, self.places)
         return fates.stretches(ends.unionByName(proven).unionByName(said))
@@ -711,21 +709,9 @@ class View:
         let_go = self._lake.position(LET_GO)
         lasts = {name: self._senders.began(name) if let_go < 0 else let_go for name in servers}
         spans = self._spans.withColumn("kind", F.lit("before_ledger"))
-        if len(set(lasts.values())) < 2:
-            last = next(iter(lasts.values()), None)
-            return spans.withColumn("last", F.lit(last).cast("bigint"))
         rows = [{"server": name, "last": last} for name, last in lasts.items()]
         ends = listed(self._spark, rows, "server: STRING, last: BIGINT")
         return spans.drop("last").join(F.broadcast(ends), on="server", how="inner")
-
-    def superseded(self, found: DataFrame) -> DataFrame:
-        """Rows of `superseded`."""
-        return fates.superseded(found, self.places, fates.stood_in(self._pdus))
-
-    def missing(self, found: DataFrame) -> DataFrame:
-        """Rows of `missing`, without `reasons`."""
-        events = intervals.ours(self._spark, self._lake, self.look.first - 1)
-        return fates.missing(found, self.places, self._pdus, events)
 
     def answered(self, every: DataFrame) -> DataFrame:
         """The answers to what is stray, or was delivered again.
@@ -747,7 +733,7 @@ class View:
         pairs = few(named.selectExpr("server as destination", "event_id"))
         return kept(fates.answered(named, among_rows(spark, lake, schemas.PDUS, pairs)))
 
-    def out_of_order(self) -> tuple[dict[str, int], int, DataFrame | None]:
+    def out_of_order(self) -> tuple[dict[str, int], int, DataFrame]:
         """Rows of `stray`: what came after a later event of its room.
 
         New lines come behind those that were read before. Then it is enough to look at their events
@@ -755,7 +741,7 @@ class View:
 
         Returns:
             the position of each instance's newest line, the first event that was looked at, and the
-            rows; None: there are none.
+            rows.
         """
         lake, anew, from_here = self._lake, self.look.is_whole, self.look.after + 1
         seen = -1 if anew else lake.position("audit_version")
@@ -780,34 +766,29 @@ class View:
                 if row["at_min"] <= lake.position(source):
                     first = 0
                 first = min(first, from_here if row["live_min"] is None else row["live_min"])
+        none = empty_frame(self._spark, schemas.STRAY)
         if not newest:
-            return {}, first, None
+            return {}, first, none
         rows = lake.some(
             self._spark, _IN_ORDER, answered & (ds.field("stream_ordering") >= first)
         ).where(f"outcome = 'delivered' and at is not null and stream_ordering >= {first}")
         pairs = few(fates.too_late(rows).select("destination", "room_id"))
         if pairs.rows is not None and not pairs.rows.num_rows:
-            return newest, first, None
+            return newest, first, none
         found = fates.overtaken(among(rows, pairs), self.look.days)
         return newest, first, found.where(f"stream_ordering <= {lake.position('intervals')}")
 
-    def strays(self, answers: DataFrame) -> DataFrame:
-        """Rows of `stray`, from `answered`: what is not for its server."""
-        return fates.strays(answers.where(f"fate = '{fates.STRAY}'"))
-
     def misnamed(self) -> tuple[DataFrame, DataFrame]:
         """Rows of `stray` and of `purged`: lines whose event or room the homeserver lacks."""
-        named = self.look.named
+        named, config = self.look.named, self._config
         wrong = named.wrong.drop("its_room")
         wrong = wrong.join(named.sent.select(*_EVENT), on=[*_EVENT], how="left_semi")
         absent, others = wrong.where("why is null").drop("why"), wrong.where("why is not null")
         if not absent.isEmpty():
-            if self._config.homeserver.kind == "synapse":
+            never = absent  # In an embedded store nothing is ever purged.
+            if config.homeserver.kind == "synapse":
                 events = self._lake.frame(self._spark, schemas.EVENTS)
-                never = fates.never_there(absent, events)
-            else:
-                never = absent  # Nothing is ever purged there.
-            never = kept(never)
+                never = kept(fates.never_there(absent, events))
             others = others.unionByName(never.withColumn("why", F.lit(fates.NEVER_THERE)))
             absent = absent.join(never, on=[*_EVENT], how="left_anti")
         day = F.expr(self.look.days.of("stream_ordering"))

@@ -12,18 +12,23 @@ import typer
 from typer.core import TyperGroup
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile
-from fedsender.console import Mistake, say, say_answer, say_text
+from fedsender.console import Mistake, say, say_answer
 from fedsender_pipeline import Busy, PipelineError, Usage
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from fedsender.config import Config
+    from fedsender_pipeline.audit import Audited
+    from fedsender_pipeline.health import Known
     from fedsender_pipeline.lake import Lake
     from fedsender_pipeline.session import Steps
 
 BUSY: Final = os.EX_TEMPFAIL
 """Exit code 75: another job works on the lake. Code 1 would mean that deliveries are missing."""
+
+COUNTED: Final = ("events", "state_groups", "attempts", "pdus", "rejects")
+"""The tables of which an ingest tells how many rows are new."""
 
 EXTRA: Final = ("pyarrow", "pyspark", "jinja2")
 """The packages of the extra `pipeline`, which commands import when they are called."""
@@ -61,41 +66,38 @@ def add_to(whole: typer.Typer) -> None:
 
 
 @contextmanager
-def job(
-    name: str, config: Path, *, ingests: bool = False, writes: bool = False
-) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
-    """The parts of a job: a Spark session, the lake, the configuration, and its display.
-
-    A job that ingests makes the lake if there is none. It and one that `writes` hold the lake, so
-    that no other job can come in between.
-    """
-    from fedsender_pipeline.ingest import rows_to_read, rows_to_work_on
-    from fedsender_pipeline.session import showing, spark_session
-
-    with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
-        if name in ("health", "run"):
-            _check_target("pipeline.health", loaded.pipeline.health)
-        if name == "run":
-            _check_target("pipeline.textfile", loaded.pipeline.textfile)
-        if ingests or writes:
-            stack.enter_context(lake.held())
-        steps = stack.enter_context(showing())
-        unread = rows_to_read(lake, loaded) if ingests else 0
-        if unread is None:
-            rows = None
-        elif name in ("ingest", "audit", "run"):
-            rows = rows_to_work_on(lake, unread)
-        else:
-            rows = lake.rows() + unread
-        with steps.step("starting Spark"):
-            session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
-            spark = stack.enter_context(session)
+def job(name: str, config: Path) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
+    """The parts of a job that reads no database: see `opened` and `spark_for`."""
+    with (
+        opened(name, config) as (lake, loaded, steps),
+        spark_for(name, lake, loaded, steps) as spark,
+    ):
         yield spark, lake, loaded, steps
 
 
 @contextmanager
-def opened(name: str, config: Path, *, create: bool = False) -> Iterator[tuple["Lake", "Config"]]:
-    """The lake and the configuration of a command.
+def spark_for(
+    name: str, lake: "Lake", loaded: "Config", steps: "Steps"
+) -> Iterator["SparkSession"]:
+    """A Spark session for this job."""
+    from fedsender_pipeline.ingest import rows_to_work_on
+    from fedsender_pipeline.session import spark_session
+
+    since = lake.position("health" if name in ("health", "report") else "audit_version")
+    rows = rows_to_work_on(lake, loaded, since)
+    with ExitStack() as stack:
+        with steps.step("starting Spark"):
+            session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
+            spark = stack.enter_context(session)
+        yield spark
+
+
+@contextmanager
+def opened(
+    name: str, config: Path, *, create: bool = False
+) -> Iterator[tuple["Lake", "Config", "Steps"]]:
+    """The lake of a command, held so that no other job can come in between, the configuration, and
+    the command's display; `create`: make the lake if there is none.
 
     The command line shows errors of the pipeline. It exits with 1, with 2 for usage, or with 75
     where another job works on the lake. SIGTERM ends it as Ctrl-C does: uncommitted changes are
@@ -103,12 +105,19 @@ def opened(name: str, config: Path, *, create: bool = False) -> Iterator[tuple["
     """
     from fedsender.config import load
     from fedsender_pipeline.lake import open_lake
+    from fedsender_pipeline.session import Steps
 
     loaded = load(config)
+    if name in ("health", "run"):
+        _check_target("pipeline.health", loaded.pipeline.health)
+    if name == "run":
+        _check_target("pipeline.textfile", loaded.pipeline.textfile)
     code = WRONG
     try:
         with _interrupted_by_sigterm():
-            yield open_lake(loaded.pipeline.lake, loaded.server_name, create=create), loaded
+            lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=create)
+            with lake.held():
+                yield lake, loaded, Steps()
     except Usage:
         raise
     except Busy as error:
@@ -138,23 +147,19 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 @app.command()
 def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     """Bring new rows of the homeserver's database, and new ledger lines, into the lake."""
-    from fedsender_pipeline.ingest import ingest as run
+    from fedsender_pipeline import ingest as module
 
-    with job("ingest", config, ingests=True) as (spark, lake, loaded, steps):
-        told = run(spark, lake, loaded, steps)
-        position = lake.position("events")
-        lines = [
-            f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
-            f" from {told.segments} segments, {told.rejects} lines rejected"
-        ]
-        if told.unknown_fields:
-            lines.append(f"{told.unknown_fields} lines have fields that this version does not know")
-        say_answer({"position": position, **asdict(told)}, as_json, *lines)
+    with opened("ingest", config, create=True) as (lake, loaded, steps):
+        before = lake.manifest.commit
+        module.read_databases(lake, loaded, steps)
+        with spark_for("ingest", lake, loaded, steps) as spark:
+            module.take_in(spark, lake, loaded, steps)
+        new, position = module.new_rows(lake, before, *COUNTED), lake.position("events")
+        said = f"{new['events']} events up to {position}, {new['attempts']} attempts with"
+        said += f" {new['pdus']} PDUs, {new['rejects']} lines rejected"
+        say_answer({"position": position, **new}, as_json, said)
         _tidy(lake, loaded, steps)
     return DONE
-
-
-# --- for other programs ---------------------------------------------------------------------------
 
 
 @app.command()
@@ -162,7 +167,7 @@ def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
     """Merge small files of the lake, let old lines go, delete what is of no use any more."""
     from fedsender_pipeline import vacuum as module
 
-    with opened("vacuum", config) as (lake, loaded), lake.held():
+    with opened("vacuum", config) as (lake, loaded, _):
         told = module.vacuum(lake, loaded.pipeline.keep)
     say_answer(
         asdict(told),
@@ -171,18 +176,6 @@ def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
         f" {told.freed / 2**20:.1f} MiB freed; the lake has {told.files} files",
     )
     return DONE
-
-
-@app.command()
-def schemas() -> int:
-    """Print the tables of the lake and their columns, as Markdown."""
-    from fedsender_pipeline.schemas import PAGE
-
-    say_text(PAGE)
-    return DONE
-
-
-# --- what came of it ------------------------------------------------------------------------------
 
 
 @app.command()
@@ -205,51 +198,31 @@ def audit(
 
     repaired = failed = None
     rows = None if accept is None else accepted.read_accepted(accept)
-    with job("audit", config, writes=True) as (spark, lake, loaded, steps):
+    with job("audit", config) as (spark, lake, loaded, steps):
         if rows is not None:
             accepted.accept(lake, rows)
         read_ledger(spark, lake, loaded, steps)
         found = module.audit(spark, lake, loaded, steps)
         if repair:
-            pages = repair_module.missing_pairs(spark, lake)
             try:
-                repaired = repair_module.repair(pages, found.missing, loaded, steps)
+                with steps.step("redeliver"):
+                    repaired = repair_module.repair(lake, loaded)
             except PipelineError as error:
                 # What was found out is told all the same.
                 failed = error
-    answer = asdict(found)
-    lines = [
-        str(found),
-        f"{found.expected} deliveries expected, of events up to {found.upto}",
-    ]
-    lines.append(f"{found.stray:>9} delivered that should not have been, or not so late")
-    lines += [f"{n:>9} {fate.replace('_', ' ')}" for fate, n in found.counts.items()]
-    if found.unknown_hosts:
-        lines.append(f"{found.unknown_hosts} events have servers that cannot be told")
-    for row in found.shown:
-        lines.append(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
-    if found.missing > len(found.shown):
-        lines.append(f"and {found.missing - len(found.shown)} more: see the table `missing`")
-    for row in found.strays:
-        lines.append(f"stray: {row['server']} {row['event_id']}: {row['why']}; line {row['line']}")
-    if found.stray > len(found.strays):
-        lines.append(f"and {found.stray - len(found.strays)} more: see the table `stray`")
-    for row in found.repeats:
-        lines.append(
-            f"repeated: {row['server']} {row['event_id']}: {row['why']}:"
-            f" {', '.join(row['transactions'])}"
-        )
+    answer, lines = asdict(found), list(found.in_words())
     if repaired is not None:
         answer |= asdict(repaired)
         lines.append(f"accepted by the daemon: {repaired.accepted}")
         lines += [f"refused: {' '.join(map(str, each.values()))}" for each in repaired.refused]
+        lines += [f"{name}: {why}" for name, why in repaired.without.items()]
     say_answer(answer, as_json, *lines)
     if failed is not None:
         say(f"fedsender: pipeline audit: --repair: {failed}", error=True)
-        return WRONG
-    if repaired is not None:
-        return WRONG if repaired.refused or found.stray else DONE
-    return WRONG if found.is_red else DONE
+    if repaired is None:
+        return WRONG if found.is_red else DONE
+    wrong = repaired.refused or repaired.without or found.stray or found.unproven
+    return WRONG if wrong else DONE
 
 
 @app.command()
@@ -258,10 +231,10 @@ def health(config: ConfigFile, as_json: AsJson = False) -> int:
     from fedsender_pipeline import health as module
     from fedsender_pipeline.ledger_lines import read_ledger
 
-    with job("health", config, writes=True) as (spark, lake, loaded, steps):
+    with job("health", config) as (spark, lake, loaded, steps):
         read_ledger(spark, lake, loaded, steps)
         known = module.health(spark, lake, loaded, steps)
-        with steps.spark("the week, and what is usual", spark):
+        with steps.step("the week, and what is usual"):
             level = module.service_level(spark, lake)
             today = module.last_24_hours(*module.recent_hours(spark, lake))
             worse = module.worse(spark, lake, today)
@@ -288,7 +261,7 @@ def report(config: ConfigFile, output: ReportFile = None) -> int:
     from fedsender_pipeline import report as module
 
     _check_target("-o", output)
-    with job("report", config, writes=True) as (spark, lake, loaded, steps):
+    with job("report", config) as (spark, lake, loaded, steps):
         path = (output or lake.directory / "report.html").absolute()
         module.report(spark, lake, loaded, steps, path)
     say(path)
@@ -316,42 +289,36 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender_pipeline import health as health_module
     from fedsender_pipeline import ingest as ingest_module
     from fedsender_pipeline import report as report_module
+    from fedsender_pipeline.ledger_lines import fetched
     from fedsender_pipeline.textfile import write_textfile
 
     _check_target("-o", output)
-    with opened("run", config, create=True) as (lake, loaded), lake.held():
-        page = (output or lake.directory / "report.html").absolute()
-        known = health_module.known(lake, loaded.pipeline.health)
-        is_known = known is not None and page.is_file() and audit_module.still_holds(lake, loaded)
-        if is_known and ingest_module.is_level(lake, loaded):
-            told, found = ingest_module.Ingested(), audit_module.summed_up(lake, loaded)
+    with opened("run", config, create=True) as (lake, loaded, steps):
+        page, before = (output or lake.directory / "report.html").absolute(), lake.manifest.commit
+
+        def answer(found: "Audited", known: "Known", line: str) -> int:
             write_textfile(loaded, lake, found)
-            say_answer(
-                _run_as_json(told, found, known, page),
-                as_json,
-                f"nothing new; {found}",
-            )
+            new = ingest_module.new_rows(lake, before, *COUNTED)
+            told = {"ingest": new, "audit": asdict(found), "health": asdict(known)}
+            say_answer(told | {"report": str(page)}, as_json, line)
             return WRONG if found.is_red else DONE
-    with job("run", config, ingests=True) as (spark, lake, loaded, steps):
-        told = ingest_module.ingest(spark, lake, loaded, steps)
-        found = audit_module.audit(spark, lake, loaded, steps)
-        if not as_json:
-            say(f"{told.events} events, {told.attempts} attempts taken in; {found}")
-        known = health_module.health(spark, lake, loaded, steps)
-        report_module.report(spark, lake, loaded, steps, page)
-        write_textfile(loaded, lake, found)
-        say_answer(
-            _run_as_json(told, found, known, page),
-            as_json,
-            f"{known.ill} of {known.servers} servers ill; {page}",
-        )
-        _tidy(lake, loaded, steps)
-    return WRONG if found.is_red else DONE
 
-
-def _run_as_json(told: Any, found: Any, known: Any, page: Path) -> dict[str, Any]:
-    answer = {"ingest": asdict(told), "audit": asdict(found), "report": str(page)}
-    return answer | {"health": asdict(known)}
+        ingest_module.read_databases(lake, loaded, steps)
+        ledgers, known = fetched(loaded), health_module.known(lake, loaded.pipeline.health)
+        is_level = ingest_module.is_level(lake, ledgers) and audit_module.still_holds(lake, loaded)
+        if known is not None and page.is_file() and is_level:
+            found = audit_module.summed_up(lake, loaded)
+            return answer(found, known, f"nothing new; {found}")
+        with spark_for("run", lake, loaded, steps) as spark:
+            ingest_module.take_in(spark, lake, loaded, steps, ledgers)
+            found = audit_module.audit(spark, lake, loaded, steps)
+            if not as_json:
+                say(str(found))
+            known = health_module.health(spark, lake, loaded, steps)
+            report_module.report(spark, lake, loaded, steps, page)
+            code = answer(found, known, f"{known.ill} of {known.servers} servers ill; {page}")
+            _tidy(lake, loaded, steps)
+            return code
 
 
 def _tidy(lake: "Lake", config: "Config", steps: "Steps") -> None:
@@ -360,4 +327,4 @@ def _tidy(lake: "Lake", config: "Config", steps: "Steps") -> None:
 
     with steps.step("files of the lake") as step:
         files = tidy(lake, config.pipeline.keep)
-        step.say(f"{files.merged:,} merged, {files.files:,} now")
+        step.note = f"{files.merged:,} merged, {files.files:,} now"

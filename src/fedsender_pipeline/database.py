@@ -1,9 +1,9 @@
 """A database to read, and ranges of it.
 
-It is never written to: the connections are read-only. Every page of a read is a short transaction
-of its own that starts behind the last key of the page before, so that a reader that takes hours
-blocks no other work. Only `sources.newer_rooms` looks through a table in one. On PostgreSQL all
-pages of a range see the database as it was at one moment.
+It is never written to: the connections are read-only. Every page of a read starts behind the last
+key of the page before, so that no statement takes long. Only `sources.newer_rooms` looks through a
+table in one. On PostgreSQL all pages of a range are one transaction, and see the database as it was
+at one moment; a reader that takes hours has one for each commit of about a minute.
 """
 
 import math
@@ -29,7 +29,7 @@ T = TypeVar("T")
 PAGE: Final = 5_000
 _SMALLEST_PAGE: Final = 100
 SNAPSHOT_MS: Final = 900_000
-"""PostgreSQL ends the connection that holds a snapshot after so long, also if we cannot."""
+"""PostgreSQL ends a connection with a snapshot when it was silent for so long, if we cannot."""
 _TRIES: Final = 5
 
 
@@ -60,18 +60,15 @@ class Source:
         rows_per_s: the limit for `pages`.
     """
 
-    def __init__(
-        self, url: str, name: str, rows_per_s: float = math.inf, snapshot: str | None = None
-    ) -> None:
+    def __init__(self, url: str, name: str, rows_per_s: float = math.inf) -> None:
         parsed = checked_url(url)
         self.is_file = parsed.get_backend_name() == "sqlite"
         if self.is_file and not Path(parsed.database or "").is_file():
             raise PipelineError(f"{name} database: there is no file {parsed.database}")
-        self._url = url
         self._name = name
         self.rows_per_s = rows_per_s
         self._due = time.monotonic()
-        self._snapshot = snapshot
+        self._held: Connection | None = None
         self._engine = make_engine("read", parsed, 1, DatabaseOptions(ours=False))
         if not self.is_file:
             sa.event.listen(self._engine, "connect", _set_up)
@@ -81,22 +78,20 @@ class Source:
         self._engine.dispose()
 
     def read(self, look: Callable[[Connection], T]) -> T:
-        """The result of `look`, in a read transaction of its own; an absent database is retried.
+        """The result of `look`, in the transaction of `snapshot`, or in one of its own, which is
+        tried again while the database is away.
 
         Raises:
             PipelineError: the database cannot be read.
         """
-        once = partial(self._read, look)
-        # A snapshot that has ended does not come back.
-        return patiently(once) if self._snapshot is None else once()
+        if self._held is None:
+            return patiently(partial(self._read, look))
+        # After a statement that took too long the transaction goes on.
+        with self._in_words(), self._held.begin_nested():
+            return look(self._held)
 
     def _read(self, look: Callable[[Connection], T]) -> T:
         with self._in_words(), self._engine.connect() as connection:
-            if self._snapshot is not None:
-                try:
-                    connection.exec_driver_sql(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")
-                except DBAPIError as error:
-                    raise Away(f"{self._name} database: {words(error)}") from None
             return look(connection)
 
     @contextmanager
@@ -109,24 +104,26 @@ class Source:
             raise kind(f"{self._name} database: {words(error)}") from None
 
     @contextmanager
-    def snapshot(self) -> Iterator["Source"]:
-        """The database as it is now, while the body runs.
+    def snapshot(self) -> Iterator[None]:
+        """Have all reads in the body see the database as it is now.
 
-        An SQLite file is given as it is: each page has what is committed then.
+        Of an SQLite file each page has what is committed then.
 
         Raises:
-            Away: here or at a read, PostgreSQL has ended it: after `SNAPSHOT_MS`, with the
-                connection, or, on a replica, for what its primary removes.
+            Away: here or at a read, PostgreSQL has ended the connection, or, on a replica, the
+                transaction, for what its primary removes.
         """
         if self.is_file:
-            yield self
+            yield
             return
-        with self._in_words(), self._engine.connect() as holder:
+        with self._in_words(), self._engine.connect() as connection:
             limit = "SET LOCAL idle_in_transaction_session_timeout"
-            holder.exec_driver_sql(f"{limit} = {SNAPSHOT_MS}")
-            snapshot = holder.execute(sa.select(sa.func.pg_export_snapshot())).scalar_one()
-            with closing(Source(self._url, self._name, self.rows_per_s, snapshot)) as frozen:
-                yield frozen
+            connection.exec_driver_sql(f"{limit} = {SNAPSHOT_MS}")
+            self._held = connection
+            try:
+                yield
+            finally:
+                self._held = None
 
     def pages(
         self,

@@ -162,22 +162,6 @@ def answers(pdus: DataFrame) -> DataFrame:
     )
 
 
-def failures(pdus: DataFrame) -> DataFrame:
-    """The attempts that were not answered with 200, by server and event.
-
-    Columns: server, event_id, stream_ordering, attempts, last_ms, last_outcome.
-    """
-    return (
-        pdus.where(f"{ledger_lines.IS_ATTEMPT} and outcome != 'delivered'")
-        .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
-        .agg(
-            F.count(F.lit(1)).alias("attempts"),
-            F.max("ms").alias("last_ms"),
-            F.max_by("outcome", "ms").alias("last_outcome"),
-        )
-    )
-
-
 def points(pairs: DataFrame, places: DataFrame) -> DataFrame:
     """Single events (server, event_id, stream_ordering, kind) as places.
 
@@ -432,10 +416,10 @@ def too_late(pdus: DataFrame) -> DataFrame:
     return live.where("later.stream_ordering > stream_ordering")
 
 
-def strays(answers: DataFrame) -> DataFrame:
+def not_for_it(answers: DataFrame) -> DataFrame:
     """Rows of `stray`, of events that are not for their server, from `answered`."""
-    named = answers.select("server", "room_id", "stream_ordering", "event_id", "day", "ms", "line")
-    return named.withColumn("why", F.lit(NOT_FOR_IT))
+    why = F.lit(NOT_FOR_IT).alias("why")
+    return answers.select(*(why if name == "why" else name for name in schemas.STRAY.columns))
 
 
 def first_lines(strays: DataFrame) -> DataFrame:
@@ -524,23 +508,26 @@ def taken_out(
     placed = accepted.frame.join(places, on="event_id", how="inner")
     dropped = (
         pdus.where("outcome = 'dropped'")
-        .join(holders.hint("shuffle_hash"), on="instance", how="inner")
-        .where("destination = server or destination = '*' and stream_ordering <= upto")
-        .selectExpr("server", "stream_ordering", "event_id", "'given_up' as kind")
+        .selectExpr(
+            *("destination as server", "stream_ordering", "event_id", "'given_up' as kind"),
+            "instance",
+        )
         .hint("broadcast")
         # Of their event's room, whatever the line names.
         .join(places.drop("place", "day"), on=["stream_ordering", "event_id"], how="inner")
-        .select(*at)
     )
     found = items.select(*at).unionByName(placed.select(*at))
+    found = found.unionByName(dropped, allowMissingColumns=True)
     everywhere = (
         found.where(EVERYWHERE)
         .drop("server")
         .join(spans.hint("shuffle_hash"), on="room_id", how="inner")
         .where("stream_ordering >= first and (last is null or stream_ordering <= last)")
+        .join(holders.hint("shuffle_hash"), on=["server", "instance"], how="left")
+        .where("instance is null or stream_ordering <= upto")
     )
     named = found.where(f"not {EVERYWHERE}")
-    return named.unionByName(everywhere.select(*at)).unionByName(dropped)
+    return named.select(*at).unionByName(everywhere.select(*at))
 
 
 def superseded(found: DataFrame, places: DataFrame, standing: DataFrame) -> DataFrame:
@@ -581,7 +568,15 @@ def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFram
         server, "stream_ordering", f"'{intervals.W26}' as weakness"
     )
     # Of what is missing, no attempt was answered.
-    tried = failures(pdus)
+    tried = (
+        pdus.where(f"{ledger_lines.IS_ATTEMPT} and outcome != 'delivered'")
+        .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
+        .agg(
+            F.count(F.lit(1)).alias("attempts"),
+            F.max("ms").alias("last_ms"),
+            F.max_by("outcome", "ms").alias("last_outcome"),
+        )
+    )
     return gone.join(tried, on=["server", "event_id", "stream_ordering"], how="left").join(
         alone, on=["server", "stream_ordering"], how="left"
     )

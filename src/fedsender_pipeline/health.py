@@ -113,7 +113,7 @@ def update(spark: SparkSession, lake: Lake) -> None:
     Raises:
         Busy: another job writes to the lake.
     """
-    days = _new_days(spark, lake)
+    days = _new_days(lake)
     if not days:
         return
     attempts, pdus = (
@@ -138,39 +138,30 @@ def update(spark: SparkSession, lake: Lake) -> None:
     servers.unpersist()
 
 
-def _new_days(spark: SparkSession, lake: Lake) -> set[str]:
+def _new_days(lake: Lake) -> set[str]:
     """The days with attempts of segments that were read since the last update."""
     known = lake.position("health")
-    read = lake.read(schemas.SEGMENTS, ["name", "version"]).to_pylist()
-    new = [row["name"] for row in read if row["version"] > known]
-    if not new:
-        return set()
-    written = {file.part for file in lake.files(schemas.ATTEMPTS) if file.commit > known}
-    attempts = lake.frame(spark, schemas.ATTEMPTS, written.__contains__)
-    if known >= 0:
-        # Files that were only merged have lines of earlier segments.
-        attempts = attempts.where(F.col("segment").isin(*new))
-    return {str(row["day"]) for row in attempts.select("day").distinct().collect()}
-
-
-def newest_day(lake: Lake) -> datetime.date | None:
-    """The newest day of `health`, of those that have begun; None: it has none."""
-    # A clock that was ahead has left days that are to come.
-    today = _day(latest_ms())
-    known = (file.part for file in lake.manifest.tables.get(schemas.HEALTH.name, ()))
-    newest = max((day for day in known if day <= str(today)), default=None)
-    return None if newest is None else datetime.date.fromisoformat(newest)
-
-
-def _day(ms: int) -> datetime.date:
-    return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).date()
+    new = lake.read(schemas.SEGMENTS, ["name"], ds.field("version") > known)["name"].unique()
+    written = [file for file in lake.files(schemas.ATTEMPTS) if file.commit > known]
+    # Files that were only merged have lines of earlier segments.
+    lines = lake.dataset(schemas.ATTEMPTS, written).to_batches(
+        columns=["day"], filter=None if known < 0 else ds.field("segment").isin(new)
+    )
+    return {str(day) for batch in lines for day in batch["day"].unique().to_pylist()}
 
 
 def _between(lake: Lake, first: int, last: int) -> Callable[[str], bool]:
-    newest = newest_day(lake)
+    """Select the days from `first` to `last` before the newest one of `health`.
+
+    A clock that was ahead has left days that are to come: these do not count.
+    """
+    today = datetime.datetime.fromtimestamp(latest_ms() / 1000, datetime.UTC).date()
+    known = (file.part for file in lake.files(schemas.HEALTH))
+    newest = max((day for day in known if day <= str(today)), default=None)
     if newest is None:
         return lambda _: False
-    begin, end = (str(newest - datetime.timedelta(days)) for days in (first, last))
+    then = datetime.date.fromisoformat(newest)
+    begin, end = (str(then - datetime.timedelta(days)) for days in (first, last))
     return lambda day: begin <= day <= end
 
 
@@ -357,12 +348,12 @@ def health(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Kno
     Raises:
         Busy: another job writes to the lake.
     """
-    with steps.spark("health", spark) as step:
+    with steps.step("health") as step:
         update(spark, lake)
         servers, newest_ms = _servers(spark, lake)
         _replace(config.pipeline.health, servers, {"version": VERSION, "newest_ms": newest_ms})
         told = Known(len(servers), sum(row["ill_ms"] is not None for row in servers))
-        step.say(f"{told.servers:,} servers, {told.ill:,} ill")
+        step.note = f"{told.servers:,} servers, {told.ill:,} ill"
     return told
 
 

@@ -5,11 +5,11 @@ nothing. Events come first, up to the position that the fan-out had then; the la
 least as new. The last step derives the servers that should get each event.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
@@ -26,7 +26,7 @@ from fedsender_pipeline.database import (
     patiently,
 )
 from fedsender_pipeline.intervals import NEWER_INTERVALS
-from fedsender_pipeline.lake import Commit, Lake
+from fedsender_pipeline.lake import CHANGED, Commit, Lake
 from fedsender_pipeline.session import Steps
 
 ROWS_PER_COMMIT: Final = 250_000
@@ -43,122 +43,94 @@ MOST_NEWER: Final = 200_000
 """As many rows of `intervals` replace older ones before the table is written anew."""
 
 
-@dataclass(slots=True)
-class Ingested(ledger_lines.Read):
-    """The counts of a run, in rows."""
-
-    events: int = 0
-    state_groups: int = 0
-    state_members: int = 0
-    room_servers: int = 0
-    snapshots: dict[str, int] = field(default_factory=dict)
+def new_rows(lake: Lake, since: int, *names: str) -> dict[str, int]:
+    """The number of rows that came after the commit `since`, by table: of all, or of these."""
+    files = lake.manifest.tables
+    return {
+        name: sum(file.rows for file in files.get(name, ()) if file.commit > since)
+        for name in names or files
+    }
 
 
-def rows_to_read(lake: Lake, config: Config) -> int | None:
-    """The rows that an ingest will read, about and rather too many; None: not known.
-
-    Raises:
-        PipelineError: a source cannot be read.
-    """
-    homeserver = config.homeserver
-    if homeserver.kind == "synapse" and lake.position("state_groups") < 0:
-        return None  # A few events may come with the state of large rooms.
-    with opened(config) as (main, own):
-        upto = sources.standing(main, own, config).upto
+def rows_to_work_on(lake: Lake, config: Config, since: int) -> int:
+    """The rows that a job works on, about: those that came after the commit `since`, new lines of
+    the ledgers, and a share of those that it passes by."""
     there = [path for path in (config.ledger.directory, *config.pipeline.ledgers) if path.is_dir()]
-    unread = ledger_lines.new_segments(lake, there)
-    lines = sum(sum(batch.values()) for batch in unread) // LINE_BYTES
-    return max(0, upto - lake.position("events", 0)) + lines
-
-
-def rows_to_work_on(lake: Lake, unread: int) -> int:
-    """The rows that an ingest and an audit work on, about: all at first, and later what is new."""
-    return unread + (lake.rows() if lake.position("audit") < 0 else lake.rows() // ROWS_PER_NEW)
+    unread = sum(sum(batch.values()) for batch in ledger_lines.new_segments(lake, there))
+    new = sum(new_rows(lake, since).values())
+    return new + unread // LINE_BYTES + lake.rows() // ROWS_PER_NEW
 
 
 @contextmanager
-def opened(config: Config, rows_per_s: float = math.inf) -> Iterator[tuple[Source, Source]]:
-    """The homeserver's database and the sender's.
+def opened(config: Config) -> Iterator[tuple[Source, Source, Source]]:
+    """The homeserver's database, that of its state (mostly the same), and the sender's.
 
     Raises:
         PipelineError: one of them cannot be read.
     """
-    homeserver = config.homeserver
-    main_url = database_url(homeserver.database, homeserver.database_password_file)
+    homeserver, rows_per_s = config.homeserver, config.pipeline.rows_per_second
+    password = homeserver.database_password_file
+    main_url = database_url(homeserver.database, password)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
     with (
         open_source(main_url, "homeserver", rows_per_s) as main,
         open_source(own_url, "sender", rows_per_s) as own,
     ):
-        yield main, own
+        if homeserver.state_database is None:
+            yield main, main, own
+        else:
+            state_url = database_url(homeserver.state_database, password)
+            with open_source(state_url, "state", rows_per_s) as state:
+                yield main, state, own
 
 
-def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ingested:
+def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> None:
     """Bring new rows into the lake, and derive the servers that should get each event.
 
     Raises:
         PipelineError: a source cannot be read; earlier commits stay.
     """
-    told = Ingested()
-    with opened(config, config.pipeline.rows_per_second) as (main, own):
+    read_databases(lake, config, steps)
+    take_in(spark, lake, config, steps)
+
+
+def read_databases(lake: Lake, config: Config, steps: Steps) -> None:
+    """Bring what is new in the databases into the lake, without Spark; raises as `ingest`."""
+    with opened(config) as (main, state, own):
         now = sources.standing(main, own, config)
         note_senders(lake, now)
-        HomeserverReader(lake, main, config, steps, told).read(now)
-        read_snapshots(lake, main, "homeserver", steps, told)
-        read_snapshots(lake, own, "sender", steps, told)
-    ledger_lines.read_ledger(spark, lake, config, steps, told)
+        HomeserverReader(lake, main, state, config, steps).read(now)
+        read_snapshots(lake, main, "homeserver", steps)
+        read_snapshots(lake, own, "sender", steps)
+
+
+def take_in(
+    spark: SparkSession,
+    lake: Lake,
+    config: Config,
+    steps: Steps,
+    ledgers: Sequence[Path] | None = None,
+) -> None:
+    """Bring what is new in the ledgers into the lake, and derive who should get each event."""
+    ledger_lines.read_ledger(spark, lake, config, steps, ledgers)
     derive(spark, lake, config.server_name, steps)
-    return told
 
 
-def is_level(lake: Lake, config: Config) -> bool:
-    """Whether the databases and the ledger have nothing that the lake does not have; no Spark.
-
-    Raises:
-        PipelineError: a source cannot be read.
-    """
-    with opened(config) as (main, own):
-        now, before = sources.standing(main, own, config), lake.position("events", 0)
-        if max(now.upto, before) != before or _list(now) != _newest_list(lake):
-            return False
-        for source, database in ((main, "homeserver"), (own, "sender")):
-            for table, batches in sources.snapshots(source, database):
-                if not _as_it_was(lake, source, table, batches):
-                    return False
-    # Last: what a database counted as delivered is in the ledger before.
-    return not ledger_lines.new_segments(lake, ledger_lines.fetched(config))
+def is_level(lake: Lake, ledgers: Sequence[Path]) -> bool:
+    """Whether there is nothing to take in, after `read_databases`."""
+    if lake.position("events", 0) != lake.position("intervals"):
+        return False
+    return not ledger_lines.new_segments(lake, ledgers)
 
 
 def note_senders(lake: Lake, now: sources.Standing) -> None:
     """Note which senders are in force, if the lake knows others."""
-    known = _newest_list(lake)
-    if known == _list(now):
-        return
-    since = -1 if known is None else lake.position("events")
-    with lake.commit() as commit:
-        commit.append_rows(schemas.SENDERS, [{"since": since, **_list(now)}])
-
-
-def _list(now: sources.Standing) -> dict[str, list[str]]:
-    return {"names": list(now.names), "ours": list(now.ours)}
-
-
-def _newest_list(lake: Lake) -> dict[str, list[str]] | None:
-    rows = lake.read(schemas.SENDERS).sort_by("version").to_pylist()
-    return {name: rows[-1][name] for name in ("names", "ours")} if rows else None
-
-
-def _as_it_was(
-    lake: Lake, source: Source, table: schemas.LakeTable, batches: Iterator[pa.RecordBatch]
-) -> bool:
-    if table is schemas.DESTINATION_ROOMS:
-        if lake.position(ROOMS_READ) != _today():
-            return False
-        found = sources.newer_rooms(source, lake.position(table.name))
-        return found is not None and found[1:] == tuple(map(lake.position, ROOMS_SUMS))
-    columns = [name for name in table.columns if name != "version"]
-    now = {repr(row) for batch in batches for row in batch.select(columns).to_pylist()}
-    return now == set(map(repr, lake.read(table, columns).to_pylist()))
+    said = {"names": list(now.names), "ours": list(now.ours)}
+    known = lake.read(schemas.SENDERS).sort_by("version").to_pylist()
+    if not known or not said.items() <= known[-1].items():
+        since = -1 if not known or now.since is None else now.since
+        with lake.commit() as commit:
+            commit.append_rows(schemas.SENDERS, [{"since": since, **said}])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +139,14 @@ class HomeserverReader:
 
     Attributes:
         main: the source of events.
-        told: the counts, which a read raises.
+        state: that of the state groups; mostly the same one.
     """
 
     lake: Lake
     main: Source
+    state: Source
     config: Config
     steps: Steps
-    told: Ingested
 
     def read(self, now: sources.Standing) -> None:
         """Read what is new.
@@ -190,21 +162,14 @@ class HomeserverReader:
             )
         # A sender that has come in may be behind; what was read was noted by the others.
         upto = max(now.upto, before)
-        readings = [sources.events(self.main, self.config)]
-        with self.steps.step("events", max(upto - before, 1)) as step:
-            for last, (rows,) in self.ranges(readings, before, upto):
-                self.told.events += rows
-                step.show(last - before)
-            step.say(f"{self.told.events:,} new")
+        self.ranges("events", [sources.events(self.main, self.config)], before, upto)
         if self.config.homeserver.kind == "synapse":
             self._read_state(upto)
         else:
             self._read_room_servers(upto)
 
-    def ranges(
-        self, readings: Sequence[Reading], after: int, upto: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Read numbers, commit by commit: the last number, and the rows of each reading.
+    def ranges(self, title: str, readings: Sequence[Reading], after: int, upto: int) -> None:
+        """Read numbers, commit by commit.
 
         The position of that name is of the first reading's table. A commit has a snapshot of its
         own, which is held for about a minute.
@@ -212,28 +177,26 @@ class HomeserverReader:
         rows_each = max(reading.rows_per_number for reading in readings)
         rows_per_s = self.config.pipeline.rows_per_second
         numbers = max(min(ROWS_PER_COMMIT, _SECONDS_PER_COMMIT * rows_per_s) // rows_each, 1)
-        while after < upto:
-            last = min(upto, after + numbers)
-            yield last, patiently(partial(self._range, readings, after, last))
-            after = last
+        with self.steps.step(title) as step:
+            for start in range(after, upto, numbers):
+                last = min(upto, start + numbers)
+                patiently(partial(self._range, readings, start, last))
+                step.show((last - after) / (upto - after))
+            step.note = f"read up to {upto:,}"
 
-    def _range(self, readings: Sequence[Reading], after: int, upto: int) -> list[int]:
-        """Read numbers in one commit, from one snapshot; the rows of each reading."""
+    def _range(self, readings: Sequence[Reading], after: int, upto: int) -> None:
+        """Read numbers in one commit, from one snapshot."""
         # The snapshots end first: if one cannot be ended, the commit is not made, and may be again.
         with self.lake.commit() as commit, ExitStack() as stack:
-            used = {source for reading in readings for source in reading.sources}
-            frozen = {source: stack.enter_context(source.snapshot()) for source in used}
-            found = []
+            for source in {source for reading in readings for source in reading.sources}:
+                stack.enter_context(source.snapshot())
             for reading in readings:
-                now = replace(reading, sources=tuple(frozen[source] for source in reading.sources))
-                found.append(commit.append(now.table, now.read(after, upto)))
+                commit.append(reading.table, reading.read(after, upto))
             name = readings[0].table.name
             # The first numbers may be ones that were read before.
             commit.set_position(name, max(upto, self.lake.position(name)))
-        return found
 
     def _read_state(self, upto: int) -> None:
-        homeserver = self.config.homeserver
         # By a position of its own: a run that died among the events has not come here.
         after = self.lake.position("told_servers", 0)
         if after < upto:
@@ -241,43 +204,28 @@ class HomeserverReader:
                 rows = sources.told_servers(self.main, after=after, upto=upto)
                 commit.append(schemas.TOLD_SERVERS, rows)
                 commit.set_position("told_servers", upto)
-        with ExitStack() as stack:
-            state = self.main
-            if homeserver.state_database is not None:
-                url = database_url(homeserver.state_database, homeserver.database_password_file)
-                opened = open_source(url, "state", self.config.pipeline.rows_per_second)
-                state = stack.enter_context(opened)
-            self._read_groups(state)
-
-    def _read_groups(self, state: Source) -> None:
-        """Read state groups with their members: neither is of use without the other."""
+        # State groups with their members: neither is of use without the other.
         after = self.lake.position("state_groups")
-        newest = state.read(sources.newest_state_group)
-        if newest <= after:
-            return
-        start = max(after - sources.GROUP_OVERLAP, -1)
-        readings, told = sources.state(self.main, state), self.told
-        with self.steps.step("state groups", newest - start) as step:
-            for last, rows in self.ranges(readings, start, newest):
-                told.state_groups += rows[0]
-                told.state_members += rows[1]
-                step.show(last - start)
-            step.say(f"{told.state_groups:,} groups, {told.state_members:,} members")
+        newest = self.state.read(sources.newest_state_group)
+        if newest > after:
+            start = max(after - sources.GROUP_OVERLAP, -1)
+            self.ranges("state groups", sources.state(self.main, self.state), start, newest)
 
     def _read_room_servers(self, upto: int) -> None:
         """Read the intervals that changed, after the events, so that they are at least as new."""
-        after, told = self.lake.position("room_servers"), self.told
+        after = self.lake.position("room_servers")
         if upto <= after:
             return
         with self.steps.step("servers in rooms") as step, self.lake.commit() as commit:
             batches = sources.room_server_batches(self.main, after)
-            told.room_servers = commit.append(schemas.ROOM_SERVERS, batches)
+            step.note = f"{commit.append(schemas.ROOM_SERVERS, batches):,} new"
             commit.set_position("room_servers", upto)
-            step.say(f"{told.room_servers:,} new")
 
 
-def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps, told: Ingested) -> None:
+def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps) -> None:
     """Read the tables that are taken as they stand, of the `homeserver` or the `sender` database.
+
+    One that stands as it did stays as it is.
 
     Raises:
         PipelineError: the database cannot be read.
@@ -285,26 +233,39 @@ def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps, told
     with steps.step(f"{database} as it stands"), lake.commit() as commit:
         for table, batches in sources.snapshots(source, database):
             if table is schemas.DESTINATION_ROOMS:
-                rows = _read_newer_rooms(lake, commit, source)
-                # What is at or below the fan-out's position was there before its events were read.
-                commit.set_position(table.name, lake.position("events", 0))
-                if rows is not None:
-                    told.snapshots[table.name] = rows
-                    continue
-                commit.set_position(ROOMS_READ, _today())
-            commit.clear(table)
-            told.snapshots[table.name] = commit.append(table, batches)
-            if table is schemas.DESTINATION_ROOMS:
-                orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
-                for name, value in zip(ROOMS_SUMS, _sums(orderings), strict=True):
-                    commit.set_position(name, value)
+                _read_rooms(lake, commit, source, batches)
+                continue
+            rows = list(batches)
+            now = [row for batch in rows for row in batch.select(list(table.columns)).to_pylist()]
+            if now != lake.read(table).to_pylist():
+                commit.clear(table)
+                commit.append(table, rows)
+                commit.set_position(CHANGED, commit.version)
+
+
+def _read_rooms(
+    lake: Lake, commit: Commit, source: Source, batches: Iterator[pa.RecordBatch]
+) -> None:
+    table = schemas.DESTINATION_ROOMS
+    is_read = _read_newer_rooms(lake, commit, source)
+    # What is at or below the fan-out's position was there before its events were read.
+    commit.set_position(table.name, lake.position("events", 0))
+    if not is_read:
+        commit.clear(table)
+        if commit.append(table, batches) or lake.rows(table):
+            commit.set_position(CHANGED, commit.version)
+        orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
+        for name, value in zip(
+            (*ROOMS_SUMS, ROOMS_READ), (*_sums(orderings), _today()), strict=True
+        ):
+            commit.set_position(name, value)
 
 
 def _sums(orderings: pa.ChunkedArray) -> tuple[int, int]:
     return len(orderings), pc.sum(orderings).as_py() or 0
 
 
-def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
+def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> bool:
     """Add newer rows of `destination_rooms`: of a server and room the highest one counts.
 
     Only the fan-out's rows are newer ones. One that begins again writes older ones, and a room that
@@ -313,15 +274,15 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
     a day.
 
     Returns:
-        the number of rows read; None: the table must be read whole.
+        whether it is done; if not, the table must be read whole.
     """
     table, key = schemas.DESTINATION_ROOMS, ["destination", "room_id"]
     files = lake.files(table)
     if not files or lake.position(ROOMS_READ) != _today():
-        return None
+        return False
     found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
     if found is None:
-        return None
+        return False
     rows = pa.Table.from_batches([found[0]])
     there = lake.dataset(table, files).to_table(filter=intervals.near(rows.select(key)))
     before = there.group_by(key).aggregate([("stream_ordering", "max")])
@@ -331,11 +292,12 @@ def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> int | None:
     count, total = (a - b for a, b in zip(_sums(now), _sums(was.drop_null()), strict=True))
     sums = (lake.position(ROOMS_SUMS[0]) + count, lake.position(ROOMS_SUMS[1]) + total)
     if pc.any(pc.less(now, was)).as_py() or sums != found[1:]:
-        return None
-    commit.append(table, newer.to_batches())
+        return False
+    if commit.append(table, newer.to_batches()):
+        commit.set_position(CHANGED, commit.version)
     for name, value in zip(ROOMS_SUMS, sums, strict=True):
         commit.set_position(name, value)
-    return int(rows.num_rows)
+    return True
 
 
 def _today() -> int:
@@ -348,7 +310,7 @@ def derive(spark: SparkSession, lake: Lake, server_name: str, steps: Steps) -> N
     upto = lake.position("events", 0)
     if lake.position("intervals") == upto:
         return
-    with steps.spark("who should get what", spark) as step:
+    with steps.step("who should get what") as step:
         newer = lake.position(NEWER_INTERVALS, 0)
         if newer > MOST_NEWER:
             with lake.commit() as commit:
@@ -365,4 +327,4 @@ def derive(spark: SparkSession, lake: Lake, server_name: str, steps: Steps) -> N
             )
             commit.set_position("intervals", upto)
             commit.set_position("intervals_version", commit.version)
-        step.say(f"{changed:,} intervals")
+        step.note = f"{changed:,} intervals"

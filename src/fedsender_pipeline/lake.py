@@ -3,14 +3,13 @@
     MANIFEST.json                  the files of every table, and the position of each source
     views.sql                      the same files as views for DuckDB
     LOCK                           held by the one job that writes, from its start to its end
-    READERS                        held by each job, at the byte of the commit that it reads
     events/part=0/00000003-0001.parquet, attempts/day=2026-01-31/..., intervals/..., ...
     staging/                       files that a job has begun and not committed
 
 A job writes files that no reader uses yet, flushes them to the disk, and then renames a new
 manifest over the old one. All its changes become visible at that moment, or none. Files that a
 killed job left are not in the manifest, and the next job that writes removes them. Files that a
-commit replaces stay for an hour, and for as long as a job reads an earlier commit.
+commit replaces stay for an hour, for other programs that read.
 
 Files are read by their names, never by listing a directory. So a lake with a missing file is an
 error and not a smaller result. A column that was added after a file was written is null in it.
@@ -21,8 +20,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -39,7 +36,7 @@ from pydantic_core import PydanticCustomError
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from fedsender.files import DRAFT, LONGEST_JOB_S, flush, replaced
+from fedsender.files import DRAFT, flush, replaced
 from fedsender.runtime import real_runtime
 from fedsender_pipeline import Busy, PipelineError, Usage
 from fedsender_pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
@@ -89,7 +86,7 @@ class Manifest:
     Attributes:
         server_name: the homeserver's.
         positions: source -> the position up to which it was read.
-        dropped: [path, time of its replacement in ms, commit of it] of files that may be deleted.
+        dropped: [path, time of its replacement in ms] of files that may be deleted.
     """
 
     lake: Annotated[int, AfterValidator(_supported)]
@@ -97,7 +94,7 @@ class Manifest:
     commit: int
     positions: dict[str, int]
     tables: dict[str, list[LakeFile]]
-    dropped: list[tuple[str, int, int]]
+    dropped: list[tuple[str, int]]
 
 
 _MANIFEST: Final = TypeAdapter(Manifest)
@@ -180,14 +177,15 @@ def _quoted(text: str) -> str:
 STAGING: Final = "staging"
 LET_GO: Final = "let_go"
 """The position up to which the lake has let go lines of the ledger (`vacuum`)."""
+CHANGED: Final = "as_it_stands"
+"""The position that is the newest commit by which a table that is taken as it stands is another
+one; it may be empty since."""
 KEEP_DROPPED_MS: Final = 3_600_000
 ROW_GROUP: Final = 250_000
 """Rows that are put together in memory."""
 MOST_PASSED: Final = 100_000_000
 """Of more rows, the machines of a cluster sooner find a few than one process does."""
 MOST_WANTED: Final = 200_000
-_LOCK: Final = struct.Struct("hhqqi0q")
-"""The C library's `struct flock`."""
 _INTACT: Final[set[tuple[Path, str]]] = set()
 """The files whose content this process has compared: each is read through once more for it."""
 Faults = Callable[[str], None]
@@ -196,6 +194,13 @@ Faults = Callable[[str], None]
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remedy(directory: Path) -> str:
+    return (
+        f"the lake is damaged; restore it, or remove {directory} and ingest anew (what the ledger"
+        " no longer holds is lost then)"
+    )
 
 
 def in_days(days: Collection[str]) -> Callable[[str], bool]:
@@ -216,21 +221,6 @@ class Lake:
         self.freed = 0
         self._faults = faults or (lambda _: None)
         self._is_held = False
-        self._readers = os.open(directory / "READERS", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        weakref.finalize(self, os.close, self._readers)
-        self._hold()
-
-    def _hold(self) -> None:
-        """Keep the files of this commit, and no more those of an earlier one, from deletion."""
-        for kind, start, length in (fcntl.F_UNLCK, 0, 0), (fcntl.F_RDLCK, self.manifest.commit, 1):
-            lock = _LOCK.pack(kind, os.SEEK_SET, start, length, 0)
-            fcntl.fcntl(self._readers, fcntl.F_OFD_SETLK, lock)
-
-    def _is_read(self, before: int) -> bool:
-        """Whether a job reads a commit before this one."""
-        lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, before, 0)
-        kind = _LOCK.unpack(fcntl.fcntl(self._readers, fcntl.F_OFD_GETLK, lock))[0]
-        return bool(kind != fcntl.F_UNLCK)
 
     def position(self, source: str, default: int = -1) -> int:
         """The position up to which `source` was read."""
@@ -275,10 +265,7 @@ class Lake:
                 raise self._damaged(path, f"has {size} bytes in place of {file.bytes}")
 
     def _damaged(self, path: Path, why: str) -> PipelineError:
-        return PipelineError(
-            f"{path}: {why}: the lake is damaged; restore it, or remove {self.directory} and"
-            " ingest anew (what the ledger no longer holds is lost then)"
-        )
+        return PipelineError(f"{path}: {why}: {_remedy(self.directory)}")
 
     def rows(self, table: LakeTable | None = None) -> int:
         """The number of rows in the table's files, or in those of all tables."""
@@ -336,11 +323,11 @@ class Lake:
         wanted: ds.Expression | None = None,
     ) -> pa.Table:
         """A table's wanted rows, few enough for memory, without Spark."""
-        return self.dataset(table, self.files(table)).to_table(columns=columns, filter=wanted)
+        return self.dataset(table).to_table(columns=columns, filter=wanted)
 
-    def dataset(self, table: LakeTable, files: Sequence[LakeFile]) -> ds.Dataset:
-        """These files of a table for pyarrow, with exactly the columns of its schema."""
-        paths = [str(path) for path in self._paths(files)]
+    def dataset(self, table: LakeTable, files: Sequence[LakeFile] | None = None) -> ds.Dataset:
+        """These files of a table (None: all) for pyarrow, with the columns of its schema."""
+        paths = [str(path) for path in self._paths(self.files(table) if files is None else files)]
         return ds.dataset(paths, schema=table.arrow_schema(), format="parquet")
 
     @contextmanager
@@ -377,20 +364,14 @@ class Lake:
             commit = Commit(self, self.manifest, self._faults)
             yield commit
             self.manifest = commit.finish()
-            self._hold()
             shutil.rmtree(self.directory / STAGING, ignore_errors=True)
 
     def _sweep(self) -> None:
         """Delete files that killed jobs left, and replaced files that nobody reads."""
-        now_ms = real_runtime().now_ms()
-        self.manifest.dropped = [
-            (path, ms, commit)
-            for path, ms, commit in self.manifest.dropped
-            if now_ms <= ms + KEEP_DROPPED_MS
-            or (now_ms <= ms + LONGEST_JOB_S * 1000 and self._is_read(before=commit))
-        ]
+        since_ms = real_runtime().now_ms() - KEEP_DROPPED_MS
+        self.manifest.dropped = [each for each in self.manifest.dropped if each[1] >= since_ms]
         known = {file.path for files in self.manifest.tables.values() for file in files}
-        known.update(path for path, _, _ in self.manifest.dropped)
+        known.update(path for path, _ in self.manifest.dropped)
         shutil.rmtree(self.directory / STAGING, ignore_errors=True)
         for name in TABLES:
             for path in list((self.directory / name).rglob("*.parquet")):
@@ -478,6 +459,13 @@ class Commit:
         """Remove the table's rows, or those of some parts, which this commit replaces."""
         self._drop(table, [f for f in self._manifest.tables.get(table.name, []) if parts(f.part)])
 
+    def replace(
+        self, table: LakeTable, frame: DataFrame, parts: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        """Put the rows of a Spark job in place of the table's rows, or of those of some parts."""
+        self.clear(table, parts)
+        self.append_frame(table, frame)
+
     def _drop(self, table: LakeTable, files: Sequence[LakeFile]) -> None:
         gone = set(files)
         kept = [file for file in self._manifest.tables.get(table.name, []) if file not in gone]
@@ -495,14 +483,7 @@ class Commit:
         """
         groups = (self._complete(table, rows) for rows in _in_groups(batches))
         parts = (each for rows in groups for each in _by_part(table, rows))
-        return self._write(table, self._noted(table, parts))
-
-    def _noted(
-        self, table: LakeTable, groups: Iterable[tuple[str, pa.Table]]
-    ) -> Iterator[tuple[str, pa.Table]]:
-        for part, rows in groups:
-            self._written.add((table.name, part))
-            yield part, rows
+        return self._write(table, parts, are_new=True)
 
     def append_rows(self, table: LakeTable, rows: Sequence[Mapping[str, object]]) -> int:
         """Add a few rows, as `append` does."""
@@ -523,7 +504,8 @@ class Commit:
         """
         rows = self._lake.dataset(table, files).scanner(filter=only, batch_readahead=2)
         self._drop(table, files)
-        number = self._write(table, ((part, group) for group in _in_groups(rows.to_batches())))
+        groups = ((part, group) for group in _in_groups(rows.to_batches()))
+        number = self._write(table, groups, are_new=False)
         if only is None and number != (before := sum(file.rows for file in files)):
             raise PipelineError(
                 f"{table.name}: {before} rows of {len(files)} files became {number}"
@@ -536,7 +518,9 @@ class Commit:
         columns = [given.get(field.name, nothing).cast(field.type) for field in schema]
         return pa.table(columns, schema=schema)
 
-    def _write(self, table: LakeTable, groups: Iterable[tuple[str, pa.Table]]) -> int:
+    def _write(
+        self, table: LakeTable, groups: Iterable[tuple[str, pa.Table]], *, are_new: bool
+    ) -> int:
         """Write a file for each part, with a row group for each of the groups."""
         files: dict[str, tuple[Path, pq.ParquetWriter]] = {}
         with ExitStack() as stack:
@@ -546,6 +530,8 @@ class Commit:
                     writer = pq.ParquetWriter(path, rows.schema, compression="zstd")
                     files[part] = path, stack.enter_context(writer)
                 files[part][1].write_table(rows)
+        if are_new:
+            self._written |= {(table.name, part) for part in files}
         return sum(self._adopt(table, path, part) for part, (path, _) in files.items())
 
     def stage(self, table: LakeTable) -> Path:
@@ -639,7 +625,7 @@ class Commit:
         for name, part in sorted(self._written):
             self._check_keys(TABLES[name], part)
         now_ms = real_runtime().now_ms()
-        self._manifest.dropped += [(path, now_ms, self.version) for path in self._dropped]
+        self._manifest.dropped += [(path, now_ms) for path in self._dropped]
         for directory in self._changed:
             flush(directory)
         self._faults("before commit")
@@ -675,17 +661,14 @@ def open_lake(
         raise Usage(
             f"{directory}: is the lake of {manifest.server_name}, and server_name is {server_name}"
         )
-    try:
-        return Lake(directory, manifest, faults=faults)
-    except OSError as error:
-        raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
+    return Lake(directory, manifest, faults=faults)
 
 
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
-        known = {"LOCK", "READERS", VIEWS, STAGING, CHECKPOINTS, LOG_NAME, *TABLES}
+        known = {"LOCK", VIEWS, STAGING, CHECKPOINTS, LOG_NAME, *TABLES}
         strange = sorted(
             path.name
             for path in directory.iterdir()
@@ -695,11 +678,8 @@ def _make(directory: Path) -> None:
         raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
     # What a killed first commit left is no loss; a later one followed a manifest.
     if any(not path.name.startswith(f"{1:08d}-") for path in files):
-        raise Usage(
-            f"{directory / MANIFEST}: is gone, and the lake's files are there: the lake is damaged;"
-            f" restore it, or remove {directory} and ingest anew (what the ledger no longer holds"
-            " is lost then)"
-        )
+        why = "is gone, and the lake's files are there"
+        raise Usage(f"{directory / MANIFEST}: {why}: {_remedy(directory)}")
     if strange:
         raise Usage(f"pipeline.lake: {directory}: is not empty and is no lake: it has {strange[0]}")
 
@@ -707,7 +687,10 @@ def _make(directory: Path) -> None:
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory's lock while the body runs; raises Busy: another job does."""
-    descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -55,17 +54,6 @@ FIELDS: Final = {
 _NEEDED: Final = ("ms", "instance", "destination", "attempt", "outcome")
 
 
-@dataclass(slots=True)
-class Read:
-    """The counts of what was read, in rows; `unknown_fields`: lines with fields we do not know."""
-
-    segments: int = 0
-    attempts: int = 0
-    pdus: int = 0
-    rejects: int = 0
-    unknown_fields: int = 0
-
-
 def fetched(config: Config) -> list[Path]:
     """The directories of all senders' ledgers, as they are now.
 
@@ -92,7 +80,11 @@ def fetched(config: Config) -> list[Path]:
 
 
 def read_ledger(
-    spark: SparkSession, lake: Lake, config: Config, steps: Steps, told: Read | None = None
+    spark: SparkSession,
+    lake: Lake,
+    config: Config,
+    steps: Steps,
+    ledgers: Sequence[Path] | None = None,
 ) -> None:
     """Bring the ledgers' new lines into the lake: those of an audit or health that comes next.
 
@@ -100,19 +92,20 @@ def read_ledger(
     name, and deletes segments by age.
 
     Args:
-        told: the counts, which this raises.
+        ledgers: their directories, if they are `fetched` already.
 
     Raises:
         PipelineError: the ledger cannot be read.
     """
-    told = told or Read()
-    directories = fetched(config)
-    with steps.spark("ledger", spark) as step:
+    ledgers = ledgers or fetched(config)
+    tables = (schemas.ATTEMPTS, schemas.PDUS, schemas.REJECTS)
+    before = list(map(lake.rows, tables))
+    with steps.step("ledger") as step:
         for tries in range(1, _TRIES + 1):
             try:
-                for batch in new_segments(lake, directories):
+                for batch in new_segments(lake, ledgers):
                     with lake.commit() as commit:
-                        read_batch(spark, lake, commit, batch, told)
+                        read_batch(spark, lake, commit, batch)
             except ConnectionError:
                 raise  # Java has ended.
             except (PySparkException, OSError) as error:
@@ -122,7 +115,8 @@ def read_ledger(
                     raise PipelineError(f"ledger: {str(error)[:500]}") from None
             else:
                 break
-        step.say(f"{told.attempts:,} attempts, {told.pdus:,} PDUs, {told.rejects:,} rejected")
+        new = (lake.rows(table) - rows for table, rows in zip(tables, before, strict=True))
+        step.note = "{:,} attempts, {:,} PDUs, {:,} rejected".format(*new)
 
 
 def bytes_read(lake: Lake) -> dict[str, int]:
@@ -175,8 +169,8 @@ def _unseen(spark: SparkSession, lake: Lake, lines: DataFrame) -> DataFrame:
     return _new(lines, lake.frame(spark, schemas.ATTEMPTS, parts))
 
 
-def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, told: Read) -> None:
-    """Add a batch's lines to the lake, and their numbers to `told`.
+def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) -> None:
+    """Add a batch's lines to the lake.
 
     Raises:
         PySparkException: a segment was deleted while it was read; do not commit the batch.
@@ -194,17 +188,16 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, to
         ).persist()
         good, bad = lines.where("why is null"), lines.where("why is not null")
         fresh = _unseen(spark, lake, good).persist()
-    attempts = commit.append_frame(schemas.ATTEMPTS, by_day(attempts_of(fresh)))
+    commit.append_frame(schemas.ATTEMPTS, by_day(attempts_of(fresh)))
     pdus = commit.append_frame(schemas.PDUS, by_day(pdus_of(fresh)))
     rejects = _new(bad, lake.frame(spark, schemas.REJECTS)).select(
         "segment", "line", F.col("why").alias("reason"), F.col("value").alias("text")
     )
-    rejected = commit.append_frame(schemas.REJECTS, rejects.coalesce(1))
+    commit.append_frame(schemas.REJECTS, rejects.coalesce(1))
     live = F.expr(
         "array_min(transform(filter(pdus, p -> p.lane = 'live'), p -> p.stream_ordering))"
     )
     counted = fresh.groupBy("instance").agg(
-        F.count("unknown_fields").alias("unknown"),
         F.min(live).alias("live"),
         F.expr("coalesce(sum(greatest(size(pdus), 0)), 0) as pdus"),
     )
@@ -222,12 +215,6 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch, to
     others = ~ds.field("name").isin([row["name"] for row in sizes])
     commit.rewrite(schemas.SEGMENTS, lake.files(schemas.SEGMENTS), "", only=others)
     commit.append_rows(schemas.SEGMENTS, sizes)
-    # At the end: until here the batch may have to be read again.
-    told.segments += len(batch)
-    told.attempts += attempts
-    told.pdus += pdus
-    told.rejects += rejected
-    told.unknown_fields += sum(row["unknown"] for row in rows)
 
 
 def _copied(path: Path, size: int, directory: Path) -> Path:

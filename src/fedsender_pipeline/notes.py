@@ -80,8 +80,7 @@ class SenderList:
     """A list of federation senders that was in force.
 
     Attributes:
-        since: the events position up to which the lake had read when it was not yet seen; -1: it is
-            the first one.
+        since: the last event of the list before; -1: it is the first one.
         names: in order.
         ours: those of them that are judged, by their ledgers.
     """

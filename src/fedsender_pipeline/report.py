@@ -98,10 +98,10 @@ def report(spark: SparkSession, lake: Lake, config: Config, steps: Steps, path: 
     """
     if lake.manifest.commit == 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
-    with steps.spark("figures", spark) as step:
+    with steps.step("figures") as step:
         health.update(spark, lake)
         figures = gather(spark, lake, config)
-        step.say(f"{figures.servers:,} servers")
+        step.note = f"{figures.servers:,} servers"
     try:
         with replaced(path) as file:
             file.write(page(figures))

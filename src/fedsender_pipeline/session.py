@@ -15,11 +15,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark import SparkContext
@@ -30,10 +31,6 @@ from fedsender.config import Spark
 from fedsender.console import say
 from fedsender.files import own_directory
 from fedsender_pipeline import PipelineError, Usage
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
 
 OLDEST_JAVA: Final = 17
 LOG_NAME: Final = "spark.log"
@@ -119,9 +116,11 @@ def spark_session(
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     log = directory / LOG_NAME
     with nullcontext() if submitted else _java(log), _noise_in(log):
-        settings = dict(_EVERYWHERE) if submitted else settings_for(spark, rows)
+        settings = _EVERYWHERE
+        if not submitted:
+            settings = {"spark.master": spark.master, **settings_for(spark, rows)}
         try:
-            session = _start(job, None if submitted else spark.master, settings)
+            session = _start(job, settings)
         except (PySparkException, OSError) as error:
             raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
         try:
@@ -169,13 +168,9 @@ def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
     return ours | spark.settings
 
 
-def _start(job: str, master: str | None, settings: Mapping[str, str]) -> SparkSession:
-    builder: Any = SparkSession.builder.appName(f"fedsender {job}")
-    if master is not None:
-        builder = builder.master(master)
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    session: SparkSession = builder.getOrCreate()
+def _start(job: str, settings: Mapping[str, str]) -> SparkSession:
+    builder: Any = SparkSession.builder
+    session: SparkSession = builder.appName(f"fedsender {job}").config(map=settings).getOrCreate()
     session.sparkContext.setLogLevel("WARN")
     return session
 
@@ -246,8 +241,13 @@ def _java(log: Path) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="fedsender-java-") as home:
         write_wrapper(Path(home), java, log)
         # Where no name is given, Spark's workers would run the first python3 on the PATH.
-        with _environment(JAVA_HOME=home, PYSPARK_PYTHON=sys.executable):
+        before = dict(os.environ)
+        os.environ |= {"JAVA_HOME": home, "PYSPARK_PYTHON": sys.executable}
+        try:
             yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def write_wrapper(home: Path, java: Path, log: Path) -> None:
@@ -260,20 +260,6 @@ def write_wrapper(home: Path, java: Path, log: Path) -> None:
 
 def _quoted(path: Path) -> str:
     return "'" + str(path).replace("'", "'\\''") + "'"
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def find_java(environment: Mapping[str, str]) -> Path:
@@ -318,88 +304,43 @@ def _java_version(java: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-class Steps:
-    """Shows the steps of one job. See `showing`."""
-
-    def __init__(self, progress: "Progress", *, live: bool) -> None:
-        self._progress = progress
-        self._live = live
-
-    @contextmanager
-    def step(self, title: str, total: float | None = None) -> Iterator["Step"]:
-        """One step; `total`: the amount of its work, None where it is not known."""
-        task = self._progress.add_task(title, total=total, note="")
-        step = Step(self._progress, task)
-        yield step
-        self._progress.update(task, total=step.done, completed=step.done)
-        if not self._live:
-            told = f": {step.note}" if step.note else ""
-            say(f"{title}{told}", error=True)
-
-    @contextmanager
-    def spark(self, title: str, session: SparkSession) -> Iterator["Step"]:
-        """One step of Spark: the bar shows the tasks of the stages under way."""
-        tracker = session.sparkContext.statusTracker()
-        over = threading.Event()
-        with self.step(title) as step:
-
-            def watch() -> None:
-                while not over.wait(0.5):
-                    done = total = 0
-                    for stage in tracker.getActiveStageIds():
-                        info = tracker.getStageInfo(stage)
-                        if info is not None:
-                            done, total = done + info.numCompletedTasks, total + info.numTasks
-                    step.show(done, total or None)
-
-            watcher = threading.Thread(target=watch, name="spark progress", daemon=True)
-            if self._live:
-                watcher.start()
-            try:
-                yield step
-            finally:
-                over.set()
-                if self._live:
-                    watcher.join()
+SAID_EVERY_S: Final = 30.0
+"""A step that takes longer says so often how far it is."""
 
 
 class Step:
-    """One step under way."""
+    """One step of a job, under way.
 
-    def __init__(self, progress: "Progress", task: "TaskID") -> None:
-        self._progress = progress
-        self._task = task
-        self.done = 1.0
+    Attributes:
+        note: its result, in a few words, for when it has ended.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._due_s = time.monotonic() + SAID_EVERY_S
         self.note = ""
 
-    def show(self, done: float, total: float | None = None) -> None:
-        """Show the progress; `total` only where it has changed."""
-        self.done = max(done, 1.0)
-        if total is None:
-            self._progress.update(self._task, completed=done)
-        else:
-            self._progress.update(self._task, completed=done, total=total)
-
-    def say(self, note: str) -> None:
-        """Show the result, in a few words."""
-        self.note = note
-        self._progress.update(self._task, note=note)
+    def show(self, share: float) -> None:
+        """Tell, now and then, how much of the step is done (0 to 1)."""
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + SAID_EVERY_S
+            self._tell(f"{100 * share:.0f} %")
 
 
-@contextmanager
-def showing(*, quiet: bool = False) -> Iterator[Steps]:
-    """The display of a job, on standard error; `quiet` shows nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Tells the steps of a job on standard error, as they end; `quiet`: it does not."""
 
-    console = Console(stderr=True, quiet=quiet)
-    live = console.is_terminal and not quiet
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console, disable=not live) as progress:
-        yield Steps(progress, live=live or quiet)
+    quiet: bool = False
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[Step]:
+        """One step."""
+
+        def tell(note: str) -> None:
+            if not self.quiet:
+                say(f"{title}: {note}" if note else title, error=True)
+
+        step = Step(tell)
+        yield step
+        tell(step.note)

@@ -54,12 +54,14 @@ class Standing(NamedTuple):
         upto: up to here all of those have noted what is owed: the lowest of their positions and of
             the walks under way.
         newest: the highest of their positions.
+        since: the last event of the list before; None: there was none.
     """
 
     names: tuple[str, ...]
     ours: tuple[str, ...]
     upto: int
     newest: int
+    since: int | None = None
 
 
 def standing(main: Source, own: Source | None, config: Config) -> Standing:
@@ -72,29 +74,30 @@ def standing(main: Source, own: Source | None, config: Config) -> Standing:
     Raises:
         PipelineError: the homeserver has no position at all.
     """
-    names, ours, walked = config.senders, [config.instance_name], list[int]()
+    names, ours, walked, since = config.senders, [config.instance_name], list[int](), None
+    table = tables.federation_stream_position.c
+    query = sa.select(table.instance_name, table.stream_id).where(table.type == "events")
 
-    def look(connection: Connection) -> dict[str, int]:
-        table = tables.federation_stream_position.c
-        query = sa.select(table.instance_name, table.stream_id).where(table.type == "events")
-        return {row.instance_name: row.stream_id for row in connection.execute(query)}
-
-    def look_at_senders(connection: Connection) -> tuple[Sequence[str] | None, set[str], list[int]]:
-        in_force = connection.execute(sa.select(tables.sender_list.c.in_force)).scalar()
+    def look_at_senders(
+        connection: Connection,
+    ) -> tuple[Sequence[str] | None, int | None, set[str], list[int]]:
+        found = sa.select(tables.sender_list.c.in_force, tables.sender_list.c.since)
+        in_force, since = connection.execute(found).one_or_none() or (None, None)
         ran = connection.execute(sa.select(tables.leases.c.instance_name)).scalars()
         walks = connection.execute(sa.select(tables.walks.c.after)).scalars()
-        return in_force, set(ran), list(walks)
+        return in_force, since, set(ran), list(walks)
 
     # Before the walks: a list that comes into force meanwhile has a walk from the lowest of these.
-    places = main.read(look)
+    places = dict(main.read(lambda found: found.execute(query).all()))
     if not places:
         raise PipelineError("homeserver database: federation_stream_position has no row 'events'")
     if own is not None and not own.is_file:
-        in_force, ran, walked = own.read(look_at_senders)
+        in_force, since, ran, walked = own.read(look_at_senders)
         names = tuple(in_force or names)
         ours = [name for name in names if name in ran] or ours
     there = [places[name] for name in ours if name in places] or [min(places.values())]
-    return Standing(names, tuple(ours), max(0, min(there + walked)), max(there + walked))
+    upto, newest = max(0, min(there + walked)), max(there + walked)
+    return Standing(names, tuple(ours), upto, newest, since)
 
 
 def events(main: Source, config: Config) -> Reading:
@@ -102,6 +105,12 @@ def events(main: Source, config: Config) -> Reading:
     synapse = config.homeserver.kind == "synapse"
     batches = partial(_event_batches, server_name=config.server_name, synapse=synapse)
     return Reading(schemas.EVENTS, (main,), batches)
+
+
+_OF_EVENT: Final = (
+    *("stream_ordering", "event_id", "room_id", "type", "sender", "state_key", "received_ts"),
+    *("depth", "outlier", "rejection_reason"),
+)
 
 
 def _event_batches(
@@ -117,16 +126,7 @@ def _event_batches(
     group = sa.select(groups.state_group).where(groups.event_id == table.c.event_id)
     query = (
         sa.select(
-            table.c.stream_ordering,
-            table.c.event_id,
-            table.c.room_id,
-            table.c.type,
-            table.c.sender,
-            table.c.state_key,
-            table.c.received_ts,
-            table.c.depth,
-            table.c.outlier,
-            table.c.rejection_reason,
+            *(table.c[name] for name in _OF_EVENT),
             tables.rejections.c.event_id.label("rejection"),
             (partial_state(table) if synapse else sa.false()).label("partial"),
             # Not judged here: it says what of an event may be sent now.
@@ -295,16 +295,11 @@ def room_server_batches(source: Source, after: int) -> Iterator[pa.RecordBatch]:
 def told_servers(source: Source, *, after: int, upto: int) -> Iterator[pa.RecordBatch]:
     """`told_servers` of the rooms that are partial now, for the events of this ingest."""
 
-    def look(connection: Connection) -> list[tuple[str, str, int, int]]:
-        query = sa.select(tables.partial_state_rooms.c.room_id)
-        rooms = list(connection.execute(query).scalars())
-        return [
-            (room, server, after + 1, upto)
-            for room, servers in partial_rooms(connection, rooms).items()
-            for server in sorted(servers)
-        ]
-
-    rows = source.read(look)
+    rooms = sa.select(tables.partial_state_rooms.c.room_id)
+    found = source.read(
+        lambda connection: partial_rooms(connection, list(connection.execute(rooms).scalars()))
+    )
+    rows = [(room, name, after + 1, upto) for room, names in found.items() for name in names]
     if rows:
         yield _batch_of(schemas.TOLD_SERVERS, rows, ("room_id", "server", "first", "last"))
 

@@ -30,20 +30,20 @@ def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
     if path is None:
         return
     registry = CollectorRegistry()
+    now_s = real_runtime().now_ms() / 1000
     sender = {"server_name": config.server_name, "sender": config.instance_name}
 
     def gauge(name: str, about: str, *labels: str) -> Gauge:
         name = f"fedsender_pipeline_{name}"
         return Gauge(name, about, [*sender, *labels], registry=registry)
 
-    ended = gauge("last_success_timestamp_seconds", "The end of the last run that did not fail.")
-    ended.labels(**sender).set(real_runtime().now_ms() / 1000)
-    missing = gauge("missing", "Deliveries that no record accounts for.")
-    missing.labels(**sender).set(audited.missing)
-    stray = gauge("stray", "Answered deliveries that should not have been, or not so late.")
-    stray.labels(**sender).set(audited.stray)
-    unproven = gauge("unproven", "1: it is not known where the ledger begins.")
-    unproven.labels(**sender).set(audited.unproven is not None)
+    for name, about, value in (
+        ("last_success_timestamp_seconds", "The end of the last run that did not fail.", now_s),
+        ("missing", "Deliveries that no record accounts for.", audited.missing),
+        ("stray", "Answered deliveries that should not have been, or not so late.", audited.stray),
+        ("unproven", "1: it is not known where the ledger begins.", bool(audited.unproven)),
+    ):
+        gauge(name, about).labels(**sender).set(value)
     deliveries = gauge("deliveries", "Deliveries that should be, by their fate.", "fate")
     for fate, number in audited.counts.items():
         deliveries.labels(**sender, fate=fate).set(number)
@@ -58,7 +58,6 @@ def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
 
 def _pending_since(lake: Lake) -> date | None:
     """The day of the oldest event that is pending; None: none is."""
-    audit = lake.dataset(AUDIT_BY_SERVER, lake.files(AUDIT_BY_SERVER))
-    rows = audit.to_table(columns=["day", "pending"], filter=ds.field("pending") != 0)
+    rows = lake.read(AUDIT_BY_SERVER, ["day", "pending"], ds.field("pending") != 0)
     days = rows.group_by("day").aggregate([("pending", "sum")]).to_pylist()
     return min((row["day"] for row in days if row["pending_sum"] > 0), default=None)

@@ -30,7 +30,7 @@ from fedsender_lab.bench.meter import Options, cpu_s_of
 from fedsender_pipeline import ingest, sources
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import open_lake
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 US: Final = "bench.example"
 EVENTS_PER_GROUP: Final = 10
@@ -85,8 +85,9 @@ def _read(config: Config, url: str, server: int) -> dict[str, Any]:
     """Read all into a new lake: what it took for the events, and for the state groups."""
     lake = open_lake(config.pipeline.lake, US, create=True)
     found: dict[str, Any] = {}
-    with open_source(url, "homeserver") as main, showing(quiet=True) as steps:
-        reader = ingest.HomeserverReader(lake, main, config, steps, ingest.Ingested())
+    steps = Steps(quiet=True)
+    with open_source(url, "homeserver") as main:
+        reader = ingest.HomeserverReader(lake, main, main, config, steps)
         newest = main.read(sources.newest_state_group)
         upto = sources.standing(main, None, config).upto
         for name, readings, last in (
@@ -95,7 +96,8 @@ def _read(config: Config, url: str, server: int) -> dict[str, Any]:
         ):
             used, served = time.process_time(), _server_cpu_s(server)
             began = time.perf_counter()
-            rows = sum(sum(counts) for _, counts in reader.ranges(readings, 0, last))
+            reader.ranges(name, readings, 0, last)
+            rows = sum(lake.rows(reading.table) for reading in readings)
             seconds = time.perf_counter() - began
             found[name] = {
                 "rows": rows,

@@ -12,7 +12,7 @@ from fedsender.ledger import LINE_VERSION
 from fedsender_pipeline import schemas
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.ledger_lines import read_ledger
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -137,5 +137,5 @@ def write(directory: Path, name: str, *lines: dict[str, Any] | str) -> Path:
 
 def ingest_ledger(spark: "SparkSession", lake: Lake, directory: Path) -> None:
     """Read what is new in the ledger of this directory into the lake, as a job does it."""
-    with showing(quiet=True) as steps:
-        read_ledger(spark, lake, config_of(directory), steps)
+    steps = Steps(quiet=True)
+    read_ledger(spark, lake, config_of(directory), steps)

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +28,12 @@ from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
 from fedsender.config import load
 from fedsender.store import tables
-from fedsender_pipeline import audit, ingest, ledger_lines, repair, session
+from fedsender_pipeline import audit, ingest, ledger_lines, session
 from fedsender_pipeline.accepted import accept
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.schemas import EVENTS, FATES, INTERVALS, UNKNOWN_HOSTS
-from fedsender_pipeline.session import find_java, showing
+from fedsender_pipeline.ledger_lines import fetched
+from fedsender_pipeline.schemas import EVENTS, FATES, INTERVALS, MISSING, UNKNOWN_HOSTS
+from fedsender_pipeline.session import Steps, find_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -172,8 +175,8 @@ def test_an_executor_that_is_killed_at_any_stage_loses_no_job(
     write(tmp_path / "ledger", "master.b.000001.jsonl", line(instance="master"))
     alone = open_lake(tmp_path / "alone", US, create=True)
     read(alone, url, config_of(tmp_path, "synapse"))
-    with showing(quiet=True) as steps:
-        ingest.derive(spark, alone, US, steps)
+    steps = Steps(quiet=True)
+    ingest.derive(spark, alone, US, steps)
     with (
         open_cluster(tmp_path, workers=2) as master,
         Killer(tmp_path, tmp_path / "lake" / "checkpoints") as killer,
@@ -208,8 +211,8 @@ def test_what_is_wrong_is_said_before_any_spark_starts(
     assert run_command(["pipeline", "ingest", "-c", config]) == 1
     assert "the lake has version 99" in capsys.readouterr().err
     (tmp_path / "accepted").write_text("a.example\n")
-    accept = ("--accept", str(tmp_path / "accepted"))
-    assert run_command(["pipeline", "audit", "-c", config, *accept]) == 2
+    accepting = ("--accept", str(tmp_path / "accepted"))
+    assert run_command(["pipeline", "audit", "-c", config, *accepting]) == 2
     assert "accepted:1: must be SERVER $EVENT or SERVER FIRST-LAST" in capsys.readouterr().err
     nowhere = str(tmp_path / "none" / "x")
     for job, option in (("report", "-o"), ("run", "-o")):
@@ -242,14 +245,13 @@ def test_a_job_that_is_told_to_end_says_what_stays(
 ) -> None:
     """SIGTERM in the middle of a commit: nothing of it shows, no traceback, and 1."""
 
-    def work(_spark: object, lake: Lake, *_: object) -> None:
+    def work(lake: Lake, *_: object) -> None:
         with lake.commit() as commit:
             commit.set_position("events", 1)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
 
-    monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(ingest, "ingest", work)
+    monkeypatch.setattr(ingest, "read_databases", work)
     assert run_command(["pipeline", "ingest", "-c", str(config_file(tmp_path))]) == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     told = capsys.readouterr().err.splitlines()[-1]
@@ -322,15 +324,25 @@ def test_a_run_with_nothing_new_answers_without_spark(
     }
     assert f"<td>{event['event_id']}</td>" in (tmp_path / "lake" / "report.html").read_text()
     lake, config = open_lake(tmp_path / "lake", US), load(tmp_path / "config.yaml")
-    assert audit.still_holds(lake, config)
-    assert ingest.is_level(lake, config)
+
+    def is_level() -> bool:
+        steps = Steps(quiet=True)
+        ingest.read_databases(lake, config, steps)
+        return ingest.is_level(lake, fetched(config)) and audit.still_holds(lake, config)
+
+    assert is_level()
+    shutil.copytree(lake.directory, tmp_path / "copy")
+    copy = open_lake(tmp_path / "copy", US)
+    accept(copy, [{"server": "a.example", "first": 1, "last": 3}])
+    assert not audit.still_holds(copy, config)
     with engine.begin() as connection:
         connection.execute(
             sa.insert(tables.catch_ups).values(destination="a.example", floor=1, newest_only=False)
         )
-    assert not ingest.is_level(lake, config)
-    accept(lake, [{"server": "a.example", "first": 1, "last": 3}])
-    assert not audit.still_holds(lake, config)
+    assert not is_level()
+    with engine.begin() as connection:
+        connection.execute(sa.delete(tables.catch_ups))
+    assert not is_level()
 
 
 def test_a_vacuum_needs_no_spark(
@@ -361,10 +373,10 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext())
     monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
     monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
-    monkeypatch.setattr(repair, "missing_pairs", lambda *_, **__: [[["a.example", "$1"]]])
     config = config_file(tmp_path)
-    with open_lake(tmp_path / "lake", US, create=True).commit():
-        pass
+    lost = {"server": "a.example", "room_id": "!r", "stream_ordering": 1, "event_id": "$1"}
+    with open_lake(tmp_path / "lake", US, create=True).commit() as commit:
+        commit.append_rows(MISSING, [lost | {"day": date(2026, 1, 1), "reasons": []}])
     assert run_command(["pipeline", "audit", "-c", str(config), "--repair"]) == 1
     told = capsys.readouterr()
     assert told.out.startswith("1 missing of 3 deliveries\n3 deliveries expected, of")

@@ -37,7 +37,7 @@ from fedsender_pipeline.health import (
     worse_than_usual,
 )
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,8 +49,8 @@ A, B = "a.example", "b.example"
 def run(spark: "SparkSession", lake: Lake, directory: Path) -> Known:
     """As the command does it."""
     ingest_ledger(spark, lake, directory)
-    with showing(quiet=True) as steps:
-        return health.health(spark, lake, config_of(directory), steps)
+    steps = Steps(quiet=True)
+    return health.health(spark, lake, config_of(directory), steps)
 
 
 def rows(directory: Path, query: str) -> list[Any]:

@@ -27,7 +27,7 @@ from fedsender_pipeline.accepted import accept
 from fedsender_pipeline.audit import audit
 from fedsender_pipeline.lake import Lake, open_lake, write_manifest
 from fedsender_pipeline.ledger_lines import read_ledger
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -123,12 +123,12 @@ class Life:
             yield note("denied", random.randint(0, self.at), reason=lists)
 
     def read_ledger(self, spark: "SparkSession", lake: Lake) -> None:
-        with showing(quiet=True) as steps:
-            read_ledger(spark, lake, self.config, steps)
+        steps = Steps(quiet=True)
+        read_ledger(spark, lake, self.config, steps)
 
     def audit(self, spark: "SparkSession", lake: Lake) -> None:
-        with showing(quiet=True) as steps:
-            audit(spark, lake, self.config, steps)
+        steps = Steps(quiet=True)
+        audit(spark, lake, self.config, steps)
 
     def write_ledger(self) -> Iterator[None]:
         """What the ledger gets, in two parts; some lines come again, as a copy."""
@@ -344,24 +344,22 @@ def test_late_lines_have_their_own_server_room_and_day_looked_at_and_no_later_da
     lines[one, 7] = attempt(one, pdu(7, "!elsewhere"), outcome="unknown", status=None)
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines.values())
     config = from_values({"server_name": US, "signing_key": "key"}, directory=tmp_path)
-    with showing(quiet=True) as steps:
-        read_ledger(spark, lake, config, steps)
-        told = audit(spark, lake, config, steps)
-        assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (596, 1, 3)
-        week_later = START_MS + 200 * EVENT_MS
-        write(tmp_path / "ledger", "f.b.000002.jsonl", late[0][0] | {"ms": week_later})
-        read_ledger(spark, lake, config, steps)
-        days = module.read_days(lake)
-        claims = module.read_claims(spark, lake, module.read_senders(lake, config))
-        named = module.read_named(spark, lake, lake.position("audit"))
-        units = module.touched(spark, lake, claims, days, named)
-        assert units is not None
-        assert [tuple(row) for row in units.frame.collect()] == [
-            (one, "!r", datetime.date(2026, 1, 1))
-        ]
-        told = audit(spark, lake, config, steps)
-        assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (597, 1, 2)
-        monkeypatch.setattr(intervals, "MOST_KEYS", 2)
-        write(tmp_path / "ledger", "f.b.000003.jsonl", *late[1])
-        read_ledger(spark, lake, config, steps)
-        assert audit(spark, lake, config, steps).missing == 0
+    steps = Steps(quiet=True)
+    read_ledger(spark, lake, config, steps)
+    told = audit(spark, lake, config, steps)
+    assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (596, 1, 3)
+    week_later = START_MS + 200 * EVENT_MS
+    write(tmp_path / "ledger", "f.b.000002.jsonl", late[0][0] | {"ms": week_later})
+    read_ledger(spark, lake, config, steps)
+    days = module.read_days(lake)
+    claims = module.read_claims(spark, lake, module.read_senders(lake, config))
+    named = module.read_named(spark, lake, lake.position("audit"))
+    units = module.touched(spark, lake, claims, days, named)
+    assert units is not None
+    assert [tuple(row) for row in units.frame.collect()] == [(one, "!r", datetime.date(2026, 1, 1))]
+    told = audit(spark, lake, config, steps)
+    assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (597, 1, 2)
+    monkeypatch.setattr(intervals, "MOST_KEYS", 2)
+    write(tmp_path / "ledger", "f.b.000003.jsonl", *late[1])
+    read_ledger(spark, lake, config, steps)
+    assert audit(spark, lake, config, steps).missing == 0

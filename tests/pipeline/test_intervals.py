@@ -21,7 +21,7 @@ from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender_pipeline import ingest, schemas, sources
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -71,12 +71,12 @@ def standing(lake: Lake) -> list[dict[str, Any]]:
 
 def by_spark(spark: "SparkSession", lake: Lake, config: Config) -> Expected:
     """What the lake says, spelt out, once it has read what is new up to the events position."""
-    with showing(quiet=True) as steps:
-        with open_source(config.homeserver.database, "homeserver") as source:
-            ingest.HomeserverReader(lake, source, config, steps, ingest.Ingested()).read(
-                sources.standing(source, None, config)
-            )
-        ingest.derive(spark, lake, US, steps)
+    steps = Steps(quiet=True)
+    with open_source(config.homeserver.database, "homeserver") as source:
+        ingest.HomeserverReader(lake, source, source, config, steps).read(
+            sources.standing(source, None, config)
+        )
+    ingest.derive(spark, lake, US, steps)
     spans: dict[str, list[Mapping[str, Any]]] = {}
     for row in standing(lake):
         spans.setdefault(row["room_id"], []).append(row)

@@ -19,20 +19,24 @@ from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
 from fedsender.segments import segments
 from fedsender_pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.ledger_lines import FIELDS, Read, new_segments, read_ledger
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.ledger_lines import FIELDS, new_segments, read_ledger
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def read(spark: "SparkSession", lake: Lake, directory: Path) -> Read:
-    told = Read()
+NEW = (schemas.ATTEMPTS, schemas.PDUS, schemas.REJECTS)
+
+
+def read(spark: "SparkSession", lake: Lake, directory: Path) -> tuple[int, ...]:
+    """Read what is new: the number of rows in each of `NEW`."""
+    before = [lake.rows(table) for table in NEW]
     values = {"server_name": US, "signing_key": "key", "ledger": {"directory": str(directory)}}
     config = from_values(values, directory=directory.parent)
-    with showing(quiet=True) as steps:
-        read_ledger(spark, lake, config, steps, told)
-    return told
+    steps = Steps(quiet=True)
+    read_ledger(spark, lake, config, steps)
+    return tuple(lake.rows(table) - rows for table, rows in zip(NEW, before, strict=True))
 
 
 @pytest.fixture
@@ -56,8 +60,7 @@ def test_lines_become_attempts_and_pdus(spark: "SparkSession", lake: Lake, tmp_p
         ms=NOW_MS - DAY_MS, reused=False, lsso=None, reason="no route",
     )  # fmt: skip
     write(ledger, "fedsender.b.000001.jsonl", line(), unreachable)
-    told = read(spark, lake, ledger)
-    assert (told.attempts, told.pdus, told.rejects, told.segments) == (2, 2, 0, 1)
+    assert read(spark, lake, ledger) == (2, 2, 0)
     rows = sorted(lake.frame(spark, schemas.ATTEMPTS).collect(), key=lambda row: row["ms"])
     assert [(str(row["day"]), row["outcome"], row["attempt"]) for row in rows] == [
         ("2026-01-05", "unreachable", 0),
@@ -94,20 +97,19 @@ def test_reading_again_changes_nothing_and_late_and_double_lines_count_once(
     of long ago."""
     ledger = tmp_path / "ledger"
     write(ledger, "i.b.000001.jsonl", line(), line(transaction_id="t2"))
-    assert read(spark, lake, ledger).attempts == 2
+    assert read(spark, lake, ledger) == (2, 4, 0)
     commit = lake.manifest.commit
-    again = read(spark, lake, ledger)
-    assert (again.segments, again.attempts, lake.manifest.commit) == (0, 0, commit)
+    read(spark, lake, ledger)
+    assert lake.manifest.commit == commit
     late = line(transaction_id="t3", ms=NOW_MS - 3 * DAY_MS)
     write(ledger, "i.b.000002.jsonl", line(), late, late, line(transaction_id="t4"))
-    told = read(spark, lake, ledger)
-    assert (told.attempts, told.pdus) == (2, 4)
+    assert read(spark, lake, ledger) == (2, 4, 0)
     ids = [row["transaction_id"] for row in lake.frame(spark, schemas.ATTEMPTS).collect()]
     assert sorted(ids) == ["t1", "t2", "t3", "t4"]
     assert {file.part for file in lake.files(schemas.ATTEMPTS)} == {"2026-01-06", "2026-01-03"}
     # One that grew although it was closed is read again, and only what is new in it counts.
     write(ledger, "i.b.000002.jsonl", *[line()] * 4, late, line(transaction_id="t5"))
-    assert read(spark, lake, ledger).attempts == 1
+    assert read(spark, lake, ledger)[0] == 1
     assert new_segments(lake, [ledger]) == []
 
 
@@ -119,7 +121,7 @@ def test_a_line_of_the_future_is_of_now(
     monkeypatch.setattr(ledger_lines, "latest_ms", lambda: latest_ms)
     ahead = line(transaction_id="ahead", ms=NOW_MS + 365 * DAY_MS)
     write(tmp_path / "ledger", "i.b.000001.jsonl", line(), ahead)
-    assert read(spark, lake, tmp_path / "ledger").attempts == 2
+    assert read(spark, lake, tmp_path / "ledger")[0] == 2
     for table in (schemas.ATTEMPTS, schemas.PDUS):
         times = {row["ms"] for row in lake.frame(spark, table).collect()}
         assert times == {NOW_MS, latest_ms}
@@ -152,30 +154,26 @@ def test_a_segment_that_is_read_while_it_is_open_counts_once(
         with (ledger / "f.b.000001.open").open("a") as segment:
             segment.write(text)
 
-    def read_so_far() -> tuple[int, int, int]:
-        told = read(spark, lake, ledger)
-        return told.attempts, told.pdus, told.rejects
-
     def kill(point: str) -> None:
         if point == "before commit":
             raise Killed
 
     write(ledger, "f.b.000001.open", line(), line(transaction_id="t2"), half[:40])
     write(ledger, "f.b.000002.open", line(transaction_id="t5"))
-    assert read_so_far() == (3, 6, 0)
+    assert read(spark, lake, ledger) == (3, 6, 0)
     commit = lake.manifest.commit
-    assert read_so_far() == (0, 0, 0)
+    assert read(spark, lake, ledger) == (0, 0, 0)
     assert lake.manifest.commit == commit
     add(half[40:] + "\n{bad\n")
     with pytest.raises(Killed):
         read(spark, open_lake(lake.directory, US, faults=kill), ledger)
-    assert read_so_far() == (1, 2, 1)
+    assert read(spark, lake, ledger) == (1, 2, 1)
     for path in list(ledger.glob("*.open")):
         path.rename(path.with_suffix(".jsonl"))
     assert new_segments(lake, [ledger]) == []
     with (ledger / "f.b.000002.jsonl").open("a") as segment:
         segment.write(json.dumps(line(transaction_id="t6")) + "\n")
-    assert read_so_far() == (1, 2, 0)
+    assert read(spark, lake, ledger) == (1, 2, 0)
     rows = lake.read(schemas.ATTEMPTS, ["segment", "transaction_id"]).to_pylist()
     assert sorted(tuple(row.values()) for row in rows) == [
         ("f.b.000001.jsonl", "t1"), ("f.b.000001.jsonl", "t2"), ("f.b.000001.jsonl", "t3"),
@@ -206,9 +204,9 @@ def test_what_the_daemon_does_to_an_open_segment_meanwhile_takes_no_line_away_an
 
     monkeypatch.setattr(ledger_lines, "segments", listed)
     monkeypatch.setattr(ledger_lines, "new_segments", batches)
-    assert read(spark, lake, ledger).attempts == 2
+    assert read(spark, lake, ledger)[0] == 2
     monkeypatch.undo()
-    assert read(spark, lake, ledger).attempts == 1
+    assert read(spark, lake, ledger)[0] == 1
 
 
 def test_an_error_in_a_segment_names_the_ledger_and_a_java_that_has_ended_does_not(
@@ -250,8 +248,7 @@ def test_what_cannot_be_read_is_set_apart_whole(
     write(
         tmp_path / "ledger", "i.b.000001.jsonl", *(text + "\n" for text in lines), good, "\n", "{"
     )
-    told = read(spark, lake, tmp_path / "ledger")
-    assert (told.attempts, told.rejects, told.unknown_fields) == (1, len(bad) + 1, 1)
+    assert read(spark, lake, tmp_path / "ledger") == (1, 2, len(bad) + 1)
     rows = {row["text"]: row["reason"] for row in lake.frame(spark, schemas.REJECTS).collect()}
     assert rows.pop("{") == "torn: not a JSON object"
     for text, (name, (_, reason)) in zip(lines, bad.items(), strict=True):

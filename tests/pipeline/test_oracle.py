@@ -1,9 +1,18 @@
-"""Thirty random worlds where everything goes wrong, judged by the audit and by another engine."""
+"""Random worlds where everything goes wrong, judged by the audit and by another engine.
+
+    python -m tests.pipeline.test_oracle WORLDS
+
+does it with so many worlds of 60 events, in a session as jobs have it, and prints what it took.
+"""
 
 import json
+import os
+import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -12,7 +21,7 @@ from tests.pipeline.lakes import line as ledger_line
 from tests.pipeline.oracle import LATE, NEVER, NO_SUCH, NOT_FOR_IT, ROOM, found_by_audit, judge
 from tests.pipeline.worlds import US, World
 
-from fedsender.config import from_values
+from fedsender.config import Spark, from_values
 from fedsender.store import tables
 from fedsender.store.migrations import upgrade
 from fedsender_pipeline.accepted import accept
@@ -20,37 +29,40 @@ from fedsender_pipeline.audit import audit
 from fedsender_pipeline.ingest import ingest
 from fedsender_pipeline.lake import open_lake
 from fedsender_pipeline.schemas import FATES
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-WORLDS = 30
 EVENTS = 30
 """Of each world, in each of two rounds."""
-BEGAN = 300
-"""Before this event there is no ledger."""
 
 
 @dataclass
 class Chaos:
-    """Worlds of two rooms and three servers each, in one stream, with one ledger."""
+    """So many worlds of two rooms and three servers each, in one stream, with one ledger."""
 
     random: Random
     world: World
+    worlds: int
     stays: dict[tuple[str, str], int] = field(default_factory=dict)
     events: dict[int, list[tuple[int, str, str]]] = field(default_factory=dict)
     transactions: int = 0
     free: list[int] = field(default_factory=list)
+
+    @property
+    def span(self) -> int:
+        """Of as many stream orderings ten are a world's. The ledger begins after the first ones."""
+        return 10 * self.worlds
 
     def servers(self, world: int) -> list[str]:
         return [f"{name}{world}.example" for name in "abc"]
 
     def round(self, boot: str) -> list[dict[str, Any]]:
         """Events, and what the ledger gets of them."""
-        random, new = self.random, {world: [] for world in range(WORLDS)}  # type: ignore[var-annotated]
+        random, new = self.random, {world: [] for world in range(self.worlds)}  # type: ignore[var-annotated]
         for _ in range(EVENTS):
-            for world in range(WORLDS):
+            for world in range(self.worlds):
                 new[world].append(self._event(world))
         lines = []
         for world, events in new.items():
@@ -91,7 +103,7 @@ class Chaos:
     def _lines(self, world: int, server: str, boot: str) -> list[dict[str, Any]]:
         """Of events of all rounds; whoever was in a room."""
         random, lines = self.random, []
-        told = [each for each in self.events[world] if each[0] > BEGAN]
+        told = [each for each in self.events[world] if each[0] > self.span]
         for _ in range(random.randint(4, 12)):
             some = sorted(random.sample(told, random.randint(1, 4)))
             if random.random() < 0.1:
@@ -103,7 +115,7 @@ class Chaos:
             if lane == "catch_up":
                 pdus = pdus[:1]
                 at = pdus[0]["stream_ordering"]
-                pdus[0]["supersedes"] = [max(1, at - random.randint(0, 300)), at]
+                pdus[0]["supersedes"] = [max(1, at - random.randint(0, self.span)), at]
             odd = random.random()
             if odd < 0.03:
                 pdus[-1]["event_id"] = "$invented"
@@ -126,7 +138,7 @@ class Chaos:
             )
         if random.random() < 0.1:
             at = random.choice(self.events[world])[0]
-            lines.append(note("purged", at, server, lsso=max(0, at - 200)))
+            lines.append(note("purged", at, server, lsso=max(0, at - self.span * 2 // 3)))
         if random.random() < 0.15:
             event = random.choice(self.events[world])
             where = self._pdu(event, "quarantine")
@@ -184,7 +196,9 @@ class Chaos:
                 elif what < 0.7:
                     accepted.append({"server": server, "event_id": event_id})
                 elif what < 0.8:
-                    accepted.append({"server": server, "first": at, "last": at + 200})
+                    accepted.append(
+                        {"server": server, "first": at, "last": at + self.span * 2 // 3}
+                    )
         with homeserver.begin() as connection:
             for table in (tables.destinations, tables.destination_rooms, tables.room_servers):
                 condition = table.c.left.is_(None) if table is tables.room_servers else sa.true()
@@ -205,9 +219,13 @@ class Chaos:
 def test_another_engine_finds_the_same_in_thirty_worlds(
     spark: "SparkSession", tmp_path: Path
 ) -> None:
-    """All at first, and later what is new: losses, leaks, reorders, repeats, invented events, and
-    every fate."""
-    homeserver, sender = (tmp_path / f"{name}.db" for name in ("homeserver", "sender"))
+    compare(spark, tmp_path, 30)
+
+
+def compare(spark: "SparkSession", directory: Path, worlds: int) -> None:
+    """Judge them twice: all at first, and later what is new. There are losses, leaks, reorders,
+    repeats, invented events, and every fate."""
+    homeserver, sender = (directory / f"{name}.db" for name in ("homeserver", "sender"))
     engines = [sa.create_engine(f"sqlite:///{path}") for path in (homeserver, sender)]
     with engines[0].begin() as connection:
         upgrade(connection, "homeserver")
@@ -219,25 +237,25 @@ def test_another_engine_finds_the_same_in_thirty_worlds(
             "homeserver": {"database": f"sqlite:///{homeserver}"},
             "sender_database": f"sqlite:///{sender}",
         },
-        directory=tmp_path,
+        directory=directory,
     )
-    chaos = Chaos(Random(7), World(Random(7)))
-    for world in range(WORLDS):
+    chaos = Chaos(Random(7), World(Random(7)), worlds)
+    for world in range(worlds):
         for room in "pq":
             chaos.world.put(tables.rooms, room_id=f"!{room}{world}:{US}", room_version="1")
-    lake = open_lake(tmp_path / "lake", US, create=True)
-    begun = [note("owned", BEGAN)]
+    lake = open_lake(directory / "lake", US, create=True)
+    begun = [note("owned", chaos.span)]
     for number, boot in enumerate(("boot0", "boot1"), 1):
         lines = begun + chaos.round(boot)
         begun = []
-        write(tmp_path / "ledger", f"fedsender.{boot}.{number:06d}.jsonl", *lines)
+        write(directory / "ledger", f"fedsender.{boot}.{number:06d}.jsonl", *lines)
         accepted = chaos.store(*engines)
-        with showing(quiet=True) as steps:
-            ingest(spark, lake, config, steps)
-            accept(lake, accepted)
-            told = audit(spark, lake, config, steps)
-        expected = judge(homeserver, sender, tmp_path / "ledger", US, accepted)
-        found = found_by_audit(tmp_path / "lake")
+        steps = Steps(quiet=True)
+        ingest(spark, lake, config, steps)
+        accept(lake, accepted)
+        told = audit(spark, lake, config, steps)
+        expected = judge(homeserver, sender, directory / "ledger", US, accepted)
+        found = found_by_audit(directory / "lake")
         assert found.missing == expected.missing
         assert found.stray == expected.stray
         assert found.repeated == expected.repeated
@@ -248,3 +266,21 @@ def test_another_engine_finds_the_same_in_thirty_worlds(
     assert {why for _, _, why in expected.stray} == {LATE, NEVER, NO_SUCH, NOT_FOR_IT, ROOM}
     assert {expected for _, _, expected in expected.repeated} == {True, False}
     json.dumps(asdict(told))
+
+
+def main() -> None:
+    """The command."""
+    worlds, began_s = int(sys.argv[1]), time.monotonic()
+    with (
+        TemporaryDirectory(prefix="fedsender-oracle-") as name,
+        spark_session(Spark(master="local[2]"), "oracle", Path(name)) as spark,
+    ):
+        compare(spark, Path(name), worlds)
+    times = os.times()
+    cpu_s = times.user + times.system + times.children_user + times.children_system
+    figures = {"events": 2 * EVENTS * worlds, "seconds": time.monotonic() - began_s, "cpu_s": cpu_s}
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """What an audit missed, handed to a real daemon's endpoint over a real socket."""
 
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +11,26 @@ from tests.admin.test_serving import serving
 from tests.sender.harness import RemoteServer, World
 
 from fedsender.config import from_values
-from fedsender_pipeline import PipelineError
+from fedsender_pipeline import PipelineError, schemas
+from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.repair import Repaired, repair
-from fedsender_pipeline.session import showing
 
 R1 = "!1:hs.example"
 A, B = "a.example", "b.example"
+
+
+def lake_that_misses(directory: Path, *pairs: tuple[str, str]) -> Lake:
+    """A lake in which exactly these servers and events are missing, in this order."""
+    lake = open_lake(directory / "lake", "hs.example", create=True)
+    rows = [
+        {"server": server, "room_id": R1, "stream_ordering": at, "event_id": event_id,
+         "day": date(2026, 1, 1), "reasons": []}
+        for at, (server, event_id) in enumerate(pairs)
+    ]  # fmt: skip
+    with lake.commit() as commit:
+        commit.clear(schemas.MISSING)
+        commit.append_rows(schemas.MISSING, rows)
+    return lake
 
 
 async def got(server: RemoteServer, *texts: str) -> None:
@@ -38,9 +53,7 @@ async def test_repair_has_the_daemon_send_what_is_missing(tmp_path: Path) -> Non
     )
 
     def ask(*pairs: tuple[str, str]) -> Repaired:
-        pages = [[list(pair) for pair in pairs]]
-        with showing(quiet=True) as steps:
-            return repair(pages, len(pairs), config, steps)
+        return repair(lake_that_misses(tmp_path, *pairs), config)
 
     with pytest.raises(PipelineError, match="after 0 events: no answer from the daemon"):
         await trio.to_thread.run_sync(partial(ask, (A, "$gone")))

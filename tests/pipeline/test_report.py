@@ -27,7 +27,7 @@ from fedsender_pipeline.audit import Audited
 from fedsender_pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.report import BEFORE, NOW, Figures, page, report
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,8 +67,8 @@ class Page(HTMLParser):
 
 def make(spark: "SparkSession", lake: Lake, directory: Path) -> tuple[Figures, str]:
     path = directory / "report.html"
-    with showing(quiet=True) as steps:
-        figures = report(spark, lake, config_of(directory), steps, path)
+    steps = Steps(quiet=True)
+    figures = report(spark, lake, config_of(directory), steps, path)
     return figures, path.read_text()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, insert, select
 from tests.servers import Databases, free_port
 from tests.store import synapse_schema
 from tests.store.rooms import Room, put_event
@@ -110,6 +110,10 @@ def settings_of(
         | ({} if ca_file is None else {"ca_file": str(ca_file)}),
         "destinations": {"defaults": {"backoff": {"first": "1s"}}},
         "ledger": {"directory": str(directory / f"ledger-{name}")},
+        "admin": {
+            "listen": f"unix:{directory}/{name}.sock",
+            "token_file": str(directory / "token"),
+        },
     }
 
 
@@ -402,6 +406,8 @@ async def test_who_gains_servers_walks_the_events_that_their_sender_had_not_come
         await until(lambda: all(has(it, name, good) for name in of_a))
         await it.start("c")
         await it.change("b", "c", "a")
+        since = select(tables.sender_list.c.since)
+        assert await it.in_own(lambda connection: connection.scalar(since)) == upto
         # b knows as little as before.
         others = {name for name in it.receivers.servers if not it.sending["b"].config.handles(name)}
         await until(lambda: all(has(it, name, good) for name in others))

@@ -13,9 +13,11 @@ import trio
 from sqlalchemy import func, select, text
 from structlog.testing import capture_logs
 from tests.admin.desk import OURS, checked
+from tests.pipeline.test_repair import lake_that_misses
 from tests.servers import Databases
 from tests.switching.test_senders import BAD, HS, Site, all_have, fan_out, site, write_history
 
+from fedsender.admin import open_admin
 from fedsender.admin.app import build_app
 from fedsender.admin.overview import overview_here
 from fedsender.admin.together import AWAY_S, LOOK_EVERY_S, answer_for_ever
@@ -23,6 +25,7 @@ from fedsender.daemon import admin_context
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreError, backup, requests, store_config, tables
 from fedsender_lab.testing.clock import until
+from fedsender_pipeline.repair import Repaired, repair
 
 
 @dataclass
@@ -247,6 +250,39 @@ async def test_an_event_that_no_server_got_is_one_entry(
             assert not sender.sender.fan_out.blocked
         assert (await both.get("a", "quarantine"))["items"] == []
         await both.post("a", "quarantine/release", {"ids": [waits]}, 404)
+
+
+async def test_an_audit_repairs_at_each_of_the_senders(tmp_path: Path, postgres: Databases) -> None:
+    """It asks one of them; what an absent one will do later is said to be missing still."""
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        good, upto = await write_history(it, bad_one=False)
+        it.become(well=True)
+        await fan_out(it, upto, "a", "b")
+        await until(all_have(it, good))
+        one, other = both.of("a")[0], both.of("b")[0]
+        (tmp_path / "token").write_text("secret")
+        asked = it.sending["a"]
+        lake = lake_that_misses(tmp_path, (one, good), (other, good), (other, "$gone"))
+
+        async def repaired() -> Repaired:
+            return await trio.to_thread.run_sync(repair, lake, asked.config)
+
+        def times(server: str) -> int:
+            return sum(
+                good in (pdu.event_id for pdu in sent.pdus)
+                for sent in it.receivers.servers[server].transactions
+            )
+
+        async with open_admin(admin_context(asked, real_runtime())):
+            told = await repaired()
+            assert (told.accepted, told.without) == (2, {})
+            assert [each["destination"] for each in told.refused] == [other]
+            await until(lambda: times(one) == times(other) == 2)
+            both.close("b")
+            await it.stop("b")
+            told = await repaired()
+            assert (told.accepted, told.without) == (1, {"b": "queued: its sender is away (b)"})
 
 
 @pytest.mark.parametrize("left", ["it comes back", "its servers get another sender"])

@@ -14,7 +14,7 @@ from fedsender_pipeline import ingest, intervals, schemas, sources
 from fedsender_pipeline.audit import Audited, audit
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import open_lake
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,12 +55,13 @@ def newest_expected(
 ) -> tuple[Rows, set[int]]:
     """Of each server and room the newest event that the lake expects, spelt out; and those events
     that only we send to the server of the user whom they turn away."""
-    lake, told = open_lake(directory / "lake", config.server_name, create=True), ingest.Ingested()
-    with showing(quiet=True) as steps, open_source(config.homeserver.database, "main") as main:
-        ingest.HomeserverReader(lake, main, config, steps, told).read(
+    lake = open_lake(directory / "lake", config.server_name, create=True)
+    steps = Steps(quiet=True)
+    with open_source(config.homeserver.database, "main") as main:
+        ingest.HomeserverReader(lake, main, main, config, steps).read(
             sources.standing(main, None, config)
         )
-        ingest.read_snapshots(lake, main, "homeserver", steps, told)
+        ingest.read_snapshots(lake, main, "homeserver", steps)
         ingest.derive(spark, lake, config.server_name, steps)
     events = intervals.ours(spark, lake)
     told_by_us_alone = events.where(intervals.TOLD_BY_US_ALONE).collect()
@@ -130,9 +131,9 @@ async def test_the_lake_expects_what_synapses_own_worker_recorded(
 def audited(spark: "SparkSession", config: Config) -> Audited:
     """What an ingest and an audit find, with the daemon's own ledger and records."""
     lake = open_lake(config.pipeline.lake, config.server_name, create=True)
-    with showing(quiet=True) as steps:
-        ingest.ingest(spark, lake, config, steps)
-        return audit(spark, lake, config, steps)
+    steps = Steps(quiet=True)
+    ingest.ingest(spark, lake, config, steps)
+    return audit(spark, lake, config, steps)
 
 
 @pytest.mark.long

@@ -196,6 +196,12 @@ def upgrade() -> None:
             "in_force", sa.JSON(), nullable=False, comment="the names of all senders, in order"
         ),
         sa.Column(
+            "since",
+            sa.BigInteger(),
+            nullable=True,
+            comment="the last event of the list before; NULL: there was none",
+        ),
+        sa.Column(
             "change",
             sa.Text(),
             nullable=True,

@@ -254,7 +254,8 @@ class Membership:
         _give_to_all(connection, new)
         _give_to_owners(connection, new)
         hand_on(connection, new, self._runtime.now_ms())
-        connection.execute(update(sender_list).values(in_force=list(new), change=None, wanted=None))
+        now = {"in_force": list(new), "since": highest, "change": None, "wanted": None}
+        connection.execute(update(sender_list).values(now))
         return True
 
     # --- walks ------------------------------------------------------------------------------------

@@ -435,6 +435,7 @@ sender_list = Table(
     sender,
     Column("id", RowId, primary_key=True, comment="1"),
     Column("in_force", JSON, nullable=False, comment="the names of all senders, in order"),
+    Column("since", BigInteger, comment="the last event of the list before; NULL: there was none"),
     Column("change", Text, comment="random, of the change under way; NULL: there is none"),
     Column("wanted", JSON(none_as_null=True), comment="the list that it leads to"),
 )

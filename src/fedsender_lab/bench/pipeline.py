@@ -21,11 +21,11 @@ import sqlalchemy as sa
 
 from fedsender.config import Config, from_values
 from fedsender_lab.bench.meter import Options, cpu_s_of, rss_kb
-from fedsender_lab.bench.pipeline_input import HOUR_EVENTS, US, Made, Shape, add_hour, make
+from fedsender_lab.bench.pipeline_input import US, Made, Shape, add_hour, make
 from fedsender_pipeline import audit, health, ingest, ledger_lines, report, schemas
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.session import Steps, showing, spark_session
+from fedsender_pipeline.session import Steps, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -84,10 +84,8 @@ async def pipeline_16(options: Options) -> dict[str, Any]:
 def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[str, Any]:
     began = time.perf_counter()
     rows = lake.rows() + made.events  # About as many PDUs are in the ledger.
-    with (
-        showing() as steps,
-        spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
-    ):
+    steps = Steps()
+    with spark_session(config.pipeline.spark, "bench", directory, rows) as spark:
         meter = _Jobs(spark)
         start_s = round(time.perf_counter() - began, 1)
         found = _jobs(spark, lake, config, steps, meter, directory)
@@ -113,17 +111,15 @@ def _measure_hour(
     lake = open_lake(config.pipeline.lake, US)
     with spark_session(config.pipeline.spark, "bench hour input", directory) as spark:
         more = add_hour(spark, lake, config.ledger.directory, homeserver, shape)
-    rows = ingest.rows_to_work_on(lake, HOUR_EVENTS)
+    rows = ingest.rows_to_work_on(lake, config, lake.position("audit_version"))
     python_s = cpu_s_of(os.getpid())
-    with (
-        showing() as steps,
-        spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
-    ):
+    steps = Steps()
+    with spark_session(config.pipeline.spark, "bench", directory, rows) as spark:
         meter = _Jobs(spark)
         # Without what the measuring itself takes between the jobs.
         cpu_s = meter.cpu_s() - python_s
         with meter.job("owed"):
-            _read_owed(lake, config, steps, ingest.Ingested())
+            _read_owed(lake, config, steps)
         with meter.job("ledger"):
             ledger_lines.read_ledger(spark, lake, config, steps)
         with meter.job("derive"):
@@ -158,11 +154,10 @@ def _jobs(
     directory: Path,
 ) -> dict[str, Any]:
     """Run each job; their results."""
-    told = ingest.Ingested()
     with meter.job("owed"):
-        _read_owed(lake, config, steps, told)
+        _read_owed(lake, config, steps)
     with meter.job("ledger"):
-        ledger_lines.read_ledger(spark, lake, config, steps, told)
+        ledger_lines.read_ledger(spark, lake, config, steps)
     with meter.job("derive"):
         ingest.derive(spark, lake, US, steps)
     with meter.job("audit"):
@@ -172,17 +167,17 @@ def _jobs(
     with meter.job("report"):
         report.report(spark, lake, config, steps, directory / "report.html")
     return {
-        "attempts": told.attempts,
-        "pdus": told.pdus,
+        "attempts": lake.rows(schemas.ATTEMPTS),
+        "pdus": lake.rows(schemas.PDUS),
         "fates": {fate: number for fate, number in audited.counts.items() if number},
         "servers_seen": well.servers,
     }
 
 
-def _read_owed(lake: Lake, config: Config, steps: Steps, told: ingest.Ingested) -> None:
+def _read_owed(lake: Lake, config: Config, steps: Steps) -> None:
     """Read `destinations` and `destination_rooms`."""
     with open_source(config.homeserver.database, "homeserver") as source:
-        ingest.read_snapshots(lake, source, "homeserver", steps, told)
+        ingest.read_snapshots(lake, source, "homeserver", steps)
 
 
 def _broken(figures: dict[str, Any], made: Made) -> list[str]:
