@@ -58,7 +58,11 @@ _SPARK = {
 }
 _FIRST = ("spark", "homeserver_a")
 """Fixtures whose servers take long to start, and whose tests take longest."""
-_WITH_SPARK = ("tests/pipeline/", "tests/synapse/test_destination_rooms.py")
+_WITH_SPARK = (
+    "tests/pipeline/",
+    "tests/synapse/test_destination_rooms.py",
+    "tests/synapse/test_planted.py",
+)
 _WITH_SYNAPSE = ("tests/synapse/",)
 _LONGEST = (
     "tests/test_standby.py",

@@ -56,16 +56,18 @@ def demo(
 
 
 def plant(
-    demo: Annotated[Path, typer.Argument(metavar="DEMO", help="What `demo --keep` has left.")],
+    left: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What `demo --keep` has left; or a test server's.")
+    ],
     worlds: Annotated[list[str] | None, typer.Argument(help="Some of them; else all.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Plant faults into copies of a demo's ledger, and see that an audit names each."""
+    """Plant faults into copies of a ledger and its database, and see that an audit names each."""
     from fedsender_pipeline.commands import needing_extra
 
     with needing_extra():
         from fedsender_lab.planted import plant as run
-    return run(demo, worlds, as_json=as_json)
+    return run(left, worlds, as_json=as_json)
 
 
 def simulate(context: typer.Context) -> int:

@@ -1,28 +1,35 @@
-"""`fedsender plant`: faults planted into what a demo left, and whether the audit finds each by name
-and nothing else.
+"""`fedsender plant`: faults planted into what a sender left, and whether the audit finds each by
+name, and nothing else.
 
-Each world is a copy of a demo's directory with its ledger, or its homeserver's events, changed by
-hand. It is judged twice: all at once, and after an audit of its first half.
+What was left is a directory with a configuration and a ledger: a demo's, with its embedded store,
+or that of a sender beside a Synapse on PostgreSQL. Each world is a copy of it, and of its database,
+with its ledger, or its homeserver's events, changed by hand. It is judged twice: all at once, and
+after an audit of its first half.
 """
 
 import json
 import shutil
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from fedsender.config import load
-from fedsender.console import Mistake, say_answer
+import sqlalchemy as sa
+import yaml
+
+from fedsender.config import Config, database_url, load
+from fedsender.console import Mistake, say, say_json
+from fedsender.matrix import server_of
 from fedsender.segments import read_lines, segments_of
+from fedsender.store import tables
+from fedsender.store.connections import checked_url, words
 from fedsender_pipeline import audit, fates, schemas, session
 from fedsender_pipeline.ingest import ingest
 from fedsender_pipeline.lake import open_lake
-from fedsender_pipeline.session import showing
+from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -37,23 +44,25 @@ NO_SUCH: Final = "the homeserver has no such event, but "
 @dataclass(slots=True)
 class Found:
     """What is planted, or found: missing pairs, pairs that are stray and how `why` begins, pairs
-    repeated without a reason, and whether evidence is missing."""
+    repeated without a reason, purged events, and whether evidence is missing."""
 
     missing: set[Pair] = field(default_factory=set)
     stray: set[tuple[str, str, str]] = field(default_factory=set)
     repeated: set[Pair] = field(default_factory=set)
+    purged: set[str] = field(default_factory=set)
     unproven: bool = False
 
 
 @dataclass(slots=True)
 class Scene:
-    """A demo's ledger and store, in a directory of its own.
+    """A sender's ledger and its homeserver's store, in a directory of its own.
 
     Attributes:
         lines: of the ledger, in order.
     """
 
     directory: Path
+    config: Config
     lines: list[Line]
     _used: set[tuple[str, str]] = field(default_factory=set)
 
@@ -62,10 +71,40 @@ class Scene:
         """The number of lines that the first of two audits has."""
         return len(self.lines) // 2
 
-    def store(self) -> "closing[sqlite3.Connection]":
-        """The homeserver's."""
-        path = self.directory / "homeserver.sqlite3"
-        return closing(sqlite3.connect(path, isolation_level=None))
+    @property
+    def purges(self) -> bool:
+        """Whether its homeserver may purge the beginning of a room's history."""
+        return self.config.homeserver.kind == "synapse"
+
+    @contextmanager
+    def store(self) -> Iterator[sa.Connection]:
+        """The homeserver's database; all that the body does is committed when it ends."""
+        engine = sa.create_engine(_url(self.config), poolclass=sa.NullPool)
+        with engine.begin() as connection:
+            yield connection
+
+    def stays(self) -> list[tuple[str, str, int | None]]:
+        """Each time of a server in a room, and the event with which it left; None: it is there."""
+        with self.store() as store:
+            if not self.purges:
+                stays = tables.room_servers.c
+                query = sa.select(stays.room_id, stays.server, stays.left)
+                return [(room, server, left) for room, server, left in store.execute(query)]
+            at = tables.events.c.stream_ordering
+            members = tables.room_memberships.c
+            changes = store.execute(
+                sa.select(members.room_id, members.user_id, members.membership, at)
+                .join(tables.events, tables.events.c.event_id == members.event_id)
+                .order_by(at)
+            ).all()
+        found: dict[tuple[str, str], list[int | None]] = {}
+        for room, user, membership, left in changes:
+            times = found.setdefault((room, server_of(user) or ""), [])
+            if membership not in ("leave", "ban"):
+                times += [None] if not times or times[-1] is not None else []
+            elif times and times[-1] is None:
+                times[-1] = left
+        return [(room, server, left) for (room, server), times in found.items() for left in times]
 
     def write(self, *cuts: int, without: int | None = None) -> None:
         """Write the ledger anew, in segments that end at these lines; one may be left out."""
@@ -108,13 +147,18 @@ class Scene:
         line["pdus"].remove(pdu)
         return line["destination"], pdu["event_id"]
 
-    def take(self, *, alone: bool = False) -> tuple[int, Line, dict[str, Any]]:
-        """The next of these, for a fault; `alone`: it is the only one of its line.
+    def take(self, *, alone: bool = False, last: bool = False) -> tuple[int, Line, dict[str, Any]]:
+        """The next of these, for a fault.
+
+        Args:
+            alone: it is the only one of its line.
+            last: in place of the next one, the last.
 
         Raises:
             Mistake: there is none any more.
         """
-        for number, line, pdu in self._once():
+        found = list(self._once())
+        for number, line, pdu in reversed(found) if last else found:
             if not alone or len(line["pdus"]) == 1:
                 self._used.add((line["destination"], pdu["room_id"]))
                 return number, line, pdu
@@ -156,8 +200,7 @@ def by_name(scene: Scene) -> Found:
     scene.again(line, "twice", pdu, ms=line["ms"] + 4000)
     planted.repeated.add((line["destination"], pdu["event_id"]))
 
-    with scene.store() as store:
-        stays = store.execute('SELECT room_id, server, "left" FROM room_servers').fetchall()
+    stays = scene.stays()
     inside = {(room, server) for room, server, _ in stays}
     servers = sorted({line["destination"] for _, line, _ in scene.answers()})
     line, pdu, stranger = next(  # To a server that was never there.
@@ -199,19 +242,42 @@ def harmless(scene: Scene) -> Found:
         line["ms"] += (400 if number % 2 else -400) * DAY_MS
     scene.lines.append(dict(scene.lines[scene.half]))
     with scene.store() as store:
-        store.execute("UPDATE events SET received_ts = NULL")
+        store.execute(sa.update(tables.events).values(received_ts=None))
     scene.write(scene.half)
     return Found()
 
 
 def purged(scene: Scene) -> Found:
-    """Three events are gone from the homeserver, where nothing is ever purged."""
-    some = {pdu["event_id"] for _, _, pdu in (scene.take() for _ in range(3))}
-    with scene.store() as store:
-        store.executemany("DELETE FROM events WHERE event_id = ?", [(each,) for each in some])
+    """Three events are gone from the homeserver: from an embedded store, where nothing is ever
+    purged, and from a Synapse's rooms, although it still has messages before them. And of a Synapse
+    the beginning of another room's history, as a purge takes it."""
+    some = {pdu["event_id"] for _, _, pdu in (scene.take(last=True) for _ in range(3))}
+    planted = Found()
+    if scene.purges:
+        _, _, pdu = scene.take()
+        events = tables.events.c
+        early = sa.select(events.event_id).where(
+            events.room_id == pdu["room_id"],
+            events.state_key.is_(None),
+            events.stream_ordering <= pdu["stream_ordering"],
+        )
+        with scene.store() as store:
+            gone = set(store.execute(early).scalars())
+        planted.purged = gone & {pdu["event_id"] for _, _, pdu in scene.answers()}
+        _forget(scene, gone)
+    _forget(scene, some)
     scene.write(scene.half)
     answers = ((line["destination"], pdu["event_id"]) for _, line, pdu in scene.answers())
-    return Found(stray={(*pair, fates.NEVER_THERE) for pair in answers if pair[1] in some})
+    planted.stray = {(*pair, fates.NEVER_THERE) for pair in answers if pair[1] in some}
+    return planted
+
+
+def _forget(scene: Scene, event_ids: Iterable[str]) -> None:
+    with scene.store() as store:
+        if store.dialect.name == "postgresql":
+            # Rows of Synapse's other tables may name them: nothing here reads those.
+            store.execute(sa.text("SET LOCAL session_replication_role = replica"))
+        store.execute(sa.delete(tables.events).where(tables.events.c.event_id.in_(event_ids)))
 
 
 def _segment_gone(scene: Scene, without: int) -> Found:
@@ -261,10 +327,10 @@ WORLDS: Final[Mapping[Plant, Sequence[bool]]] = {
 
 
 def open_scene(directory: Path) -> Scene:
-    """The scene that a demo has left.
+    """The scene that a sender has left.
 
     Raises:
-        Mistake: it is no directory that a demo has kept.
+        Mistake: it is no directory with a configuration and a ledger.
     """
     if not (directory / "config.yaml").is_file():
         raise Mistake(f"{directory}: is not what `fedsender demo --keep` has left")
@@ -273,32 +339,68 @@ def open_scene(directory: Path) -> Scene:
     for segment in segments_of(config.ledger.directory, config.instance_name):
         path = segment.name.with_name(f"{segment.name.name}.jsonl")
         lines += read_lines(path if path.exists() else path.with_suffix(".open"))
-    return Scene(directory, lines)
+    return Scene(directory, config, lines)
 
 
-def copied(demo: Path, directory: Path) -> Scene:
-    """A copy of what a demo has left; raises Mistake as `open_scene` does."""
-    open_scene(demo)
-    shutil.copytree(demo, directory, ignore=shutil.ignore_patterns("lake", "*.sock", "*.lock"))
-    return open_scene(directory)
+def _url(config: Config) -> sa.URL:
+    homeserver = config.homeserver
+    return checked_url(database_url(homeserver.database, homeserver.database_password_file))
+
+
+@contextmanager
+def copied(original: Scene, directory: Path) -> Iterator[Scene]:
+    """A copy of a scene; a database on PostgreSQL is copied by its server until the body ends.
+
+    Raises:
+        Mistake: the server does not copy it, as while others are connected to it.
+    """
+    gone = shutil.ignore_patterns("lake", "*.sock", "*.lock")
+    shutil.copytree(original.directory, directory, ignore=gone)
+    url = _url(original.config)
+    if url.get_backend_name() == "sqlite":
+        yield open_scene(directory)
+        return
+    copy, path = f"{url.database}_planted", directory / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["homeserver"]["database"] = url.set(database=copy).render_as_string(hide_password=False)
+    values["homeserver"].pop("database_password_file", None)
+    path.write_text(yaml.safe_dump(values))
+    around = url.set(database="postgres")
+    server = sa.create_engine(around, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    drop = sa.text(f'DROP DATABASE IF EXISTS "{copy}" WITH (FORCE)')
+    with server.connect() as connection:
+        connection.execute(drop)
+        try:
+            connection.execute(sa.text(f'CREATE DATABASE "{copy}" TEMPLATE "{url.database}"'))
+        except sa.exc.DBAPIError as error:
+            raise Mistake(f"{url.database}: cannot be copied: {words(error)}") from None
+        try:
+            yield open_scene(directory)
+        finally:
+            connection.execute(drop)
 
 
 def judge(spark: "SparkSession", scene: Scene, *, in_two: bool = False) -> Found:
     """What the audit finds; `in_two`: after an audit of the first half of events and lines."""
-    config = load(scene.directory / "config.yaml")
+    config = scene.config
     lake = open_lake(config.pipeline.lake, config.server_name, create=True)
     later = sorted(config.ledger.directory.glob("*.planted.*"))[1:] if in_two else []
-    with scene.store() as store, showing(quiet=True) as steps:
-        (upto,) = store.execute(_POSITION).fetchone()
-        for path in later:
-            path.rename(path.with_suffix(".later"))
-        for share in (2, 1) if in_two else (1,):
-            store.execute(_MOVE, (upto // share,))
-            if share == 1:
-                for path in later:
-                    path.with_suffix(".later").rename(path)
-            ingest(spark, lake, config, steps)
-            told = audit.audit(spark, lake, config, steps)
+    orderings = {pdu["stream_ordering"] for _, _, pdu in scene.answers()}
+    position = tables.federation_stream_position
+    of_events = position.c.type == "events"
+    with scene.store() as store:
+        (upto,) = store.execute(sa.select(sa.func.max(position.c.stream_id)).where(of_events)).one()
+    steps = Steps(quiet=True)
+    for path in later:
+        path.rename(path.with_suffix(".later"))
+    for at in ((min(orderings) + upto) // 2, upto) if in_two else (upto,):
+        with scene.store() as store:
+            store.execute(sa.update(position).where(of_events).values(stream_id=at))
+        if at == upto:
+            for path in later:
+                path.with_suffix(".later").rename(path)
+        ingest(spark, lake, config, steps)
+        told = audit.audit(spark, lake, config, steps)
     begins = (fates.NOT_FOR_IT, NO_SUCH, fates.NEVER_THERE, fates.OF_ANOTHER_ROOM, fates.TOO_LATE)
     found = Found(
         _pairs(lake.read(schemas.MISSING).to_pylist()),
@@ -307,6 +409,7 @@ def judge(spark: "SparkSession", scene: Scene, *, in_two: bool = False) -> Found
             for row in lake.read(schemas.STRAY).to_pylist()
         },
         _pairs(row for row in lake.read(schemas.REPEATED).to_pylist() if not row["expected"]),
+        {row["event_id"] for row in lake.read(schemas.PURGED).to_pylist()},
         told.unproven is not None,
     )
     assert told.is_red == (found.unproven or bool(found.missing or found.stray))
@@ -318,33 +421,31 @@ def _pairs(rows: Iterable[dict[str, Any]]) -> set[Pair]:
     return {(row["server"], row["event_id"]) for row in rows}
 
 
-_POSITION: Final = "SELECT stream_id FROM federation_stream_position WHERE type = 'events'"
-_MOVE: Final = "UPDATE federation_stream_position SET stream_id = ? WHERE type = 'events'"
-
-
-def plant(demo: Path, names: Sequence[str] | None = None, *, as_json: bool = False) -> int:
-    """Plant each world into a copy of this demo; 1: one of them was judged wrongly.
+def plant(directory: Path, names: Sequence[str] | None = None, *, as_json: bool = False) -> int:
+    """Plant each world into a copy of what a sender left; 1: one of them was judged wrongly.
 
     Raises:
-        Mistake: the demo cannot be used, or there is no world of a name.
+        Mistake: it cannot be used, or there is no world of a name.
     """
     worlds = {world.__name__: (world, ways) for world, ways in WORLDS.items()}
     for name in names or ():
         if name not in worlds:
             raise Mistake(f"{name}: is none of {', '.join(worlds)}")
     answer: dict[str, bool] = {}
-    with TemporaryDirectory(prefix="fedsender-plant-") as directory:
-        work = Path(directory)
-        open_scene(demo)
-        settings = load(demo / "config.yaml").pipeline.spark
+    with TemporaryDirectory(prefix="fedsender-plant-") as temporary:
+        work = Path(temporary)
+        left = open_scene(directory)
+        settings = left.config.pipeline.spark
         with session.spark_session(settings, "plant", work, rows=1) as spark:
             for name in names or worlds:
                 world, ways = worlds[name]
                 for in_two in ways:
-                    scene = copied(demo, work / f"{name}{in_two}")
-                    planted = world(scene)
-                    told = f"{name}{', in two' if in_two else ''}"
-                    answer[told] = judge(spark, scene, in_two=in_two) == planted
-    lines = [f"{'found' if well else 'WRONG':7}{told}" for told, well in answer.items()]
-    say_answer(answer, as_json, *lines)
+                    with copied(left, work / f"{name}{in_two}") as scene:
+                        planted = world(scene)
+                        told = f"{name}{', in two' if in_two else ''}"
+                        well = answer[told] = judge(spark, scene, in_two=in_two) == planted
+                        if not as_json:
+                            say(f"{'found' if well else 'WRONG':7}{told}")
+    if as_json:
+        say_json(answer)
     return 0 if all(answer.values()) else 1
