@@ -5,13 +5,22 @@
 
 import re
 from functools import partial
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import pytest
 from tests.pages import ROOT
 
-from fedsender_lab.cluster import FAULTS, LIST_FAULTS, Leases, Lists, Model, explore
+from fedsender_lab.cluster import (
+    FAULTS,
+    FEED_FAULTS,
+    LIST_FAULTS,
+    Feeds,
+    Leases,
+    Lists,
+    Model,
+    explore,
+)
 from fedsender_lab.cluster.search import MOST_STATES
 
 LEASE_GUARDS = {
@@ -40,6 +49,7 @@ LIST_GUARDS = {
     "lost list": partial(Lists, "failover"),
 }
 """By guard a model in which its absence shows, and the faults that this takes."""
+FEED_GUARDS = ("eviction", "admission", "row", "row's lock", "read after")
 
 
 def holds(model: Model[Any], most: int = MOST_STATES) -> None:
@@ -115,7 +125,17 @@ def test_a_change_that_is_read_and_written_in_two_steps_is_made_once() -> None:
     holds(Lists(jobs=True, events=0))
 
 
+@pytest.mark.parametrize("faults", [*combinations_with_replacement(FEED_FAULTS, 2)], ids="+".join)
+def test_what_one_sender_stores_of_the_feed_the_next_one_knows(faults: tuple[str, str]) -> None:
+    holds(Feeds(*faults))
+
+
+@pytest.mark.parametrize("guard", FEED_GUARDS)
+def test_without_a_guard_two_senders_take_the_feed(guard: str) -> None:
+    breaks(Feeds("freeze", without=guard))
+
+
 def test_the_page_has_each_guard() -> None:
     page = (ROOT / "docs/clusters-protocol.md").read_text()
-    shown = re.findall(r"^\| `([a-z -]+)` \|", page, re.MULTILINE)
-    assert shown == [*LEASE_GUARDS, *LIST_GUARDS]
+    shown = re.findall(r"^\| `([a-z' -]+)` \|", page, re.MULTILINE)
+    assert shown == [*LEASE_GUARDS, *LIST_GUARDS, *FEED_GUARDS]
