@@ -850,8 +850,9 @@ class WireChecks:
         set_aside = pdu.event_id in view.redelivered
         # Its commit was made, and lost.
         queued = observed.failover is not None
-        if pdu.token > observed.position and not set_aside and not queued:
-            observed.fail("I1", f"{view.name}: {pdu.token} sent, position is {observed.position}")
+        noted_upto = observed.noted_upto(view.name)
+        if pdu.token > noted_upto and not set_aside and not queued:
+            observed.fail("I1", f"{view.name}: {pdu.token} sent, noted up to {noted_upto}")
         taken_back = observed.homeserver.redacted.get(pdu.event_id)
         if pdu.event_id in attempt.contents.pruned:
             if taken_back is None:

@@ -10,11 +10,13 @@ packets that vanish.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import replace
 from itertools import count
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 import psycopg
@@ -22,10 +24,12 @@ import trio
 from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
+from fedsender.admin import together
 from fedsender.admin.context import AdminContext
 from fedsender.admin.together import answer_for_ever
 from fedsender.config import Config
 from fedsender.daemon import Daemon, admin_context, open_core
+from fedsender.embedded import taking
 from fedsender.runtime import Limiter, Runtime
 from fedsender.store import LockHeld
 from fedsender.store.leases import LeaseLost
@@ -47,6 +51,8 @@ SPEAKS: Final[ContextVar[Process | None]] = ContextVar("SPEAKS", default=None)
 _SERIALS: Final = count(1)
 SLOW_S: Final = 0.3
 """The longest wait for the database."""
+SELDOM_S: Final = 0.5, 1.0
+"""Seconds between two looks for another's news of the feed, and for orders: most find nothing."""
 
 
 def acting() -> Process | None:
@@ -103,13 +109,18 @@ class Process(Life):
         return self.daemon is not None and self.daemon.config.handles(server)
 
     async def live(self) -> None:
-        """From start to end, however it ends. Raises an error that ends it and should not."""
+        """From start to end, however it ends: an error that ends it is a violation."""
         RUNS.set(self)
         try:
             with self._scope:
                 await self._run()
         except BaseException as error:
-            self._bury(error)
+            if self.crashed or not isinstance(error, Exception):
+                self._bury(error)
+            else:
+                self._observed.fail(
+                    "bug", f"{self} ends: {''.join(format_exception(error))[-500:]}"
+                )
         self.gone = True
         self._network.die()
         self._close_sessions()
@@ -357,18 +368,30 @@ def observed_sessions() -> Iterator[None]:
         if (process := RUNS.get()) is not None:
             process.connected(session)
 
+    def is_taken(session: Any, *_: object) -> None:
+        # Nobody writes while it reads, so it needs no transaction: one message in place of three.
+        if session.isolation_level == psycopg.IsolationLevel.REPEATABLE_READ:
+            session.autocommit = True
+
     def keeps(task: trio.lowlevel.Task) -> bool:
         process = task.context.get(RUNS)
         return process is not None and process.keeps(task)
 
     keep_tasks(keeps)
+    # That a session is gone when it is given back is no news here.
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
     event.listen(Engine, "do_connect", may_connect)
     event.listen(Pool, "connect", has_connected)
+    event.listen(Pool, "checkout", is_taken)
+    often = taking.LOOK_EVERY_S, together.LOOK_EVERY_S
+    taking.LOOK_EVERY_S, together.LOOK_EVERY_S = SELDOM_S  # type: ignore[misc]
     try:
         yield
     finally:
+        taking.LOOK_EVERY_S, together.LOOK_EVERY_S = often  # type: ignore[misc]
         event.remove(Engine, "do_connect", may_connect)
         event.remove(Pool, "connect", has_connected)
+        event.remove(Pool, "checkout", is_taken)
 
 
 class RemoteNursery:

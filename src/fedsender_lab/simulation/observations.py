@@ -281,6 +281,10 @@ class Observations:
         self.position = position
         self._passed.append((position, trio.current_time()))
 
+    def noted_upto(self, _server: str) -> int:
+        """Up to here all that this server is owed is on record."""
+        return self.position
+
     def back_to(self, position: int) -> None:
         """The databases were restored, to when they had come up to this position."""
         self.position = position
