@@ -158,7 +158,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
             await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
             while not stop:
                 await say(client, timeline, signer, said)
-                await trio.sleep(0.01)
+                await trio.sleep(0.05)
 
         def more_than(count: int) -> bool:
             return len(said) > count
@@ -257,7 +257,7 @@ async def test_the_list_of_senders_changes_under_load(tmp_path: Path, postgres: 
             await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
             while True:
                 await say(client, timeline, signer, said)
-                await trio.sleep(0.02)
+                await trio.sleep(0.05)
 
         await open_sender("a")
         await until(lambda: daemons["a"].count("takes_appends"), seconds=PATIENCE_S)
