@@ -117,8 +117,9 @@ class Source:
             yield
             return
         with self._in_words(), self._engine.connect() as connection:
-            limit = "SET LOCAL idle_in_transaction_session_timeout"
-            connection.exec_driver_sql(f"{limit} = {SNAPSHOT_MS}")
+            # A statement that reads: with it the snapshot begins.
+            limit = f"set_config('idle_in_transaction_session_timeout', '{SNAPSHOT_MS}', true)"
+            connection.exec_driver_sql(f"SELECT {limit}")
             self._held = connection
             try:
                 yield
