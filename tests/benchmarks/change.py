@@ -45,8 +45,7 @@ TRAFFIC, AWAY = 0, 1
 class _Sender:
     """A process of one sender, that may be killed and started anew."""
 
-    def __init__(self, nursery: trio.Nursery, directory: Path, name: str) -> None:
-        self._nursery = nursery
+    def __init__(self, directory: Path, name: str) -> None:
         self._log = directory / f"{name}.log"
         self._command = [*DAEMON, "run", "-c", str(directory / f"{name}.yaml")]
         self._process: trio.Process | None = None
@@ -125,27 +124,29 @@ async def _open_senders(
     for database in ("sender", "homeserver"):
         server.create_database(database)
     senders: dict[str, _Sender] = {}
-    async with trio.open_nursery() as nursery:
-        try:
-            for name in NAMES:
-                push = {**stage.values["feed"]["push"], "listen": f"unix:{sockets}/{name}.push"}
-                admin = {**stage.values["admin"], "listen": f"unix:{sockets}/{name}.admin"}
-                values = stage.values | {
-                    "instance_name": name,
-                    "sender_database": server.url("sender"),
-                    "homeserver": {"database": server.url("homeserver")},
-                    "feed": {"kind": "push", "push": push},
-                    "admin": admin,
-                }
-                write_secret(stage.directory / f"{name}.yaml", yaml.safe_dump(values))
-                sender = senders[name] = _Sender(nursery, stage.directory, name)
-                await sender.start()
-                await sender.until("takes_appends" if name == "a" else "standing_by")
-            yield senders
-        finally:
-            for sender in senders.values():
-                sender.tell(signal.SIGCONT)
-                sender.tell(signal.SIGKILL)
+    try:
+        for name in NAMES:
+            push = {**stage.values["feed"]["push"], "listen": f"unix:{sockets}/{name}.push"}
+            admin = {**stage.values["admin"], "listen": f"unix:{sockets}/{name}.admin"}
+            values = stage.values | {
+                "instance_name": name,
+                "sender_database": server.url("sender"),
+                "homeserver": {"database": server.url("homeserver")},
+                "feed": {"kind": "push", "push": push},
+                "admin": admin,
+            }
+            write_secret(stage.directory / f"{name}.yaml", yaml.safe_dump(values))
+            sender = _Sender(stage.directory, name)
+            await sender.start()
+            senders[name] = sender
+            await sender.until("takes_appends" if name == "a" else "standing_by")
+        yield senders
+    finally:
+        for sender in senders.values():
+            sender.tell(signal.SIGCONT)
+            sender.tell(signal.SIGKILL)
+            with trio.CancelScope(shield=True):
+                await sender.ended()
 
 
 async def _play(
