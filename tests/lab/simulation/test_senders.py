@@ -11,9 +11,7 @@ from sqlalchemy import Connection
 from tests.servers import Databases
 
 from fedsender.store import membership
-from fedsender.store.leases import NOBODY, Lease
-from fedsender.store.lock import AdvisoryLock
-from fedsender.store.membership import Holder
+from fedsender.store.leases import Lease
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.senders import simulate_senders
 
@@ -64,15 +62,6 @@ def test_one_a_lease_that_does_not_end(
     assert goes_red(postgres, "one", 5)
 
 
-def test_fence_sessions_of_a_former_holder_go_on(
-    postgres: Databases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(AdvisoryLock, "_evict", lambda *_: None)
-    monkeypatch.setattr(Lease, "admit", lambda *_: None)
-
-    assert goes_red(postgres, "fence", 5)
-
-
 def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
     send_to_walk = membership._send_to_walk
 
@@ -82,14 +71,3 @@ def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(membership, "_send_to_walk", nowhere)
 
     assert goes_red(postgres, "I2", 4)
-
-
-def test_i2_a_list_comes_into_force_before_all_have_stopped(
-    postgres: Databases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sends(self: Holder, _change: str | None) -> bool:
-        return self.holder != NOBODY and not self.stands
-
-    monkeypatch.setattr(Holder, "sends", sends)
-
-    assert goes_red(postgres, "I2", 2)
