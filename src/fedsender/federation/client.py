@@ -169,10 +169,10 @@ class Live:
     idle_since: float = -math.inf
     precious_until: float = 0.0
 
-    @property
-    def fresh(self) -> bool:
-        """Whether it carried something so short a time ago that no check is needed."""
-        return trio.current_time() - self.idle_since < _FRESH_S
+
+def _is_fresh(idle_since: float) -> bool:
+    """Whether a connection has been idle for so short a time that no check is needed."""
+    return trio.current_time() - idle_since < _FRESH_S
 
 
 class Connections:
@@ -211,7 +211,7 @@ class Connections:
 
     async def is_there(self, live: Live) -> bool:
         """Whether the peer of a connection that was taken has not left; else it is closed."""
-        if live.fresh:
+        if _is_fresh(live.idle_since):
             return True
         try:
             gone = bool(await self._network.deserted([live.connection.stream]))
@@ -400,8 +400,9 @@ class Peer:
         self._ranges = config.ip_ranges
         self._opened_by = (self._address, self._tls)
         self._held: Live | None = None
-        # Of the last exchange; it may be closed by now.
-        self._last: Live | None = None
+        # When the connection of the last exchange became idle; not that connection, whose buffers
+        # would stay after it is closed.
+        self._idle_since = -math.inf
 
     async def __aenter__(self) -> "Peer":
         return self
@@ -415,7 +416,7 @@ class Peer:
         moment ago and there is a place. An exchange begins with it. Whether a connection is held.
         """
         self.sent = False
-        if self._held is None and self._last and self._last.fresh and self._permit.at_once():
+        if self._held is None and _is_fresh(self._idle_since) and self._permit.at_once():
             self._hold(self._client.connections.take(self.destination, self._opened_by))
         return self._held is not None
 
@@ -521,7 +522,7 @@ class Peer:
         """Give the connection back to the client, if there is one."""
         held, self._held = self._held, None
         if held is not None:
-            self._last = held
+            self._idle_since = trio.current_time()
             self._client.connections.give_back(self.destination, held)
 
     def _signed(self, live: Live, method: str, target: str, body: bytes) -> bytes:
