@@ -336,9 +336,7 @@ def test_a_run_with_nothing_new_answers_without_spark(
     accept(copy, [{"server": "a.example", "first": 1, "last": 3}])
     assert not audit.still_holds(copy, config)
     with engine.begin() as connection:
-        connection.execute(
-            sa.insert(tables.catch_ups).values(destination="a.example", floor=1, newest_only=False)
-        )
+        connection.execute(sa.insert(tables.catch_ups).values(destination="a.example", floor=1))
     assert not is_level()
     with engine.begin() as connection:
         connection.execute(sa.delete(tables.catch_ups))

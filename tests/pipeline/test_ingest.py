@@ -175,7 +175,7 @@ def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
         with engine.begin() as connection:
             connection.execute(
                 tables.catch_ups.insert().prefix_with("OR REPLACE"),
-                [{"destination": name, "floor": 3, "newest_only": False} for name in "xy"],
+                [{"destination": name, "floor": 3} for name in "xy"],
             )
             connection.execute(
                 tables.catch_up_rooms.insert(),

@@ -187,7 +187,7 @@ class Chaos:
                     )  # fmt: skip
                 elif what < 0.6:
                     own.setdefault(tables.catch_ups, []).append(
-                        {"destination": server, "floor": at, "newest_only": False}
+                        {"destination": server, "floor": at}
                     )
                     own.setdefault(tables.catch_up_rooms, []).append(
                         {"destination": server, "room_id": room,

@@ -52,7 +52,7 @@ async def test_a_room_that_was_answered_as_far_as_it_is_owed_waits_no_longer() -
     async def nobody_waits(_: object) -> dict[str, int]:
         return {}
 
-    catch_up = CatchUp(A, Nothing(), None, None, 5, False, 100, set())  # type: ignore[arg-type]
+    catch_up = CatchUp(A, Nothing(), None, None, 5, 100, set())  # type: ignore[arg-type]
     catch_up.waiting, catch_up.answered = {R1: 7, "!2:hs.example": 9}, {R1: 7, "!2:hs.example": 9}
     draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
     assert await catch_up.fill(draft, 5, nobody_waits) == "nothing"

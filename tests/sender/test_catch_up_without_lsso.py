@@ -8,7 +8,7 @@ from sqlalchemy import text
 from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
-R1, A = "!1:hs.example", "a.example"
+R1, R2, A = "!1:hs.example", "!2:hs.example", "a.example"
 
 
 async def forget_lsso(world: World) -> None:
@@ -48,6 +48,26 @@ async def test_what_is_said_before_it_is_reached_is_sent_or_stood_in_for(
             low, high = pdu["supersedes"] or (pdu["stream_ordering"],) * 2
             reached.update((*range(low, high + 1), pdu["stream_ordering"]))
     assert reached >= set(range(first, last + 1))
+
+
+async def test_until_we_write_one_it_gets_the_newest_of_each_room_and_no_gaps(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    world = World(tmp_path)
+    server = world.server(A, down=True)
+    async with world.run():
+        await world.join(R1, A)
+        await world.join(R2, A)
+        said = [await world.say(room_id, room_id) for room_id in (R1, R2, R2)]
+        await trio.sleep(2)
+        await forget_lsso(world)
+        await world.store.sender.drop_frozen(A)
+    server.down = False
+    async with world.run() as sender:
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(60)
+    assert [pdu["stream_ordering"] for pdu in world.ledger(A)[-1]["pdus"]] == [said[0], said[2]]
+    assert len(server.requests) == 1
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ async def test_where_another_sender_went_on_unasked_the_stream_was_handed_over(
         await fan_out_upto(store, 20)
         await start(store, tmp_path, "b1")
         for server, floor in ((A, 7), (B, 8)):
-            await store.sender.begin_catch_up(server, floor, newest_only=False)
+            await store.sender.begin_catch_up(server, floor)
         await fan_out_upto(store, 30)
         await hand_over(store, "fed1")
         await move_on(store, 60, acked=acked)

@@ -192,7 +192,7 @@ async def test_a_hand_back_leaves_synapse_its_notes(
         await trio.sleep(5)
         await sender.operations.hold(NEAR, paused="outage", parked=None)
         assert await sender.operations.redeliver([(NEAR, again)]) == []
-        await world.store.sender.begin_catch_up(AWAY, 0, False)
+        await world.store.sender.begin_catch_up(AWAY, 0)
         await world.store.homeserver.settle([Settlement(AWAY, 2)])
     found = await hand_back(world.config(), world.store_settings(), world.runtime)
     assert found.losses == []
@@ -222,7 +222,7 @@ async def test_a_hand_back_reads_all_that_one_server_is_owed(
         await world.store.sender.add_redeliveries(
             [*before, Redelivery(NEAR, again, ROOM, at), Redelivery(NEAR, "$z", "!z:hs.example", 1)]
         )
-        await world.store.sender.begin_catch_up(AWAY, 0, False)
+        await world.store.sender.begin_catch_up(AWAY, 0)
         await world.store.homeserver.settle([Settlement(AWAY, at)])
         rooms = [f"!{n}:hs.example" for n in range(many)]
         await world.write(tables.rooms, *({"room_id": room} for room in rooms))

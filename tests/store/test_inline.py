@@ -48,9 +48,7 @@ def run(directory: Path, crash_at: int) -> list[str]:
                 for token in (1, 2, 3):
                     rows = [HostsRow("!a:x", (f"{token}.example",), ())]
                     nursery.start_soon(homeserver.apply_feed_batch, [(token, rows)])
-                    nursery.start_soon(
-                        store.sender.begin_catch_up, f"{token}.example", token, False
-                    )
+                    nursery.start_soon(store.sender.begin_catch_up, f"{token}.example", token)
 
     # Trio orders the tasks of one instant by chance, and a simulation by its seed.
     _run._r.seed(7)

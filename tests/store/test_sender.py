@@ -92,18 +92,18 @@ async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
 
 async def test_a_catch_up_goes_on_where_it_stood(store: SenderStore) -> None:
     assert await store.catch_up(ONE) is None
-    await store.begin_catch_up(ONE, 10, newest_only=False)
+    await store.begin_catch_up(ONE, 10)
     await store.catch_up_sent(ONE, {"!a:x": 15, "!b:x": 20})
     await store.catch_up_sent(ONE, {"!a:x": 12, "!c:x": 11})
-    await store.begin_catch_up(ONE, 99, newest_only=True)
+    await store.begin_catch_up(ONE, 99)
 
-    expected = CatchUp(10, False, {"!a:x": 15, "!b:x": 20, "!c:x": 11})
+    expected = CatchUp(10, {"!a:x": 15, "!b:x": 20, "!c:x": 11})
     assert await store.catch_up(ONE) == expected
     assert await store.catch_up_floors() == {ONE: 10}
     await store.end_catch_up(ONE)
     assert await store.catch_up(ONE) is None
-    await store.begin_catch_up(ONE, 30, newest_only=False)
-    assert await store.catch_up(ONE) == CatchUp(30, False, {})
+    await store.begin_catch_up(ONE, 30)
+    assert await store.catch_up(ONE) == CatchUp(30, {})
 
 
 async def test_what_is_on_record_of_several_is_asked_together(
@@ -118,7 +118,7 @@ async def test_what_is_on_record_of_several_is_asked_together(
 
     monkeypatch.setattr("fedsender.store.engine.having_rows", counted)
     names = [ONE, TWO, "three.example"]
-    await store.begin_catch_up(ONE, 10, newest_only=False)
+    await store.begin_catch_up(ONE, 10)
     await store.catch_up_sent(ONE, {"!a:x": 15})
     await quarantine(store, TWO, "$held")
     await store.add_redeliveries([Redelivery(TWO, "$again", "!a:x", 4)])
@@ -136,7 +136,7 @@ async def test_what_is_on_record_of_several_is_asked_together(
             nursery.start_soon(ask, name)
 
     assert [found[name] for name in names] == [
-        (CatchUp(10, False, {"!a:x": 15}), set(), []),
+        (CatchUp(10, {"!a:x": 15}), set(), []),
         (None, {"$held"}, [Redelivery(TWO, "$again", "!a:x", 4)]),
         (None, set(), []),
     ]
@@ -239,7 +239,7 @@ async def test_a_forgotten_destination_leaves_nothing(store: SenderStore) -> Non
     for name in (ONE, TWO):
         await store.save_frozen(frozen(name))
         await store.save_server_state(ServerState(name))
-        await store.begin_catch_up(name, 1, newest_only=False)
+        await store.begin_catch_up(name, 1)
         await store.catch_up_sent(name, {"!a:x": 2})
         await quarantine(store, name, "$1")
         await store.add_redeliveries([Redelivery(name, "$1", "!a:x", 1)])

@@ -33,7 +33,6 @@ def upgrade() -> None:
         "catch_ups",
         sa.Column("destination", sa.Text(), nullable=False),
         sa.Column("floor", sa.BigInteger(), nullable=False, comment="LSSO when it began"),
-        sa.Column("newest_only", sa.Boolean(), nullable=False, comment="LSSO was unknown: no gaps"),
         sa.PrimaryKeyConstraint("destination"),
     )
     op.create_table(

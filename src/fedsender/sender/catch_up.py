@@ -62,9 +62,9 @@ class CatchUp:
 
     Attributes:
         floor: F.
-        newest_only: LSSO was unknown when we took over, so that no record says where gaps begin.
         refused: events in quarantine for this destination, or answered out of turn: they are passed
             over.
+        newest_only: LSSO was unknown at first, so that nobody knows where gaps begin: none is sent.
         whole: gaps are sent whole whatever their size: memory gave up, but the server is well.
         answered: room -> stream ordering up to which this catch-up was answered there.
         gap_events: the most events of a small gap.
@@ -83,9 +83,9 @@ class CatchUp:
     router: Router
     pages: Pages[str, RoomPage]
     floor: int
-    newest_only: bool
     gap_events: int
     refused: set[str]
+    newest_only: bool = False
     whole: bool = False
     answered: dict[str, int] = field(default_factory=dict)
     stuck: dict[str, Bad] = field(default_factory=dict)

@@ -667,10 +667,10 @@ class Outbox:
         lsso = await self._context.homeserver.lsso(name)
         record = await self._context.store.catch_up(name)
         if record is not None:
-            floor, newest_only, answered = record.floor, record.newest_only, dict(record.rooms)
+            floor, answered = record.floor, dict(record.rooms)
         else:
-            newest_only, answered = lsso is None, {}
             floor = await self._floor_without_lsso() if lsso is None else lsso
+            answered = {}
         self.lsso = floor if lsso is None else lsso
         self.stored_lsso = lsso
         return CatchUp(
@@ -679,9 +679,9 @@ class Outbox:
             self._context.router,
             self._context.room_pages,
             floor,
-            newest_only,
             gap_events=0,
             refused=set(await self._context.store.quarantined_events(name)) | self._ahead,
+            newest_only=lsso is None,
             whole=self._spilled_in_health,
             answered=answered,
             on_record=record is not None,
@@ -693,7 +693,7 @@ class Outbox:
         # What was answered until now was all that was owed then.
         catch_up.floor = self.lsso
         catch_up.answered.clear()
-        await self._context.store.begin_catch_up(self.destination, self.lsso, catch_up.newest_only)
+        await self._context.store.begin_catch_up(self.destination, self.lsso)
         catch_up.on_record = True
 
     async def _floor_without_lsso(self) -> int:

@@ -340,12 +340,10 @@ class CatchUp:
 
     Attributes:
         floor: LSSO when it began.
-        newest_only: LSSO was unknown: no gaps are sent.
         rooms: room -> stream ordering up to which that room was answered.
     """
 
     floor: int
-    newest_only: bool
     rooms: Mapping[str, int]
 
 

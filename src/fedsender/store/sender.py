@@ -296,9 +296,7 @@ class SenderStore:
     def catch_up(self, connection: Connection, destination: str) -> CatchUp | None:
         """The destination's catch-up, if one is under way."""
         row = connection.execute(
-            select(catch_ups.c.floor, catch_ups.c.newest_only).where(
-                catch_ups.c.destination == destination
-            )
+            select(catch_ups.c.floor).where(catch_ups.c.destination == destination)
         ).one_or_none()
         if row is None:
             return None
@@ -306,15 +304,12 @@ class SenderStore:
             catch_up_rooms.c.destination == destination
         )
         rooms = {each.room_id: each.sent_to for each in connection.execute(query)}
-        return CatchUp(row.floor, row.newest_only, rooms)
+        return CatchUp(row.floor, rooms)
 
     @writing
-    def begin_catch_up(
-        self, connection: Connection, destination: str, floor: int, newest_only: bool
-    ) -> None:
+    def begin_catch_up(self, connection: Connection, destination: str, floor: int) -> None:
         """Start a catch-up. If one is under way, its floor and rooms stand: it only goes on."""
-        row = {"destination": destination, "floor": floor, "newest_only": newest_only}
-        insert_rows(connection, catch_ups, [row])
+        insert_rows(connection, catch_ups, [{"destination": destination, "floor": floor}])
 
     @writing
     def catch_up_sent(

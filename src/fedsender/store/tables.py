@@ -369,7 +369,6 @@ catch_ups = Table(
     sender,
     Column("destination", Text, primary_key=True),
     Column("floor", BigInteger, nullable=False, comment="LSSO when it began"),
-    Column("newest_only", Boolean, nullable=False, comment="LSSO was unknown: no gaps"),
 )
 catch_up_rooms = Table(
     "catch_up_rooms",
