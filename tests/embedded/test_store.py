@@ -65,6 +65,28 @@ async def feed(store: Store, *tokens: tuple[int, list[FeedRow]]) -> None:
         await own_store(store.homeserver).apply_feed_batch([(token, rows)])
 
 
+async def test_what_is_read_to_be_routed_ends_where_it_has_enough_servers(store: Store) -> None:
+    """100 joins in a room of 20,000 servers: a set of them for each took 200 MB."""
+    await feed(store, (1, [HostsRow(ROOM, ("a.example", "b.example"), ())]))
+    for token in range(2, 20, 2):
+        change = HostsRow(ROOM, *((("c.example",), ()) if token % 4 else ((), ("c.example",))))
+        await feed(store, (token, [change, pdu(token, plus=("d.example",))]))
+        await feed(store, (token + 1, [pdu(token + 1)]))
+
+    read, after = list[str](), 0
+    while after < 30:
+        found = await store.homeserver.read_to_route(after, 30, 100, 9, lambda _: True)
+        read += [row.event_id for row in found.rows]
+        assert [*found.before] == [row.event_id for row in found.rows]
+        hosts = [found.before[row.event_id] for row in found.rows]
+        assert sum(map(len, hosts)) in range(6, 10)  # type: ignore[arg-type]
+        assert found.cut == (found.upto < 30)
+        after = found.upto
+    assert read == [f"${token}" for token in range(2, 20)]
+    found = await store.homeserver.read_to_route(0, 30, 100, 1, lambda _: True)
+    assert [*found.before] == ["$2"]
+
+
 async def test_a_fed_event_is_read_back(store: Store) -> None:
     row = pdu(3)
     await feed(store, (3, [row]))

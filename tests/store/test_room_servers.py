@@ -328,6 +328,53 @@ async def test_what_could_not_be_told_is_not_remembered(open_synapse: OpenSynaps
         assert await before(synapse, "$2") == {"us.example"}
 
 
+async def test_what_is_read_to_be_routed_ends_where_it_has_enough_servers(
+    open_synapse: OpenSynapse,
+) -> None:
+    """100 joins in a room of 20,000 servers: a set of them for each took 200 MB."""
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            story = Story(connection, connection)
+            story.joins(BOB)
+            for _ in range(4):
+                story.joins(CAT)
+                story.says()
+
+        await synapse.database.write(write)
+        all_of_them = await synapse.store.read_events(0, 100, 100)
+
+        def ours(row: EventRow) -> bool:
+            return row.type != "m.room.member"
+
+        read, most, after = list[str](), 7, 0
+        while after < 100:
+            found = await synapse.store.read_to_route(after, 100, 100, most, ours)
+            read += [row.event_id for row in found.rows]
+            servers = [found.before[row.event_id] for row in found.rows if ours(row)]
+            assert found.before.keys() == {row.event_id for row in found.rows if ours(row)}
+            # Of three servers each.
+            assert len(servers) == 2
+            assert found.cut == (found.upto < 100)
+            after, most = found.upto, 6
+        assert read == [row.event_id for row in all_of_them]
+
+        found = await synapse.store.read_to_route(0, 100, 100, 1, ours)
+        assert len(found.before) == 1
+
+
+async def test_who_changes_a_name_leaves_the_servers_the_same_set(
+    open_synapse: OpenSynapse,
+) -> None:
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda it: Story(it, it).joins(ME) and None)
+        *_, joined, renamed = await synapse.store.read_events(0, 100, 100)
+        found = await synapse.store.servers_before([renamed])
+        (known,) = synapse.store._groups._servers.values()
+        assert found[renamed.event_id] is known
+        assert joined.state_key == renamed.state_key == ME
+
+
 async def test_who_asks_another_database_for_long_is_not_cut_off_as_idle(
     open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,8 +431,9 @@ async def test_the_fan_out_is_next_whoever_waits_for_state_groups(
         async def fan_out() -> None:
             after = page[-1].stream_ordering
             with right_of_way():
-                rows, found = await synapse.store.read_to_route(after, 100, 10, lambda _: True)
-            assert [row.event_id for row in rows] == list(found) == [newest.event_id]
+                found = await synapse.store.read_to_route(after, 100, 10, 1000, lambda _: True)
+            assert [row.event_id for row in found.rows] == [newest.event_id]
+            assert list(found.before) == [newest.event_id]
 
         async with trio.open_nursery() as nursery:
             for _ in range(6):

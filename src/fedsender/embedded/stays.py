@@ -12,7 +12,8 @@ from sqlalchemy import Connection, or_, select, tuple_
 
 from fedsender.embedded.facts import RoomServers, ServersRow
 from fedsender.store import tables
-from fedsender.store.records import EventRow, Hosts, HostsUnknown
+from fedsender.store.records import EventRow, Hosts
+from fedsender.store.room_servers import Enough, never
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows, select_rows
 from fedsender.streams import HostsRow
 
@@ -90,49 +91,61 @@ def open_stays(
     return found
 
 
-def servers_before(connection: Connection, events: Sequence[EventRow]) -> dict[str, Hosts]:
-    """The room's servers at each event, with `plus` and without `minus` of the event itself."""
-    rooms: dict[str, list[EventRow]] = {}
-    for event in events:
-        rooms.setdefault(event.room_id, []).append(event)
-    known: dict[str, Hosts] = {}
-    for room_id in sorted(rooms):
-        known.update(_before_in(connection, room_id, rooms[room_id]))
-    for event_id, plus, minus in exceptions(connection, known):
-        hosts = known[event_id]
-        if not isinstance(hosts, HostsUnknown):
-            known[event_id] = (hosts | frozenset(plus)) - frozenset(minus)
-    return known
-
-
-def _before_in(
-    connection: Connection, room_id: str, events: Sequence[EventRow]
+def servers_before(
+    connection: Connection, events: Sequence[EventRow], enough: Enough = never
 ) -> dict[str, Hosts]:
-    """The room's servers at each event. Events between two changes of the servers share one set."""
-    ordered = sorted(events, key=lambda event: event.stream_ordering)
-    first, last = ordered[0].stream_ordering, ordered[-1].stream_ordering
-    servers = tables.room_servers.c
-    query = (
-        select(servers.server, servers.joined, servers.left)
-        .where(servers.room_id == room_id, servers.joined < last)
-        .where(or_(servers.left.is_(None), servers.left >= first))
-    )
-    intervals = [(server, joined, left) for server, joined, left in connection.execute(query)]
-    changes = sorted({edge for _, *edges in intervals for edge in edges if edge is not None})
+    """The room's servers at each event, with `plus` and without `minus` of the event itself.
+
+    In the order of the events; of the first ones alone once there is `enough`.
+    """
+    orderings: dict[str, list[int]] = {}
+    for event in events:
+        orderings.setdefault(event.room_id, []).append(event.stream_ordering)
+    rooms = {name: _Room(connection, name, orderings[name]) for name in sorted(orderings)}
+    ids = [event.event_id for event in events]
+    own = {event_id: more for event_id, *more in exceptions(connection, ids)}
     known: dict[str, Hosts] = {}
-    current, valid_from, valid_to = NOBODY, 0, -1
-    for event in ordered:
-        at = event.stream_ordering
-        if not valid_from < at <= valid_to:
-            current = frozenset(
-                server
-                for server, joined, left in intervals
-                if joined < at and (left is None or at <= left)
-            )
-            valid_from = max((edge for edge in changes if edge < at), default=-1)
-            valid_to = min((edge for edge in changes if edge >= at), default=last)
-        known[event.event_id] = current
+    for event in sorted(events, key=lambda event: event.stream_ordering):
+        servers = rooms[event.room_id].servers_at(event.stream_ordering)
+        if event.event_id in own:
+            plus, minus = map(frozenset, own[event.event_id])
+            servers = (servers | plus) - minus
+        known[event.event_id] = servers
+        if enough(servers):
+            break
     return known
+
+
+class _Room:
+    """The servers of a room at some events. Those between two changes of the servers share a set.
+
+    Args:
+        events: their tokens.
+    """
+
+    def __init__(self, connection: Connection, room_id: str, events: Collection[int]) -> None:
+        first, self._last = min(events), max(events)
+        servers = tables.room_servers.c
+        query = (
+            select(servers.server, servers.joined, servers.left)
+            .where(servers.room_id == room_id, servers.joined < self._last)
+            .where(or_(servers.left.is_(None), servers.left >= first))
+        )
+        self._stays = [(server, joined, left) for server, joined, left in connection.execute(query)]
+        edges = {edge for _, *both in self._stays for edge in both if edge is not None}
+        self._changes = sorted(edges)
+        self._current, self._from, self._to = NOBODY, 0, -1
+
+    def servers_at(self, token: int) -> frozenset[str]:
+        if not self._from < token <= self._to:
+            self._current = frozenset(
+                server
+                for server, joined, left in self._stays
+                if joined < token and (left is None or token <= left)
+            )
+            self._from = max((edge for edge in self._changes if edge < token), default=-1)
+            self._to = min((edge for edge in self._changes if edge >= token), default=self._last)
+        return self._current
 
 
 def exceptions(

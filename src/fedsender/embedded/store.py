@@ -31,7 +31,7 @@ from fedsender.runtime import Runtime
 from fedsender.store import event_rows, positions, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import Database, reading, writing
-from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.homeserver import HomeserverStore, ToRoute
 from fedsender.store.lock import lock_of
 from fedsender.store.migrations import bring_up_to_date, claim_store
 from fedsender.store.opening import Homeserver, OpenDatabase, StoreConfig
@@ -109,12 +109,13 @@ class EmbeddedStore(HomeserverStore):
         after: int,
         upto: int,
         limit: int,
+        offers: int,
         wanted: Callable[[EventRow], bool],
-    ) -> tuple[list[EventRow], dict[str, Hosts]]:
-        """`read_events`, and `servers_before` for the wanted ones, in one transaction."""
+    ) -> ToRoute:
+        """As the interface says."""
         rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
-        found = [row for row in rows if wanted(row)]
-        return rows, stays.servers_before(connection, found)
+        before = partial(stays.servers_before, connection)
+        return self._to_route(rows, upto if len(rows) < limit else None, offers, wanted, before)
 
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
         """By room the servers in it now."""

@@ -48,8 +48,8 @@ CHUNK = 100
 """Events that one database transaction fans out: a commit for many, and short enough for others to
 have their turn at the lock."""
 MAX_OFFERS = 15_000
-"""Of events or receipts to servers in a step, if it has more than one. They are offered without a
-checkpoint, in 0.1 to 0.2 s of the loop."""
+"""Of events to servers in a step, if it has more than one. They are offered without a checkpoint,
+in 0.1 to 0.2 s of the loop."""
 NEWEST = 2**63
 """A number above every stream ordering."""
 
@@ -86,7 +86,7 @@ class FanOut:
         # How often quarantine was emptied, and as of when we know what is left there.
         self._emptied, self._looked = 1, 0
         self._redacted: set[str] = set()
-        self._chunk = self._fit = CHUNK
+        self._fit = CHUNK
         self._pool = context.pdu_pool
         # Events up to `upto` of the servers that it has gained are noted as owed by the walk alone.
         self._walk: Walk | None = None
@@ -217,7 +217,7 @@ class FanOut:
 
     async def _step_or_stand(self, upto: int) -> None:
         """Make one step; if a step for a single event raises, note that event as standstill."""
-        before, limit = self.position, 1 if self._one_by_one else self._chunk
+        before, limit = self.position, 1 if self._one_by_one else CHUNK
         try:
             await self._step(upto, limit)
         except NotThere:
@@ -225,7 +225,7 @@ class FanOut:
         except (BeginAnew, NotGiven):
             raise
         except Exception as error:
-            self._one_by_one, event = self._chunk, None
+            self._one_by_one, event = CHUNK, None
             # Else it is committed, and there is nothing to pass over.
             if limit == 1 and self.position == before:
                 # A database that does not say which one it is may be what is wrong.
@@ -260,17 +260,12 @@ class FanOut:
             await self._look_at_quarantine()
             told = sorted(self._redacted)
             limit = min(limit, self._fit)
-            rows, before = await self._homeserver.read_to_route(
-                self.position, upto, limit, self._router.is_ours
+            rows, before, position, cut = await self._homeserver.read_to_route(
+                self.position, upto, limit, MAX_OFFERS, self._router.is_ours
             )
-            position = rows[-1].stream_ordering if len(rows) == limit else upto
-            items = await self._router.route(rows, before)
-            cut = self._too_many(items, len(rows))
-            if cut is not None:
-                rows = [row for row in rows if row.stream_ordering < cut]
-                items = [item for item in items if item.stream_ordering < cut]
-                position = rows[-1].stream_ordering
-            routed = await self._sort_out(items)
+            # The next ones are probably of the same rooms, and are not read twice.
+            self._fit = len(rows) if cut else min(CHUNK, 2 * self._fit)
+            routed = await self._sort_out(await self._router.route(rows, before))
             await self._notice_redactions(rows, told)
         owed: dict[tuple[str, str], int] = {}
         first: dict[str, int] = {}
@@ -310,17 +305,6 @@ class FanOut:
         destinations = [(len(item.servers), item.pdu.received_ms) for item in routed]
         now_ms = self._context.runtime.now_ms()
         self._context.metrics.fanned_out(position, len(rows), destinations, now_ms)
-
-    def _too_many(self, items: Sequence[Routed | Bad], rows: int) -> int | None:
-        """From which event on these are left to the next step; None: they fit. Never the first."""
-        offers, cut = 0, None
-        for number, item in enumerate(items):
-            offers += len(item.servers) if isinstance(item, Routed) else 0
-            if offers > MAX_OFFERS and number and cut is None:
-                cut = item.stream_ordering
-        # The next ones are probably of the same rooms, and are not routed twice.
-        self._fit = max(1, min(self._chunk, MAX_OFFERS * rows // max(1, offers)))
-        return cut
 
     async def _commit(
         self,

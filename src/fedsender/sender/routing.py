@@ -65,10 +65,6 @@ class Routed:
     mark: int | None = None
 
     @property
-    def stream_ordering(self) -> int:
-        return self.pdu.stream_ordering
-
-    @property
     def supersedes(self) -> tuple[int, int] | None:
         """The stream orderings of its room that it stands in for: the events before it never
         reached our store (`records.stands_above`). None: it is an event like any other."""

@@ -54,6 +54,7 @@ from fedsender.store.records import (
     Settlement,
     StoredEvent,
 )
+from fedsender.store.room_servers import Enough
 from fedsender.store.statements import (
     as_given,
     given_rows,
@@ -140,6 +141,22 @@ async def _all_act(_instance: str) -> bool:
 
 async def _no_lease() -> bool:
     return False
+
+
+class ToRoute(NamedTuple):
+    """Events that were read to be routed.
+
+    Attributes:
+        rows: the events.
+        before: by event id the servers before it, of those that were wanted.
+        upto: the token up to which these are all.
+        cut: whether others were left out because all together have too many servers.
+    """
+
+    rows: Sequence[EventRow]
+    before: Mapping[str, Hosts]
+    upto: int
+    cut: bool
 
 
 class HomeserverStore(ABC):
@@ -461,15 +478,42 @@ class HomeserverStore(ABC):
 
     @abstractmethod
     async def read_to_route(
-        self, after: int, upto: int, limit: int, wanted: Callable[[EventRow], bool]
-    ) -> tuple[list[EventRow], dict[str, Hosts]]:
+        self, after: int, upto: int, limit: int, offers: int, wanted: Callable[[EventRow], bool]
+    ) -> ToRoute:
         """`read_events`, and `servers_before` for the wanted ones among them, in one transaction.
 
         Raises NotGiven if the database has not given all ids up to `upto` yet.
 
         Args:
+            offers: the most servers, counted anew for each event, that we may offer them to, if
+                each of our senders has an equal part of them; the first wanted one comes always.
             wanted: called in a worker thread.
         """
+
+    def _to_route(
+        self,
+        rows: list[EventRow],
+        upto: int | None,
+        offers: int,
+        wanted: Callable[[EventRow], bool],
+        before: Callable[[Sequence[EventRow], Enough], dict[str, Hosts]],
+    ) -> ToRoute:
+        """What `read_to_route` says of these rows; `upto`: None if more may follow them."""
+        most, names = offers * len(self._settings.instances), 0
+
+        def enough(servers: Hosts) -> bool:
+            nonlocal names
+            names += 0 if isinstance(servers, HostsUnknown) else len(servers)
+            return names > most
+
+        ours = [row for row in rows if wanted(row)]
+        known = before(ours, enough)
+        if names > most and len(known) > 1:
+            known.popitem()
+        if cut := len(known) < len(ours):
+            rows = [row for row in rows if row.stream_ordering < ours[len(known)].stream_ordering]
+        end = rows[-1].stream_ordering if cut or upto is None else upto
+        return ToRoute(rows, known, end, cut)
 
     @abstractmethod
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:

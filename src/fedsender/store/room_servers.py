@@ -30,6 +30,15 @@ CACHE_BYTES = 32 * 2**20
 
 NOBODY: frozenset[str] = frozenset()
 
+Enough = Callable[[Hosts], bool]
+"""Called with the servers before each of some events, in their order: whether no more are asked
+for."""
+
+
+def never(_: Hosts) -> bool:
+    """All are asked for."""
+    return False
+
 
 def _servers(users: Iterable[str]) -> frozenset[str]:
     """The servers of the users; a user id without one belongs to no server."""
@@ -171,7 +180,7 @@ class StateGroups:
         main: Connection,
         state: Connection,
         events: Sequence[EventRow],
-        enough: Callable[[], bool] = lambda: False,
+        enough: Enough = never,
     ) -> dict[str, Hosts]:
         """By event id the servers before it; of the first events alone once there is `enough`.
 
@@ -180,8 +189,8 @@ class StateGroups:
         states, look = load_states(main, events), _Look(main, state, self._servers)
         found: dict[str, Hosts] = {}
         for event in events:
-            found[event.event_id] = look.before(event, states)
-            if enough():
+            servers = found[event.event_id] = look.before(event, states)
+            if enough(servers):
                 break
         return found
 
@@ -228,7 +237,7 @@ class _Look:
         if prior is None:
             return HostsUnknown("the membership that the event replaced is not in the database")
         if prior == "join":
-            return after | server
+            return after if server <= after else after | server
         if membership_in(event.json) != "join" or not server:
             return after
         others = self._joined_users(self._chain(group), server) - {user}

@@ -13,10 +13,11 @@ from fedsender.runtime import Runtime
 from fedsender.store import event_rows, positions, room_servers, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import Database, reading, writing
-from fedsender.store.homeserver import HomeserverStore, NotGiven
+from fedsender.store.homeserver import HomeserverStore, NotGiven, ToRoute
 from fedsender.store.lock import AdvisoryLock
 from fedsender.store.opening import Homeserver, OpenDatabase, StoreConfig
 from fedsender.store.records import EventRow, HomeserverSettings, Hosts, PresenceState, Redelivery
+from fedsender.store.room_servers import Enough, never
 from fedsender.store.schema_check import STATE_TABLES, check_schema, check_tables
 from fedsender.store.statements import in_chunks, select_rows, upsert
 from fedsender.waiting import Slots, right_of_way
@@ -220,15 +221,16 @@ class SynapseStore(HomeserverStore):
         return found
 
     async def read_to_route(
-        self, after: int, upto: int, limit: int, wanted: Callable[[EventRow], bool]
-    ) -> tuple[list[EventRow], dict[str, Hosts]]:
+        self, after: int, upto: int, limit: int, offers: int, wanted: Callable[[EventRow], bool]
+    ) -> ToRoute:
         """As the interface says; it is PostgreSQL that gives ids out of order."""
 
-        def look(connection: Connection) -> tuple[list[EventRow], dict[str, Hosts]]:
+        def look(connection: Connection) -> ToRoute:
             rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
             if len(rows) < limit and (not rows or rows[-1].stream_ordering < upto):
                 _check_given(connection, upto)
-            return rows, self._servers_before(connection, [row for row in rows if wanted(row)])
+            before = partial(self._servers_before, connection)
+            return self._to_route(rows, upto if len(rows) < limit else None, offers, wanted, before)
 
         return await self._read_with_groups(look)
 
@@ -238,14 +240,14 @@ class SynapseStore(HomeserverStore):
             with right_of_way():
                 return await self._database.read(look)
 
-    def _groups_wanted(self) -> bool:
+    def _groups_wanted(self, _: Hosts) -> bool:
         return self._groups_lock.wanted
 
     def _servers_before(
         self,
         connection: Connection,
         events: Sequence[EventRow],
-        enough: Callable[[], bool] = lambda: False,
+        enough: Enough = never,
     ) -> dict[str, Hosts]:
         if not events:
             return {}
