@@ -170,9 +170,10 @@ async def open_service(
 async def end_patiently(process: trio.Process) -> None:
     """SIGTERM, and SIGKILL once it is certain that no slowness of the machine is to blame.
 
-    trio's own way gives five seconds and then warns, which fails a test.
+    trio's own way gives five seconds and then warns, which fails a test. Whoever is frozen thaws.
     """
     process.terminate()
+    process.send_signal(signal.SIGCONT)
     await trio.sleep(PATIENCE_S)
     process.kill()
 
