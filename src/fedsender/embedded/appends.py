@@ -154,7 +154,7 @@ def forget_appends(connection: Connection, now_ms: int) -> int:
 REDACTED: Final = "redacted"
 """The stream of notices that each name a redacted event."""
 MAX_NOTICES: Final = 1000
-"""The most notices that are read at once."""
+"""The most notices that wait to be written (later ones are lost), or are read at once."""
 NOTICES_BYTES: Final = 4 * 2**20
 """The bytes of their rows, and at most one row more."""
 NOTICES_KEPT_MS: Final = 60_000

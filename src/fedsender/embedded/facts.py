@@ -256,9 +256,9 @@ def prepare(
     rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row, *, key: bytes = b""
 ) -> Record:
     """Check the rows of one record and turn them into text. Raises BadRow."""
-    record = Preparation(rows, complete, key=key).go_on(len(rows))
-    assert record is not None
-    return record
+    preparation = Preparation(rows, complete, key=key)
+    preparation.check(len(rows))
+    return preparation.record()
 
 
 class Preparation:
@@ -286,12 +286,20 @@ class Preparation:
         self._parsed: list[RelayRow] = []
         self._events = 0
 
-    def go_on(self, most: int) -> Record | None:
-        """Check so many more rows; the record, once it has all. Raises BadRow."""
+    def check(self, most: int) -> bool:
+        """Check so many more rows; return whether any are left. Raises BadRow."""
         begin = len(self._texts)
         for row in self._rows[begin : begin + most]:
             self._add(row)
-        return self._done() if len(self._texts) == len(self._rows) else None
+        return len(self._texts) < len(self._rows)
+
+    def record(self) -> Record:
+        """The record, once all rows are checked. Raises BadRow if it is too large."""
+        size = sum(map(len, self._texts))
+        if size > MAX_RECORD_BYTES:
+            raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
+        checksum = zlib.crc32(b"\n".join(self._texts))
+        return Record(self._key, tuple(self._texts), tuple(self._parsed), size, checksum)
 
     def _add(self, row: Json) -> None:
         """Check the next row. Raises BadRow with its number."""
@@ -306,13 +314,6 @@ class Preparation:
             raise BadRow(f"row {len(self._texts)}: {why}") from bad
         self._parsed.append(parsed)
         self._texts.append(text)
-
-    def _done(self) -> Record:
-        size = sum(map(len, self._texts))
-        if size > MAX_RECORD_BYTES:
-            raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
-        checksum = zlib.crc32(b"\n".join(self._texts))
-        return Record(self._key, tuple(self._texts), tuple(self._parsed), size, checksum)
 
 
 def _is_event(row: RelayRow) -> bool:

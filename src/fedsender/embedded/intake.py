@@ -536,9 +536,9 @@ class Intake:
                 return None
             complete = None if self.signer is None else self.signer.complete
             preparation = Preparation(each.rows, complete, key=key_of(each.id))
-            while (record := preparation.go_on(STEP_ROWS)) is None:
+            while preparation.check(STEP_ROWS):
                 await trio.lowlevel.checkpoint()
-            return record
+            return preparation.record()
         except UnicodeEncodeError as bad:
             raise BadRow(f"append {number}: the id is not Unicode") from bad
         except BadRow as bad:

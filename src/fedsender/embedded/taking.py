@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import structlog
 import trio
 
-from fedsender.embedded.appends import REDACTED, News, Notice, Place
+from fedsender.embedded.appends import MAX_NOTICES, NOTICES_BYTES, REDACTED, News, Notice, Place
 from fedsender.embedded.facts import SERVER_UP, Elsewhere, tell_ephemeral
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-MAX_NOTICES: Final = 1000
-"""The most waiting notices for other senders; later ones are lost."""
-NOTICES_BYTES: Final = 4 * 2**20
-"""The bytes of their rows, and at most one row more."""
 FORGET_EVERY_S: Final = 60.0
 LOOK_EVERY_S: Final = 0.1
 """Seconds between two reads of another sender's news."""
