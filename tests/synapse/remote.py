@@ -23,7 +23,7 @@ from tests.proxy import reserve
 from tests.synapse.homeserver import Homeserver
 from tests.synapse.recorder import Recording, Sent
 
-from fedsender.federation.signing import SigningKey, authorization_header
+from fedsender.federation.signing import SigningKey, authorization_header, signing_key_from_seed
 from fedsender.matrix import RoomVersion, canonical_json, event_id_of, redact, room_version_of
 from fedsender_lab.testing.http import Conversation, Reply, Request, TlsStream
 from fedsender_lab.testing.rooms import Signer
@@ -102,7 +102,7 @@ class Remote:
 
     @property
     def _key(self) -> SigningKey:
-        return SigningKey("r", self._private)
+        return signing_key_from_seed("r", self._private.private_bytes_raw())
 
     async def _ask(self, method: str, path: str, content: object = None) -> dict[str, Any]:
         body = None if content is None else canonical_json(content)
