@@ -27,7 +27,7 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -84,6 +84,8 @@ class SentPdu:
     Attributes:
         supersedes: with catch-up, the stream orderings [from, to] of its room, both ends included,
             that this PDU stands in for.
+        wire: the PDU as it stands in a line and in a frozen transaction's record, made once for all
+            the servers that get it.
     """
 
     event_id: str
@@ -91,9 +93,9 @@ class SentPdu:
     stream_ordering: int
     lane: str
     supersedes: tuple[int, int] | None = None
+    wire: orjson.Fragment = field(init=False, repr=False, compare=False)
 
-    def as_json(self) -> dict[str, Any]:
-        """The PDU as it stands in a line and in a frozen transaction's record."""
+    def __post_init__(self) -> None:
         entry: dict[str, Any] = {
             "event_id": self.event_id,
             "room_id": self.room_id,
@@ -101,12 +103,12 @@ class SentPdu:
             "lane": self.lane,
         }
         if self.supersedes is not None:
-            entry["supersedes"] = list(self.supersedes)
-        return entry
+            entry["supersedes"] = self.supersedes
+        object.__setattr__(self, "wire", orjson.Fragment(orjson.dumps(entry)))
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """The PDU of an entry that `as_json` made."""
+        """The PDU of an entry that `wire` has."""
         supersedes = entry.get("supersedes")
         return cls(
             entry["event_id"],
@@ -152,9 +154,9 @@ class TransactionRecord(NamedTuple):
     lsso: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The record as JSON values, by the names that it has in a line."""
+        """The record for orjson, by the names that it has in a line."""
         return {
-            "pdus": [pdu.as_json() for pdu in self.pdus],
+            "pdus": [pdu.wire for pdu in self.pdus],
             "edus": dict(self.edus),
             "outbox": list(self.outbox),
             "device_lists": [list(row) for row in self.device_lists],
@@ -163,7 +165,7 @@ class TransactionRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """The record of values that `as_json` made, or of a ledger's line."""
+        """The record of the values that `as_json` stands for, or of a ledger's line."""
         return cls(
             [SentPdu.from_json(pdu) for pdu in found["pdus"]],
             found["edus"],
@@ -238,7 +240,7 @@ class Line(NamedTuple):
     position: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The line as JSON values, but for its version and its instance."""
+        """The line for orjson, but for its version and its instance."""
         return {
             "ms": self.ms,
             "destination": self.destination,
@@ -258,7 +260,7 @@ class Line(NamedTuple):
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """The line of values that `as_json` made."""
+        """The line of the values that `as_json` stands for."""
         values = {name: entry[name] for name in cls._fields if name != "record"}
         return cls(**values, record=TransactionRecord.from_json(entry))
 
@@ -316,8 +318,7 @@ class Ledger:
 
     def record(self, line: Line) -> None:
         """Hand the line to the kernel. A line that cannot be written is counted; never raises."""
-        values = line.as_json()
-        entry = {"v": LINE_VERSION, "ms": line.ms, "instance": self.instance, **values}
+        entry = {"v": LINE_VERSION, "instance": self.instance, **line.as_json()}
         try:
             self._append(orjson.dumps(entry) + b"\n")
             self.lines.advance(self.lines.value + 1)
@@ -330,12 +331,12 @@ class Ledger:
                 self.failed.set()
             self.failing = str(error)
         else:
-            self.recover()
+            if self.failing is not None:
+                self.recover()
 
     def recover(self) -> None:
-        """Note that lines can be written, as far as is known."""
-        if self.failing is not None:
-            log.info("ledger_writable_again", directory=str(self.directory))
+        """Note that lines can be written again, as far as is known."""
+        log.info("ledger_writable_again", directory=str(self.directory))
         self.failing = None
 
     def _append(self, text: bytes) -> None:
@@ -485,7 +486,8 @@ async def open_ledger(
             await trio.sleep(RETRY_SECONDS)
             write = partial(runtime.run_sync, write_something, limiter=limiter)
             await again(write, OSError, RETRY_SECONDS)
-            ledger.recover()
+            if ledger.failing is not None:
+                ledger.recover()
 
     last_number, torn, last_words = await runtime.run_sync(prepare, limiter=limiter)
     ledger = Ledger(

@@ -94,10 +94,10 @@ async def test_transaction_arrives_signed_and_its_answer_comes_back(tmp_path: Pa
         one_server(tmp_path, noting(requests, OK)) as (client, server),
         client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
-        answer = await send(peer, "a/b c")
+        answer = await send(peer, "0f.1")
     assert (answer.status, answer.is_answer, answer.reused) == (200, True, False)
     request = requests[0]
-    assert request.line == "PUT /_matrix/federation/v1/send/a%2Fb%20c HTTP/1.1"
+    assert request.line == "PUT /_matrix/federation/v1/send/0f.1 HTTP/1.1"
     assert request.body == BODY
     assert request.headers["host"] == NAME
     assert request.headers["content-type"] == "application/json"

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import trio
 from tests.sender.harness import World
@@ -78,7 +79,8 @@ async def test_extremities_ahead_of_the_fan_out_are_no_sign_of_a_move(tmp_path: 
         await start(store, tmp_path, "b1")
         async with a_ledger(tmp_path, "b2") as ledger:
             ledger.record(answered(pdus=[ahead], lsso=10))
-        manifest = {**TransactionRecord([ahead], lsso=10).as_json(), "lsso_before": 10}
+        record = orjson.loads(orjson.dumps(TransactionRecord([ahead], lsso=10).as_json()))
+        manifest = {**record, "lsso_before": 10}
         await store.sender.save_frozen(frozen(manifest))
         assert await start(store, tmp_path, "b3") == {A}
         assert await store.homeserver.lsso(A) == 10

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Final, Protocol
-from urllib.parse import quote
 
 import trio
 
@@ -461,7 +460,7 @@ class Peer:
         client, live = self._client, self._held
         assert live is not None, "no connection is held"
         reused = live.reused
-        target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"
+        target = f"/_matrix/federation/v1/send/{transaction_id}"
         longest = longest_answer(len(event_ids))
         lines = self._signed(live, "PUT", target, body)
         response = await self._exchange("PUT", target, lines, body, Bounds(body_bytes=longest))
@@ -522,8 +521,8 @@ class Peer:
         """Give the connection back to the client, if there is one."""
         held, self._held = self._held, None
         if held is not None:
-            self._idle_since = trio.current_time()
             self._client.connections.give_back(self.destination, held)
+            self._idle_since = held.idle_since
 
     def _signed(self, live: Live, method: str, target: str, body: bytes) -> bytes:
         """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import httptools
 import httpx
+import orjson
 import trio
 
 from fedsender.tls import close_now
@@ -242,7 +243,8 @@ class ResponseReader:
         transfer = self._values(b"transfer-encoding")
         if transfer not in ([], [b"chunked"]):
             raise _Refused("protocol", "answer with a transfer encoding other than chunked")
-        lengths = self._values(b"content-length")
+        # The parser has checked that it is one number.
+        lengths = self._telling.get(b"content-length")
         self._until_eof = not transfer and not lengths
         if lengths and self._successful and int(lengths[0][:20]) > self._bounds.body_bytes:
             self._too_large()
@@ -639,9 +641,13 @@ def _decoded(body: bytes, pdus: int = 0) -> object:
     """
     if body.count(b",") + body.count(b"{") + body.count(b"[") > _PARTS + _PARTS_PER_PDU * pdus:
         raise ValueError("too many parts to be parsed")
+    body = body.removeprefix(BOM_UTF8)
     try:
-        # Not orjson: it refuses lone surrogates, which a peer may quote from an event it refused.
-        return _decoder.decode(body.removeprefix(BOM_UTF8).decode("utf-8", "surrogatepass"))
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        pass  # It refuses lone surrogates, which a peer may quote from an event that it refused.
+    try:
+        return _decoder.decode(body.decode("utf-8", "surrogatepass"))
     except RecursionError as error:
         raise ValueError("too deep to be parsed") from error
 
@@ -656,7 +662,7 @@ def retry_after_s(response: Response, now_ms: Callable[[], int]) -> float | None
             return min(max(wait, 0.0), MAX_RETRY_AFTER_S)
     if response.status in (429, 503):
         asked = (json_object(response.body) or {}).get("retry_after_ms")
-        if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
+        if isinstance(asked, int | float) and not isinstance(asked, bool) and asked >= 0:
             return min(asked, MAX_RETRY_AFTER_S * 1000) / 1000
     return None
 

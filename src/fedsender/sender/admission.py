@@ -694,7 +694,8 @@ class Permit:
     def body_bytes(self, most: int) -> int:
         """The largest size of the next body now, in bytes: a share of the memory left, at most
         `most`. None counts any more."""
-        self.carries(0)
+        if self._bytes:
+            self.carries(0)
         self._offered = self._admission.body_bytes(most)
         return self._offered
 

@@ -220,6 +220,8 @@ class Destination:
         self._before = self.phase
         self._draining = False
         self._unread = False
+        # Servers have different minutes for the hourly save of their states.
+        self._shift_ms = zlib.crc32(name.encode()) % HOUR_MS
         self._state_unsaved = False
         self._pause_ended_ms: int | None = None
         self._has_answered = False
@@ -828,8 +830,8 @@ class Destination:
                 self._witness = replace(edu, outbox_ids=(), pokes=(), keys=())
 
     def _another_hour(self, before_ms: int | None, now_ms: int) -> bool:
-        """Whether the hourly save of the state is due; servers have different minutes for it."""
-        shift = zlib.crc32(self.name.encode()) % HOUR_MS
+        """Whether the hourly save of the state is due."""
+        shift = self._shift_ms
         return before_ms is None or (before_ms + shift) // HOUR_MS != (now_ms + shift) // HOUR_MS
 
     async def _save_state(self) -> None:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import orjson
 import trio
 
 from fedsender.ledger import DevicePoke, SentPdu, TransactionRecord
@@ -558,8 +559,9 @@ class Transaction:
 
     def manifest(self) -> dict[str, Any]:
         """The JSON values that are stored beside the body."""
+        record: dict[str, Any] = orjson.loads(orjson.dumps(self.record.as_json()))
         return {
-            **self.record.as_json(),
+            **record,
             "edu_marks": list(self._marks),
             "lsso_before": self.lsso_before,
         }
