@@ -15,7 +15,7 @@ has come in, or for which something else than the ledger says otherwise (`_touch
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from typing import Any, Final
@@ -40,7 +40,7 @@ from fedsender_pipeline import (
 )
 from fedsender_pipeline.fates import EVERYWHERE, Days
 from fedsender_pipeline.intervals import Keys, among, among_rows, few, near, servers_of
-from fedsender_pipeline.lake import CHANGED, LET_GO, Commit, Lake, empty_frame, in_days, listed
+from fedsender_pipeline.lake import CHANGED, LET_GO, Commit, Lake, empty_frame, listed
 from fedsender_pipeline.notes import HOLDERS, NOTE_RANGE, RANK, SenderList, Senders
 from fedsender_pipeline.schemas import FATES, LakeTable
 from fedsender_pipeline.session import Steps, kept
@@ -186,8 +186,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
     """Write what has become of the events to look at, in place of what was said of them."""
     look, places, pdus = view.look, view.places, view.pdus
 
-    def before(table: LakeTable, parts: Callable[[str], bool] = lambda _: True) -> DataFrame:
-        return empty_frame(spark, table) if look.is_whole else lake.frame(spark, table, parts)
+    def before(table: LakeTable) -> DataFrame:
+        return empty_frame(spark, table) if look.is_whole else lake.frame(spark, table)
 
     def of_others(rows: DataFrame) -> DataFrame:
         return among(rows, look.units, "left_anti")
@@ -199,22 +199,15 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         was = fates.negative(among_rows(spark, lake, schemas.AUDIT, look.units))
         counts = fates.summed(counts.unionByName(was), "server", "room_id", "day")
     counts = view.keep(counts)
-    for table, key in (schemas.AUDIT, ()), (schemas.AUDIT_BY_SERVER, ("server", "day")):
-        if look.is_whole:
-            commit.clear(table)
-        rows = fates.summed(counts, *key) if key else counts
-        commit.append_frame(table, ledger_lines.by_day(rows))
-
-    in_unit = in_days(set(map(str, look.unit_days)))
-    parts = (lambda _: True) if look.is_whole else in_unit
-    stood_in = fates.superseded(found, places, fates.stood_in(pdus))
-    stood_in = stood_in.unionByName(of_others(before(schemas.SUPERSEDED, parts)))
-    commit.replace(schemas.SUPERSEDED, ledger_lines.by_day(stood_in), parts)
+    if look.is_whole:
+        commit.clear(schemas.AUDIT)
+    commit.append_frame(schemas.AUDIT, ledger_lines.by_day(counts))
 
     ours = intervals.ours(spark, lake, look.first - 1)
     gone = fates.missing(found, places, pdus, ours)
     gone = gone.unionByName(of_others(before(schemas.MISSING).drop("reasons")))
-    commit.replace(schemas.MISSING, _explained(spark, lake, kept(gone)))
+    records = (lake.frame(spark, table) for table in _AS_THEY_STAND)
+    commit.replace(schemas.MISSING, fates.explained(kept(gone), *records))
 
     answers = view.answered(every)
     again = fates.repeated(answers.where("fate = 'delivered_again'"))
@@ -264,7 +257,7 @@ def still_holds(lake: Lake, config: Config) -> bool:
 def summed_up(lake: Lake, config: Config) -> Audited:
     """The figures of the last audit in the lake, with the first `SHOWN` events of each table."""
     totals = Counter[str]()
-    for rows in lake.dataset(schemas.AUDIT_BY_SERVER).to_batches(columns=[*fates.COUNTS]):
+    for rows in lake.dataset(schemas.AUDIT).to_batches(columns=[*fates.COUNTS]):
         totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
     senders = read_senders(lake, config)
     starts = (senders.owned[name].began for name in senders.lists[0].ours)
@@ -442,16 +435,9 @@ _CLAIM: Final = ("server", "room_id", "event_id", "kind")
 
 def read_claims(spark: SparkSession, lake: Lake, senders: Senders) -> DataFrame:
     """Rows of `claims`: what an audit takes from elsewhere than the ledger, each once."""
-    lsso = "last_successful_stream_ordering"
-    known = lake.read(schemas.DESTINATIONS, ["destination", lsso]).combine_chunks()
-
-    def not_level(rows: pa.RecordBatch) -> pa.RecordBatch:
-        mark = known[lsso].take(pc.index_in(rows["destination"], known["destination"]))
-        owed = pc.greater(rows["stream_ordering"], mark.combine_chunks())
-        return rows.filter(pc.fill_null(owed, True))
-
-    rooms = _newest(lake.some(spark, schemas.DESTINATION_ROOMS, narrow=not_level))
-    owed = fates.owed_ranges(rooms, *(lake.frame(spark, table) for table in _AS_THEY_STAND))
+    owed = fates.owed_ranges(
+        *(lake.frame(spark, table) for table in (schemas.DESTINATION_ROOMS, *_AS_THEY_STAND))
+    )
     at = ("room_id", "event_id", "stream_ordering as first", "stream_ordering as last")
     redeliveries = lake.frame(spark, schemas.REDELIVERIES).selectExpr(
         "destination as server", *at, "'pending' as kind"
@@ -478,21 +464,7 @@ def read_claims(spark: SparkSession, lake: Lake, senders: Senders) -> DataFrame:
     return rows.select(*schemas.CLAIMS.columns).distinct()
 
 
-def _newest(rooms: DataFrame) -> DataFrame:
-    """Rows of `destination_rooms`, of each server and room the newest one."""
-    newest = F.max("stream_ordering").alias("stream_ordering")
-    return rooms.groupBy("destination", "room_id").agg(newest)
-
-
 _AS_THEY_STAND: Final = (schemas.DESTINATIONS, schemas.CATCH_UPS, schemas.SERVER_STATES)
-
-
-def _explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
-    """Rows of `missing`, from those without `reasons`."""
-    pairs = few(gone.selectExpr("server as destination", "room_id"))
-    rooms = _newest(among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs))
-    others = (lake.frame(spark, table) for table in _AS_THEY_STAND)
-    return fates.explained(gone, rooms, *others)
 
 
 def touched(
@@ -682,11 +654,10 @@ class View:
     def stretches(self) -> DataFrame:
         """Stretches of all expected places, with their fates."""
         servers = servers_of(self._spans)
-        standing = fates.stood_in(self.pdus).drop("by", "ms", "refused")
         spans = (
             self._spans.withColumn("kind", F.lit(fates.EXPECTED))
             .unionByName(self._before_ledger(servers))
-            .unionByName(standing)
+            .unionByName(fates.stood_in(self.pdus))
             .unionByName(fates.claimed(self._claims, self._spans))
         )
         attempts = self._lake.frame(self._spark, schemas.ATTEMPTS)

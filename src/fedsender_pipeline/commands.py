@@ -236,7 +236,7 @@ def health(config: ConfigFile, as_json: AsJson = False) -> int:
         known = module.health(spark, lake, loaded, steps)
         with steps.step("the week, and what is usual"):
             level = module.service_level(spark, lake)
-            today = module.last_24_hours(*module.recent_hours(spark, lake))
+            today, _ = module.last_24_hours(spark, lake)
             worse = module.worse(spark, lake, today)
     week, unusual = asdict(level), [asdict(each) for each in worse]
     say_answer(

@@ -1,9 +1,9 @@
 """A database to read, and ranges of it.
 
 It is never written to: the connections are read-only. Every page of a read starts behind the last
-key of the page before, so that no statement takes long. Only `sources.newer_rooms` looks through a
-table in one. On PostgreSQL all pages of a range are one transaction, and see the database as it was
-at one moment; a reader that takes hours has one for each commit of about a minute.
+key of the page before, so that no statement takes long. On PostgreSQL all pages of a range are one
+transaction, and see the database as it was at one moment; a reader that takes hours has one for
+each commit of about a minute.
 """
 
 import math

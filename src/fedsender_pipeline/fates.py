@@ -196,13 +196,9 @@ def stretches(ends: DataFrame) -> DataFrame:
         ends.repartition("server", "room_id")
         .selectExpr("server", "room_id", "kind", f"inline({here})")
         .groupBy("server", "room_id", "lo")
-        .agg(
-            *(F.expr(f"sum(if(kind = '{kind}', n, null)) as {kind}") for kind in _KINDS),
-            F.expr("bool_or(kind in ('superseded', 'stand_in_refused')) as stands_in"),
-        )
-        # Where one run of deliveries goes over into the next, nothing changes. But where one event
-        # stands in for what follows and another for what is before, the stretches are two.
-        .where(" or ".join([*(f"{kind} != 0" for kind in _KINDS), "stands_in"]))
+        .agg(*(F.expr(f"sum(if(kind = '{kind}', n, null)) as {kind}") for kind in _KINDS))
+        # Where one run of deliveries goes over into the next, nothing changes.
+        .where(" or ".join(f"{kind} != 0" for kind in _KINDS))
     )
     here = "over (partition by server, room_id order by lo"
     upto_here = f"{here} rows between unbounded preceding and current row)"
@@ -438,7 +434,7 @@ def owed_ranges(
     catch-up, from the last answered event on.
 
     Args:
-        rooms: of `destination_rooms`, at least those that are not level.
+        rooms: of `destination_rooms`, as of a later moment than `destinations`.
     """
     marks = destinations.selectExpr("destination", "last_successful_stream_ordering as lsso")
     floors = catch_ups.groupBy("destination").agg(F.min("floor").alias("floor"))
@@ -461,13 +457,10 @@ def owed_ranges(
 
 
 def stood_in(pdus: DataFrame) -> DataFrame:
-    """The ranges that an event of catch-up stood in for, unless its server refused it.
-
-    Columns: server, room_id, by, ms, refused, first, last, kind.
-    """
+    """server, room_id, first, last, kind: the ranges that an event of catch-up stood in for."""
     standing = pdus.where("outcome = 'delivered' and supersedes_from is not null")
     return standing.selectExpr(
-        *("destination as server", "room_id", "event_id as by", "ms", "refused"),
+        *("destination as server", "room_id"),
         *("supersedes_from as first", "supersedes_to as last"),
         "if(refused is null, 'superseded', 'stand_in_refused') as kind",
     )
@@ -530,31 +523,6 @@ def taken_out(
     return named.select(*at).unionByName(everywhere.select(*at))
 
 
-def superseded(found: DataFrame, places: DataFrame, standing: DataFrame) -> DataFrame:
-    """The stretches that catch-up left out, each with the first event that stood in for it."""
-    standing = standing.withColumnsRenamed(
-        {"kind": "fate", "first": "its_first", "last": "its_last"}
-    )
-    orderings = places.select("room_id", "place", "stream_ordering")
-    first = orderings.withColumnsRenamed({"place": "lo", "stream_ordering": "first"})
-    last = orderings.withColumnsRenamed({"place": "hi", "stream_ordering": "last"})
-    return (
-        found.where("fate in ('superseded', 'stand_in_refused')")
-        .join(first, on=["room_id", "lo"], how="inner")
-        .join(last, on=["room_id", "hi"], how="inner")
-        .join(standing.hint("shuffle_hash"), on=["server", "room_id", "fate"], how="inner")
-        # Where such a range begins or ends, a stretch does.
-        .where("its_first <= first and last <= its_last")
-        .groupBy("server", "room_id", "day", "first", "last", F.expr("hi - lo + 1 as events"))
-        .agg(
-            F.min_by("by", "ms").alias("by_event_id"),
-            F.min("ms").alias("at_ms"),
-            F.min_by("refused", "ms").alias("refused"),
-        )
-        .select(*schemas.SUPERSEDED.columns)
-    )
-
-
 def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFrame) -> DataFrame:
     """Each missing event and server, with what the ledger has of it; without `reasons`.
 
@@ -584,7 +552,6 @@ def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFram
 
 def explained(
     gone: DataFrame,
-    rooms: DataFrame,
     destinations: DataFrame,
     catch_ups: DataFrame,
     states: DataFrame,
@@ -593,16 +560,13 @@ def explained(
 
     Args:
         gone: those rows without `reasons`.
-        rooms: of `destination_rooms`, at least those of `gone`.
     """
     server = "destination as server"
-    owed = rooms.selectExpr(server, "room_id", "stream_ordering as owed")
     marks = destinations.selectExpr(server, "last_successful_stream_ordering as lsso")
     state = states.selectExpr(server, "failing_since_ms", "outcome", "paused", "parked")
     done = catch_ups.where("room_id is not null").selectExpr(server, "room_id", "sent_to")
     return (
-        gone.join(owed, on=["server", "room_id"], how="left")
-        .join(marks, on="server", how="left")
+        gone.join(marks, on="server", how="left")
         .join(state, on="server", how="left")
         .join(done, on=["server", "room_id"], how="left")
         .withColumn("reasons", F.expr(_REASONS))
@@ -612,10 +576,6 @@ def explained(
 
 _REASONS: Final = """
 array_compact(array(
-    case when owed is null then 'destination_rooms has no row: the fan-out did not count it'
-        when owed < stream_ordering
-            then concat('destination_rooms stops at ', owed, ': the fan-out passed it by')
-        else concat('destination_rooms is at ', owed, ': the fan-out counted it') end,
     case when attempts is null then 'no attempt in the ledger'
         else concat(attempts, ' attempts in the ledger, the last ', last_outcome, ' at ',
             date_format(timestamp_millis(last_ms), "yyyy-MM-dd'T'HH:mm:ss'Z'")) end,

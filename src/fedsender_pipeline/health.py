@@ -172,20 +172,15 @@ def days_of(
     return lake.frame(spark, table, _between(lake, first, last))
 
 
-def recent_hours(spark: SparkSession, lake: Lake) -> tuple[DataFrame, int]:
-    """Rows of `health` of the last 48 hours at least, and when the newest hour began, in ms."""
-    files = lake.files(schemas.HEALTH, _between(lake, 2, 0))
-    latest = latest_ms()
+def last_24_hours(spark: SparkSession, lake: Lake) -> tuple[DataFrame, int]:
+    """Rows of `health` of the 24 hours up to the newest one, and when that began, in ms."""
+    files = lake.files(schemas.HEALTH, _between(lake, 1, 0))
     known = lake.dataset(schemas.HEALTH, files).to_table(
-        columns=["hour_ms"], filter=ds.field("hour_ms") <= latest
+        columns=["hour_ms"], filter=ds.field("hour_ms") <= latest_ms()
     )
-    rows = days_of(spark, lake, schemas.HEALTH, 2).where(F.col("hour_ms") <= latest)
-    return rows, pc.max(known["hour_ms"]).as_py() or 0
-
-
-def last_24_hours(hours: DataFrame, newest_ms: int) -> DataFrame:
-    """The rows of `health` of the 24 hours up to the one that began at `newest_ms`."""
-    return hours.where(F.col("hour_ms") > newest_ms - DAY_MS)
+    newest_ms = pc.max(known["hour_ms"]).as_py() or 0
+    rows = days_of(spark, lake, schemas.HEALTH, 1)
+    return rows.where(F.col("hour_ms").between(newest_ms - DAY_MS + 1, newest_ms)), newest_ms
 
 
 # --- what they say --------------------------------------------------------------------------------

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyspark.sql import SparkSession
 
 from fedsender.config import Config, database_url
-from fedsender.runtime import real_runtime
 from fedsender_pipeline import PipelineError, intervals, ledger_lines, schemas, sources
 from fedsender_pipeline.database import (
     Reading,
@@ -26,7 +24,7 @@ from fedsender_pipeline.database import (
     patiently,
 )
 from fedsender_pipeline.intervals import NEWER_INTERVALS
-from fedsender_pipeline.lake import CHANGED, Commit, Lake
+from fedsender_pipeline.lake import CHANGED, Lake
 from fedsender_pipeline.session import Steps
 
 ROWS_PER_COMMIT: Final = 250_000
@@ -35,10 +33,6 @@ ROWS_PER_NEW: Final = 1_000
 """So many rows of the lake are passed by in the time that one takes to work on."""
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
-ROOMS_READ: Final = "destination_rooms_read"
-"""The position that is the day on which all of `destination_rooms` were read."""
-ROOMS_SUMS: Final = ("destination_rooms_count", "destination_rooms_sum")
-"""The positions that are the number of its rows, and the sum of their orderings."""
 MOST_NEWER: Final = 200_000
 """As many rows of `intervals` replace older ones before the table is written anew."""
 
@@ -232,77 +226,11 @@ def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps) -> N
     """
     with steps.step(f"{database} as it stands"), lake.commit() as commit:
         for table, batches in sources.snapshots(source, database):
-            if table is schemas.DESTINATION_ROOMS:
-                _read_rooms(lake, commit, source, batches)
-                continue
-            rows = list(batches)
-            now = [row for batch in rows for row in batch.select(list(table.columns)).to_pylist()]
-            if now != lake.read(table).to_pylist():
+            now = pa.Table.from_batches(batches, table.arrow_schema())
+            if now != lake.read(table):
                 commit.clear(table)
-                commit.append(table, rows)
+                commit.append(table, now.to_batches())
                 commit.set_position(CHANGED, commit.version)
-
-
-def _read_rooms(
-    lake: Lake, commit: Commit, source: Source, batches: Iterator[pa.RecordBatch]
-) -> None:
-    table = schemas.DESTINATION_ROOMS
-    is_read = _read_newer_rooms(lake, commit, source)
-    # What is at or below the fan-out's position was there before its events were read.
-    commit.set_position(table.name, lake.position("events", 0))
-    if not is_read:
-        commit.clear(table)
-        if commit.append(table, batches) or lake.rows(table):
-            commit.set_position(CHANGED, commit.version)
-        orderings = commit.dataset(table).to_table(columns=["stream_ordering"])[0]
-        for name, value in zip(
-            (*ROOMS_SUMS, ROOMS_READ), (*_sums(orderings), _today()), strict=True
-        ):
-            commit.set_position(name, value)
-
-
-def _sums(orderings: pa.ChunkedArray) -> tuple[int, int]:
-    return len(orderings), pc.sum(orderings).as_py() or 0
-
-
-def _read_newer_rooms(lake: Lake, commit: Commit, source: Source) -> bool:
-    """Add newer rows of `destination_rooms`: of a server and room the highest one counts.
-
-    Only the fan-out's rows are newer ones. One that begins again writes older ones, and a room that
-    is purged takes its rows with it: then the number of rows, or the sum of their orderings, is
-    another one than the database has. Changes may cancel each other in both: so all are read once
-    a day.
-
-    Returns:
-        whether it is done; if not, the table must be read whole.
-    """
-    table, key = schemas.DESTINATION_ROOMS, ["destination", "room_id"]
-    files = lake.files(table)
-    if not files or lake.position(ROOMS_READ) != _today():
-        return False
-    found = sources.newer_rooms(source, lake.position(table.name) - sources.ROOMS_OVERLAP)
-    if found is None:
-        return False
-    rows = pa.Table.from_batches([found[0]])
-    there = lake.dataset(table, files).to_table(filter=intervals.near(rows.select(key)))
-    before = there.group_by(key).aggregate([("stream_ordering", "max")])
-    both = rows.join(before, key)
-    was, now = both["stream_ordering_max"], both["stream_ordering"]
-    newer = both.filter(pc.fill_null(pc.greater(now, was), True)).select([*key, "stream_ordering"])
-    count, total = (a - b for a, b in zip(_sums(now), _sums(was.drop_null()), strict=True))
-    sums = (lake.position(ROOMS_SUMS[0]) + count, lake.position(ROOMS_SUMS[1]) + total)
-    if pc.any(pc.less(now, was)).as_py() or sums != found[1:]:
-        return False
-    if commit.append(table, newer.to_batches()):
-        commit.set_position(CHANGED, commit.version)
-    for name, value in zip(ROOMS_SUMS, sums, strict=True):
-        commit.set_position(name, value)
-    return True
-
-
-def _today() -> int:
-    """The day, in UTC, as a number."""
-    return real_runtime().now_ms() // 86_400_000
 
 
 def derive(spark: SparkSession, lake: Lake, server_name: str, steps: Steps) -> None:

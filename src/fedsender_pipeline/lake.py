@@ -160,9 +160,6 @@ def write_views(directory: Path, manifest: Manifest) -> None:
         if table.is_versioned:
             newest = f"PARTITION BY {', '.join(table.key)} ORDER BY coalesce(version, 0) DESC"
             query = f"SELECT * FROM ({query}) QUALIFY row_number() OVER ({newest}) = 1"
-        if table.name == "destination_rooms":
-            newest = "max(stream_ordering) AS stream_ordering"
-            query = f"SELECT destination, room_id, {newest} FROM ({query}) GROUP BY ALL"
         if table.name == "intervals":
             query = f"SELECT * FROM ({query}) WHERE last IS NULL OR first <= last"
         lines.append(f"CREATE OR REPLACE VIEW {table.name} AS {query};")

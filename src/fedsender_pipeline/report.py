@@ -31,7 +31,6 @@ from fedsender_pipeline.health import (
     DAYS,
     FAILED,
     HOUR_MS,
-    LEAST,
     OF_ALL,
     OF_SERVERS,
     Level,
@@ -46,8 +45,8 @@ LOSSES: Final = 30
 AUDITS: Final = 30
 AGES: Final = (("today", 0), ("1 day", 1), ("2-3 days", 3), ("4-7 days", 7), ("8-30 days", 30))
 OLDER: Final = "older"
-NOW, BEFORE = -1, -2
-"""In place of an hour: all of the last 24 hours, and of the 24 before."""
+NOW: Final = -1
+"""In place of an hour: all of the last 24 hours."""
 
 
 _NO_AUDIT: Final = audit.Audited(-1, 0, {}, 0, [])
@@ -60,7 +59,7 @@ class Figures:
     Attributes:
         upto: the stream ordering up to which events are known.
         newest_ms: the hour of the newest attempt; 0: there is none.
-        hours: hour, `NOW` or `BEFORE` -> `_POINT`, of the last 48 hours.
+        hours: hour, or `NOW` -> `_POINT`, of the last 24 hours.
         days: the day's begin -> `_POINT`, of the last `DAYS` days.
         servers, ill: the number of servers with an attempt in those days, and of the ill ones.
         worst: the servers that fail most: server, attempts, failed, ill_ms, p90, `FAILURES`, and of
@@ -115,8 +114,8 @@ def report(spark: SparkSession, lake: Lake, config: Config, steps: Steps, path: 
 
 def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     """The figures, from the lake."""
-    recent, newest_ms = health.recent_hours(spark, lake)
-    today = health.last_24_hours(recent, newest_ms)
+    today, newest_ms = health.last_24_hours(spark, lake)
+    hours = today.where(OF_ALL).withColumn("hour_ms", F.expr(f"explode(array(hour_ms, {NOW}L))"))
     days = health.days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1)
     servers = health.merged(days.where(OF_SERVERS), "server")
     counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
@@ -126,7 +125,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         real_runtime().now_ms(),
         lake.position("events"),
         newest_ms,
-        _points(health.merged(_with_totals(recent, newest_ms), "hour_ms"), "hour_ms"),
+        _points(health.merged(hours, "hour_ms"), "hour_ms"),
         _points(days.where(OF_ALL), "unix_millis(cast(day as timestamp))"),
         health.service_level(spark, lake),
         health.worse(spark, lake, today),
@@ -139,13 +138,6 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         _audits(lake),
         lake.rows(schemas.REJECTS),
     )
-
-
-def _with_totals(recent: DataFrame, newest_ms: int) -> DataFrame:
-    """The hours of two days, and each once more for the total of its 24 hours."""
-    total = f"if(hour_ms > {newest_ms - DAY_MS}, {NOW}L, {BEFORE}L)"
-    last = recent.where(f"{OF_ALL} and hour_ms > {newest_ms - 2 * DAY_MS}")
-    return last.withColumn("hour_ms", F.expr(f"explode(array(hour_ms, {total}))"))
 
 
 _POINT: Final = ("attempts", "failed", "pdus", "messages", "p50", "p90", "p99")
@@ -197,10 +189,10 @@ def _owed(lake: Lake) -> dict[str, dict[str, int]]:
 
     The age is in days before the newest event.
     """
-    files = lake.files(schemas.AUDIT_BY_SERVER)
+    files = lake.files(schemas.AUDIT)
     owed = ds.field("pending") + ds.field("parked")
     columns = {"server": ds.field("server"), "day": ds.field("day"), "owed": owed}
-    rows = lake.dataset(schemas.AUDIT_BY_SERVER, files).to_table(columns=columns, filter=owed != 0)
+    rows = lake.dataset(schemas.AUDIT, files).to_table(columns=columns, filter=owed != 0)
     newest = max((file.part for file in files), default="1970-01-01")
     days = pc.days_between(rows["day"], pa.scalar(datetime.date.fromisoformat(newest)))
     names = pa.array([*(name for name, _ in AGES), OLDER])
@@ -250,9 +242,7 @@ def page(figures: Figures) -> str:
     return _PAGES.get_template("report.html").render(
         figures=figures,
         now=figures.hours.get(NOW),
-        before=figures.hours.get(BEFORE),
-        worse=worse_than_yesterday(figures),
-        usual=[each for each in figures.worse if each.server == health.ALL],
+        worse=[each for each in figures.worse if each.server == health.ALL],
         audit_before=next((each for each in audits if each["at_ms"] <= before_ms), None),
         changes=[next(same) for _, same in groupby(figures.audits, itemgetter("missing"))],
         hours=_chart(figures.hours, newest_ms, HOUR_MS, 24, "%H:%M"),
@@ -263,22 +253,6 @@ def page(figures: Figures) -> str:
 
 
 # --- words ----------------------------------------------------------------------------------------
-
-
-def worse_than_yesterday(figures: Figures) -> list[str]:
-    """What is worse in the last 24 hours than in the 24 before, in words."""
-    now, before = figures.hours.get(NOW), figures.hours.get(BEFORE)
-    found = []
-    if now and before and min(now["attempts"], before["attempts"]) >= LEAST:
-        shares = [each["failed"] / each["attempts"] for each in (now, before)]
-        if shares[0] > shares[1] + health.MORE_FAILED:
-            found.append(f"{' after '.join(map(_share, shares))} of attempts fail")
-    if now and before and min(now["messages"], before["messages"]) >= LEAST:
-        times = [each["p90"] for each in (now, before)]
-        if times[0] > health.LONGER * times[1]:
-            told = " after ".join(map(_duration, times))
-            found.append(f"a message takes {told} (the 90th percentile)")
-    return found
 
 
 def _state(server: Mapping[str, Any], newest_ms: int) -> str:

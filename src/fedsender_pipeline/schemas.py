@@ -10,8 +10,8 @@ from fedsender.sender.failure import RULES
 if TYPE_CHECKING:
     import pyarrow
 
-LAKE_VERSION: Final = 4
-FIRST_VERSION: Final = 4
+LAKE_VERSION: Final = 5
+FIRST_VERSION: Final = 5
 """That of 0.2.0. A version that is newer has more tables and columns; these are never required."""
 EVENTS_PER_PART: Final = 1_000_000
 FATES: Final = (
@@ -148,12 +148,10 @@ SENDERS: Final = TABLES["senders"]
 REDELIVERIES: Final = TABLES["redeliveries"]
 CATCH_UPS: Final = TABLES["catch_ups"]
 AUDIT: Final = TABLES["audit"]
-AUDIT_BY_SERVER: Final = TABLES["audit_by_server"]
 MISSING: Final = TABLES["missing"]
 STRAY: Final = TABLES["stray"]
 REPEATED: Final = TABLES["repeated"]
 PURGED: Final = TABLES["purged"]
-SUPERSEDED: Final = TABLES["superseded"]
 CLAIMS: Final = TABLES["claims"]
 DAYS: Final = TABLES["days"]
 AUDITS: Final = TABLES["audits"]

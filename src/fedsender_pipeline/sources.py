@@ -31,15 +31,14 @@ from fedsender.store.room_servers import (
     prior_memberships,
 )
 from fedsender_pipeline import PipelineError, schemas
-from fedsender_pipeline.database import Away, Reading, Slow, Source
+from fedsender_pipeline.database import Reading, Source
 
 # Groups may become visible in another order than that of their numbers; as many are read again.
 GROUP_OVERLAP: Final = 10_000
 MEMBERS_PER_GROUP: Final = 10
 """About: full copies of the state are most of it."""
-# By as many stream orderings another sender of the homeserver may be behind ours.
-ROOMS_OVERLAP: Final = 10_000
-MOST_ROOMS: Final = 200_000
+SERVERS_AT_ONCE: Final = 100
+"""Servers whose rooms one statement looks through."""
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ def _state_group_batches(source: Source, after: int, upto: int) -> Iterator[pa.R
         .where(groups.c.id <= upto)
     )
     for page in source.pages(query, [groups.c.id], [after]):
-        yield _batch_of(schemas.STATE_GROUPS, page, ("state_group", "prev_state_group", "room_id"))
+        yield _batch_of(schemas.STATE_GROUPS, page)
 
 
 def _state_member_batches(
@@ -274,7 +273,7 @@ def _state_member_batches(
             ids = {row.event_id for row in page}
             known = main.read(lambda connection, ids=ids: memberships_of(connection, ids))  # type: ignore[misc]
             rows = [(row.state_group, row.state_key, known.get(row.event_id)) for row in page]
-        yield _batch_of(schemas.STATE_MEMBERS, rows, ("state_group", "user_id", "membership"))
+        yield _batch_of(schemas.STATE_MEMBERS, rows)
 
 
 def room_server_batches(source: Source, after: int) -> Iterator[pa.RecordBatch]:
@@ -289,7 +288,7 @@ def room_server_batches(source: Source, after: int) -> Iterator[pa.RecordBatch]:
         sa.or_(table.joined >= after, table.left >= after), table.joined <= upto
     )
     for page in source.pages(query, [table.room_id, table.server, table.joined]):
-        yield _batch_of(schemas.ROOM_SERVERS, page, ("room_id", "server", "joined", "left"))
+        yield _batch_of(schemas.ROOM_SERVERS, page)
 
 
 def told_servers(source: Source, *, after: int, upto: int) -> Iterator[pa.RecordBatch]:
@@ -301,20 +300,17 @@ def told_servers(source: Source, *, after: int, upto: int) -> Iterator[pa.Record
     )
     rows = [(room, name, after + 1, upto) for room, names in found.items() for name in names]
     if rows:
-        yield _batch_of(schemas.TOLD_SERVERS, rows, ("room_id", "server", "first", "last"))
+        yield _batch_of(schemas.TOLD_SERVERS, rows)
 
 
 # --- as it stands now -----------------------------------------------------------------------------
 
 _SNAPSHOTS: Final = {
-    "homeserver": (
-        (schemas.DESTINATIONS, tables.destinations, ("destination",)),
-        (schemas.DESTINATION_ROOMS, tables.destination_rooms, ("destination", "room_id")),
-    ),
+    "homeserver": ((schemas.DESTINATIONS, tables.destinations),),
     "sender": (
-        (schemas.QUARANTINE, tables.quarantine, ("id",)),
-        (schemas.SERVER_STATES, tables.server_states, ("destination",)),
-        (schemas.REDELIVERIES, tables.redeliveries, ("destination", "event_id")),
+        (schemas.QUARANTINE, tables.quarantine),
+        (schemas.SERVER_STATES, tables.server_states),
+        (schemas.REDELIVERIES, tables.redeliveries),
     ),
 }
 
@@ -323,65 +319,50 @@ def snapshots(
     source: Source, database: str
 ) -> Iterator[tuple[schemas.LakeTable, Iterator[pa.RecordBatch]]]:
     """The tables that are read in full, of the `homeserver` or the `sender` database."""
-    for target, table, key in _SNAPSHOTS[database]:
-        names = [*key, *(name for name in target.columns if name not in key)]
-        query = sa.select(*(table.c[name] for name in names))
-        pages = source.pages(query, [table.c[name] for name in key])
-        yield target, (_batch_of(target, page, names) for page in pages)
-    if database == "sender":
+    for target, table in _SNAPSHOTS[database]:
+        # A key is the first columns, in both.
+        query = sa.select(*(table.c[name] for name in target.columns))
+        pages = source.pages(query, list(table.primary_key))
+        yield target, (_batch_of(target, page) for page in pages)
+    if database == "homeserver":
+        yield schemas.DESTINATION_ROOMS, owed_rooms(source)
+    else:
         ups, rooms = tables.catch_ups, tables.catch_up_rooms
         room = sa.func.coalesce(rooms.c.room_id, "")
         query = sa.select(
             ups.c.destination, room, ups.c.floor, rooms.c.room_id, rooms.c.sent_to
         ).select_from(ups.outerjoin(rooms, rooms.c.destination == ups.c.destination))
-        names = ["destination", "floor", "room_id", "sent_to"]
         pages = source.pages(query, [ups.c.destination, room])
-        yield (
-            schemas.CATCH_UPS,
-            (
-                _batch_of(schemas.CATCH_UPS, [(row[0], *row[2:]) for row in page], names)
-                for page in pages
-            ),
-        )
+        rows = ([(row[0], *row[2:]) for row in page] for page in pages)
+        yield schemas.CATCH_UPS, (_batch_of(schemas.CATCH_UPS, page) for page in rows)
 
 
-def newer_rooms(source: Source, after: int) -> tuple[pa.RecordBatch, int, int] | None:
-    """The rows of `destination_rooms` above a stream ordering, and what it has in all then.
+def owed_rooms(source: Source) -> Iterator[pa.RecordBatch]:
+    """The rows of `destination_rooms` that are above their server's low-water mark: few, mostly.
 
-    Returns:
-        the rows, the number of all rows, and the sum of all orderings, of one moment; None: there
-        are too many newer rows, or the database does not look through the table in one statement.
+    The database looks through the others, a few servers in each statement.
     """
-    table = tables.destination_rooms.c
-    newer = sa.select(table.destination, table.room_id, table.stream_ordering)
-    newer = newer.where(table.stream_ordering > after).limit(MOST_ROOMS + 1)
-    of_all = sa.select(sa.func.count(), sa.func.sum(table.stream_ordering))
-    try:
-        rows, (count, total) = source.read(
-            lambda connection: (connection.execute(newer).all(), connection.execute(of_all).one())
-        )
-    except (Away, Slow):
-        # A replica ends a long statement. Short ones may still do, and else say what is wrong.
-        return None
-    source.pause(len(rows))
-    if len(rows) > MOST_ROOMS:
-        return None
-    batch = _batch_of(schemas.DESTINATION_ROOMS, rows, list(schemas.DESTINATION_ROOMS.columns))
-    return batch, count, int(total or 0)
+    row, servers = tables.destination_rooms.c, tables.destinations.c
+    mark = sa.func.coalesce(servers.last_successful_stream_ordering, 0)
+    owed = (
+        sa.select(row.destination, row.room_id, row.stream_ordering)
+        .join(tables.destinations, servers.destination == row.destination)
+        .where(row.stream_ordering > mark)
+    )
+    for page in source.pages(sa.select(servers.destination), [servers.destination]):
+        for at in range(0, len(page), SERVERS_AT_ONCE):
+            some = [each.destination for each in page[at : at + SERVERS_AT_ONCE]]
+            query = owed.where(row.destination.in_(some))
+            for rows in source.pages(query, [row.destination, row.room_id]):
+                yield _batch_of(schemas.DESTINATION_ROOMS, rows)
 
 
 def _batch(table: schemas.LakeTable, columns: Mapping[str, Sequence[Any]]) -> pa.RecordBatch:
-    """Columns of the table; each may be null, as in a table for Spark."""
-    schema = table.arrow_schema()
-    fields = [schema.field(name).with_nullable(True) for name in columns]
-    arrays = [
-        pa.array(column, field.type) for column, field in zip(columns.values(), fields, strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+    schema = pa.schema(map(table.arrow_schema().field, columns))
+    return pa.RecordBatch.from_pydict(columns, schema)
 
 
-def _batch_of(
-    table: schemas.LakeTable, rows: Sequence[Any], names: Sequence[str]
-) -> pa.RecordBatch:
-    columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    return _batch(table, dict(zip(names, columns, strict=True)))
+def _batch_of(table: schemas.LakeTable, rows: Sequence[Any]) -> pa.RecordBatch:
+    """One row at least, with the columns of the table, but for `version`."""
+    names = (name for name in table.columns if name != "version")
+    return _batch(table, dict(zip(names, zip(*rows, strict=True), strict=True)))

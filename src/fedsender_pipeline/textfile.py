@@ -13,7 +13,7 @@ from fedsender.files import replaced
 from fedsender.runtime import real_runtime
 from fedsender_pipeline.audit import Audited
 from fedsender_pipeline.lake import Lake
-from fedsender_pipeline.schemas import AUDIT_BY_SERVER
+from fedsender_pipeline.schemas import AUDIT
 
 
 def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
@@ -58,6 +58,6 @@ def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
 
 def _pending_since(lake: Lake) -> date | None:
     """The day of the oldest event that is pending; None: none is."""
-    rows = lake.read(AUDIT_BY_SERVER, ["day", "pending"], ds.field("pending") != 0)
+    rows = lake.read(AUDIT, ["day", "pending"], ds.field("pending") != 0)
     days = rows.group_by("day").aggregate([("pending", "sum")]).to_pylist()
     return min((row["day"] for row in days if row["pending_sum"] > 0), default=None)

@@ -30,7 +30,6 @@ from fedsender_pipeline.health import (
     USUAL_DAYS,
     Known,
     last_24_hours,
-    recent_hours,
     service_level,
     update,
     worse,
@@ -266,7 +265,7 @@ def test_a_bad_day_is_worse_than_the_weeks_before(spark: "SparkSession", tmp_pat
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
     ingest_ledger(spark, lake, tmp_path)
     update(spark, lake)
-    found = worse(spark, lake, last_24_hours(*recent_hours(spark, lake)))
+    found = worse(spark, lake, last_24_hours(spark, lake)[0])
     assert [(each.server, each.what, round(each.now, 2), each.usual) for each in found] == [
         (ALL, "failed", 0.67, 0.0), (servers[1], "failed", 1.0, 0.0),
         (servers[2], "failed", 1.0, 0.0)]  # fmt: skip

@@ -226,21 +226,16 @@ class Life:
 def findings(lake: Lake) -> dict[str, Any]:
     """What the lake says, with sums summed up."""
     found: dict[str, Any] = {}
-    for table, key in (
-        (schemas.AUDIT, ("server", "room_id", "day")),
-        (schemas.AUDIT_BY_SERVER, ("server", "day")),
-    ):
-        sums: Counter[Any] = Counter()
-        for row in lake.read(table).to_pylist():
-            for name in fates.COUNTS:
-                sums[*(row[each] for each in key), name] += row[name]
-        found[table.name] = {each: n for each, n in sums.items() if n}
+    sums: Counter[Any] = Counter()
+    for row in lake.read(schemas.AUDIT).to_pylist():
+        for name in fates.COUNTS:
+            sums[row["server"], row["room_id"], row["day"], name] += row[name]
+    found["audit"] = {each: n for each, n in sums.items() if n}
     for table in (
         schemas.MISSING,
         schemas.STRAY,
         schemas.REPEATED,
         schemas.PURGED,
-        schemas.SUPERSEDED,
         schemas.DAYS,
     ):
         found[table.name] = sorted(map(str, lake.read(table).to_pylist()))

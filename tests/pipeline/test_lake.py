@@ -32,7 +32,6 @@ from fedsender_pipeline.lake import (
 from fedsender_pipeline.schemas import (
     ATTEMPTS,
     AUDIT,
-    AUDIT_BY_SERVER,
     AUDITS,
     DESTINATIONS,
     EVENTS,
@@ -334,7 +333,7 @@ def test_every_line_of_the_page_of_tables_is_a_column() -> None:
         assert section.count(" Files by ") == bool(table.part), table.name
         assert {*table.key, *filter(None, [table.part])} <= set(table.columns), table.name
         assert len(table.arrow_schema()) == len(table.columns)
-    for table in (AUDIT, AUDIT_BY_SERVER, AUDITS):
+    for table in (AUDIT, AUDITS):
         assert (*table.columns,)[-len(FATES) :] == FATES
     for table in (HEALTH, HEALTH_DAYS):
         assert set(FAILURES) < set(table.columns)

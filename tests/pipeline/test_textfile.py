@@ -12,7 +12,7 @@ from tests.pipeline.worlds import US
 from fedsender.config import from_values
 from fedsender_pipeline.audit import Audited
 from fedsender_pipeline.lake import open_lake
-from fedsender_pipeline.schemas import AUDIT_BY_SERVER, FATES
+from fedsender_pipeline.schemas import AUDIT, FATES
 from fedsender_pipeline.textfile import write_textfile
 
 
@@ -24,13 +24,15 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
     found = Audited(7, 5, fates, unknown_hosts=0, shown=[], stray=4)
     lake = open_lake(tmp_path / "lake", US, create=True)
     pending = {30: 0, 31: 2}
-    nothing: dict[str, Any] = dict.fromkeys(AUDIT_BY_SERVER.columns, 0)
+    nothing: dict[str, Any] = dict.fromkeys(AUDIT.columns, 0)
     rows = [
-        nothing | {"server": "a.example", "day": datetime.date(2026, 1, day)} | {"pending": number}
+        nothing
+        | {"server": "a.example", "room_id": "!r", "day": datetime.date(2026, 1, day)}
+        | {"pending": number}
         for day, number in pending.items()
     ]
     with lake.commit() as commit:
-        commit.append_rows(AUDIT_BY_SERVER, rows)
+        commit.append_rows(AUDIT, rows)
     before = os.umask(0o077)
     try:
         write_textfile(config, lake, found)
@@ -57,7 +59,7 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
     assert samples["pending_since_timestamp_seconds", None].value == 1_769_817_600
     assert {each.labels["server_name"] for each in samples.values()} == {US}
     with lake.commit() as commit:
-        commit.clear(AUDIT_BY_SERVER)
+        commit.clear(AUDIT)
     write_textfile(config, lake, found)
     assert "pending_since_timestamp_seconds{" not in path.read_text()
     assert {each.name for each in tmp_path.iterdir()} == {path.name, "lake"}
