@@ -162,7 +162,7 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
         ("ledger: {keep_bytes: 10mb}", "must be a size such as 64KiB"),
         ("ledger: {directory: ''}", "must be the path of a file"),
         ("pipeline: {lake: 's3a://bucket/lake'}", "pipeline.lake: must be a path that this"),
-        ("pipeline: {health: 'hdfs://host/health'}", "not a URL"),
+        ("pipeline: {lake: 'hdfs://host/lake'}", "not a URL"),
         ("federation: {ip_deny: [10.0.0.1/8]}", "federation.ip_deny[0]: 10.0.0.1/8 has host bits"),
         ("federation: {nameservers: [ns.example]}", "nameservers[0]: "),
         ("federation: {proxy: {url: 'socks5://p:1'}}", "proxy.url: must be a URL such as http://"),

@@ -266,7 +266,6 @@ def test_all_that_the_daemon_writes_is_below_the_state_directory(tmp_path: Path)
     assert made.sender_database == f"sqlite:///{state}/fedsender.sqlite3"
     assert made.ledger.directory == state / "ledger"
     assert made.destinations.defaults.request_timeout == 90
-    assert made.pipeline.health == state / "health.sqlite3"
     token = config.parent / "admin.token"
     assert made.admin.token_file == token
     assert stat.S_IMODE(token.stat().st_mode) == 0o600

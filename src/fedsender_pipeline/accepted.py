@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedsender_pipeline import Usage, schemas
-from fedsender_pipeline.lake import CHANGED, Lake
+from fedsender_pipeline.lake import Lake
 
 MOST_NAMED: Final = 20
 """Lines that are named when they cannot be read."""
@@ -66,4 +66,3 @@ def accept(lake: Lake, rows: list[dict[str, Any]]) -> None:
     with lake.commit() as commit:
         commit.clear(schemas.ACCEPTED)
         commit.append_rows(schemas.ACCEPTED, rows)
-        commit.set_position(CHANGED, commit.version)

@@ -40,7 +40,7 @@ from fedsender_pipeline import (
 )
 from fedsender_pipeline.fates import EVERYWHERE, Days
 from fedsender_pipeline.intervals import Keys, among, among_rows, few, near, servers_of
-from fedsender_pipeline.lake import CHANGED, LET_GO, Commit, Lake, empty_frame, listed
+from fedsender_pipeline.lake import LET_GO, Commit, Lake, empty_frame, listed
 from fedsender_pipeline.notes import HOLDERS, NOTE_RANGE, RANK, SenderList, Senders
 from fedsender_pipeline.schemas import FATES, LakeTable
 from fedsender_pipeline.session import Steps, kept
@@ -243,13 +243,7 @@ def _note(lake: Lake, told: Audited) -> None:
 
 
 def still_holds(lake: Lake, config: Config) -> bool:
-    """Whether the last audit had all that the lake and the configuration have."""
-    version = lake.position("audit_version")
-    if lake.position("audit") != lake.position("intervals") or version < 0:
-        return False
-    read = [lake.position(CHANGED), *lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()]
-    if max(read) > version:
-        return False
+    """Whether the senders and the configuration are those of the last audit."""
     rules = read_senders(lake, config).rules(config, lake.position("audit"))
     return lake.position("audit_rules") == rules
 

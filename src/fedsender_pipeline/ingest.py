@@ -24,7 +24,7 @@ from fedsender_pipeline.database import (
     patiently,
 )
 from fedsender_pipeline.intervals import NEWER_INTERVALS
-from fedsender_pipeline.lake import CHANGED, Lake
+from fedsender_pipeline.lake import Lake
 from fedsender_pipeline.session import Steps
 
 ROWS_PER_COMMIT: Final = 250_000
@@ -108,13 +108,6 @@ def take_in(
     """Bring what is new in the ledgers into the lake, and derive who should get each event."""
     ledger_lines.read_ledger(spark, lake, config, steps, ledgers)
     derive(spark, lake, config.server_name, steps)
-
-
-def is_level(lake: Lake, ledgers: Sequence[Path]) -> bool:
-    """Whether there is nothing to take in, after `read_databases`."""
-    if lake.position("events", 0) != lake.position("intervals"):
-        return False
-    return not ledger_lines.new_segments(lake, ledgers)
 
 
 def note_senders(lake: Lake, now: sources.Standing) -> None:
@@ -230,7 +223,6 @@ def read_snapshots(lake: Lake, source: Source, database: str, steps: Steps) -> N
             if now != lake.read(table):
                 commit.clear(table)
                 commit.append(table, now.to_batches())
-                commit.set_position(CHANGED, commit.version)
 
 
 def derive(spark: SparkSession, lake: Lake, server_name: str, steps: Steps) -> None:

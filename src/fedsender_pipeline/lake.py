@@ -174,9 +174,6 @@ def _quoted(text: str) -> str:
 STAGING: Final = "staging"
 LET_GO: Final = "let_go"
 """The position up to which the lake has let go lines of the ledger (`vacuum`)."""
-CHANGED: Final = "as_it_stands"
-"""The position that is the newest commit by which a table that is taken as it stands is another
-one; it may be empty since."""
 KEEP_DROPPED_MS: Final = 3_600_000
 ROW_GROUP: Final = 250_000
 """Rows that are put together in memory."""
@@ -344,6 +341,8 @@ class Lake:
     @contextmanager
     def commit(self) -> Iterator["Commit"]:
         """Change the lake: all is visible when the body ends, or nothing if it raises.
+
+        Where the body changes nothing, there is no commit.
 
         Afterwards this object is the changed lake.
 
@@ -614,11 +613,14 @@ class Commit:
             )
 
     def finish(self) -> Manifest:
-        """Put the new manifest in the old one's place.
+        """Put the new manifest in the old one's place, if it says anything else.
 
         Raises:
             PipelineError: a row would be there twice.
         """
+        old, new = self._lake.manifest, self._manifest
+        if old.commit and (new.tables, new.positions) == (old.tables, old.positions):
+            return old
         for name, part in sorted(self._written):
             self._check_keys(TABLES[name], part)
         now_ms = real_runtime().now_ms()

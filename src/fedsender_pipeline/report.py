@@ -118,8 +118,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     hours = today.where(OF_ALL).withColumn("hour_ms", F.expr(f"explode(array(hour_ms, {NOW}L))"))
     days = health.days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1)
     servers = health.merged(days.where(OF_SERVERS), "server")
-    counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
-    assert counted is not None
+    known = health.known(lake)
     return Figures(
         config.server_name,
         real_runtime().now_ms(),
@@ -129,8 +128,8 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         _points(days.where(OF_ALL), "unix_millis(cast(day as timestamp))"),
         health.service_level(spark, lake),
         health.worse(spark, lake, today),
-        counted[0],
-        counted[1],
+        known.servers,
+        known.ill,
         _worst(servers, today, days),
         _owed(lake),
         audit.summed_up(lake, config) if lake.position("audit") >= 0 else _NO_AUDIT,

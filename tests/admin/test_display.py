@@ -150,8 +150,6 @@ def test_why_says_one_attempt_and_one_item() -> None:
     said: dict[str, Any] = {"destination": "a.example", "summary": "", "state": "failing"}
     said |= {"depth": {}, "held": [], "settings": [], "owed_in": [], "isolating": 1}
     said["in_flight"] = {"transaction_id": "b.1", "attempts": 1, "age_s": 25.0}
-    said["health"] = {"success_rate": 0.0, "attempts": 1, "p50_ms": None}
     facts = dict(display.why_facts(defaultdict(lambda: None, said)))
     assert facts["frozen transaction"] == "b.1, 1 attempt in 25 s"
     assert facts["isolating"] == "at most 1 item at once"
-    assert facts["last day"] == "0.0% of 1 attempt delivered"

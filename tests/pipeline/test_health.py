@@ -1,8 +1,6 @@
-"""The health of servers: in the lake by hour and day, and in a file for the daemon."""
+"""The health of servers, in the lake by hour and day."""
 
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -10,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.pipeline.lakes import (
     NOW_MS,
-    config_of,
     event,
     ingest_ledger,
     lake_of,
@@ -19,17 +16,21 @@ from tests.pipeline.lakes import (
     write,
 )
 
-from fedsender.health import ServerHealth, read_health
 from fedsender_pipeline import PipelineError, health, ledger_lines, schemas
 from fedsender_pipeline.health import (
     ALL,
     DAY_MS,
+    DAYS,
     HOUR_MS,
     LEAST,
+    OF_SERVERS,
     SHOWN,
     USUAL_DAYS,
     Known,
+    days_of,
     last_24_hours,
+    merged,
+    quantile,
     service_level,
     update,
     worse,
@@ -49,21 +50,23 @@ def run(spark: "SparkSession", lake: Lake, directory: Path) -> Known:
     """As the command does it."""
     ingest_ledger(spark, lake, directory)
     steps = Steps(quiet=True)
-    return health.health(spark, lake, config_of(directory), steps)
+    return health.health(spark, lake, steps)
 
 
-def rows(directory: Path, query: str) -> list[Any]:
-    with closing(sqlite3.connect(directory / "health.sqlite3")) as connection:
-        return connection.execute(query).fetchall()
+def counted(spark: "SparkSession", lake: Lake) -> list[tuple[Any, ...]]:
+    """Of each server and all days: attempts, delivered, and the minute since which it is ill."""
+    rows = merged(days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1).where(OF_SERVERS), "server")
+    ill = f"cast((ill_ms - {START_MS}) / 60000 as int)"
+    return sorted(tuple(row) for row in rows.selectExpr(*SUMMED, ill).collect())
+
+
+SUMMED = ("server", "attempts", "delivered")
 
 
 def attempt(server: str, minute: int, outcome: str = "delivered", **more: Any) -> dict[str, Any]:
     ms = START_MS + minute * 60_000
     status = 200 if outcome == "delivered" else None
     return line(destination=server, ms=ms, outcome=outcome, status=status, **more)
-
-
-COUNTED = f"SELECT server, attempts, delivered, (ill_since_ms - {START_MS}) / 60000 FROM servers"
 
 
 def test_the_lake_and_the_lines_behind_it_count_once(spark: "SparkSession", tmp_path: Path) -> None:
@@ -77,18 +80,18 @@ def test_the_lake_and_the_lines_behind_it_count_once(spark: "SparkSession", tmp_
     write(ledger, "f.b.000002.open", attempt(A, 59), '{"v": 2, "ms": 17')
     ingest_ledger(spark, lake, tmp_path)
     assert run(spark, lake, tmp_path) == Known(servers=2, ill=1)
-    assert rows(tmp_path, COUNTED) == [(A, 11, 11, None), (B, 4, 1, 2)]
-    found = read_health(tmp_path / "health.sqlite3", START_MS)
+    assert counted(spark, lake) == [(A, 11, 11, None), (B, 4, 1, 2)]
+    day = lake.frame(spark, schemas.HEALTH_DAYS).where(OF_SERVERS).orderBy("server")
+    took = day.selectExpr(*(quantile("took", q) for q in (0.5, 0.9, 0.99))).collect()
     # The other line of B took 56 ms, as that of A in the open segment did.
-    assert found[B] == ServerHealth(1 / 4, 4, 56, 56, 56, START_MS + 120_000)
-    assert (found[A].p50_ms, found[A].p90_ms, found[A].p99_ms) == (56, 90, 100)
+    assert [tuple(row) for row in took] == [(56, 90, 100), (56, 56, 56)]
 
     (ledger / "f.b.000002.open").unlink()
     write(ledger, "f.b.000002.jsonl", attempt(A, 59))
     write(ledger, "f.b.000003.jsonl", attempt(B, 61), attempt(A, 62, "failing"))
     for _ in range(2):
         run(spark, lake, tmp_path)
-        assert rows(tmp_path, COUNTED) == [(A, 12, 11, 62), (B, 5, 2, None)]
+        assert counted(spark, lake) == [(A, 12, 11, 62), (B, 5, 2, None)]
         ingest_ledger(spark, open_lake_again(lake), tmp_path)
         lake = open_lake_again(lake)
     columns = ("server", "attempts", "delivered", "pdus", "connections", "unreachable", "busy")
@@ -99,7 +102,6 @@ def test_the_lake_and_the_lines_behind_it_count_once(spark: "SparkSession", tmp_
     assert sorted(row["attempts"] for row in lake.read(schemas.HEALTH_DAYS).to_pylist()) == [
         *(5, 12, 17)
     ]
-    assert [path.name for path in tmp_path.glob("health*")] == ["health.sqlite3"]
 
 
 def open_lake_again(lake: Lake) -> Lake:
@@ -128,7 +130,7 @@ def test_only_days_with_new_attempts_are_computed(spark: "SparkSession", tmp_pat
     assert (len(before), len(after), len(before & after)) == (3, 3, 2)
     commit = lake.manifest.commit
     run(spark, lake, tmp_path)
-    assert rows(tmp_path, COUNTED) == [(A, 2, 2, None), (B, 1, 0, 5 - 9 * day)]
+    assert counted(spark, lake) == [(A, 2, 2, None), (B, 4, 1, 5 - 9 * day)]
     assert lake.manifest.commit == commit
 
 
@@ -157,7 +159,7 @@ def test_a_clock_that_was_a_year_ahead_empties_nothing(
     write(ledger, "f.b.000002.jsonl", attempt("c.example", year))
     ingest_ledger(spark, lake, tmp_path)
     run(spark, lake, tmp_path)
-    assert read_health(tmp_path / "health.sqlite3", now_ms).keys() == {A, B, "c.example"}
+    assert [row[0] for row in counted(spark, lake)] == [A, B, "c.example"]
 
     at(now_ms + year * 60_000)
     write(ledger, "f.b.000003.jsonl", attempt(B, year + 60, "failing"))
@@ -167,8 +169,8 @@ def test_a_clock_that_was_a_year_ahead_empties_nothing(
     write(ledger, "f.b.000004.jsonl", attempt(A, 50))
     ingest_ledger(spark, lake, tmp_path)
     run(spark, lake, tmp_path)
-    assert rows(tmp_path, COUNTED) == [(A, 2, 2, None), (B, 1, 1, None), ("c.example", 1, 1, None)]
-    assert rows(tmp_path, "SELECT value FROM meta WHERE name = 'newest_ms'") == [(str(now_ms),)]
+    assert counted(spark, lake) == [(A, 2, 2, None), (B, 1, 1, None), ("c.example", 1, 1, None)]
+    assert last_24_hours(spark, lake)[1] == now_ms
 
 
 # --- what the rows say ----------------------------------------------------------------------------

@@ -131,7 +131,9 @@ def test_a_killed_commit_is_seen_whole_or_not_at_all(
 def test_a_body_that_raises_changes_nothing(tmp_path: Path) -> None:
     lake = open_lake(tmp_path, US, create=True)
     with pytest.raises(pa.ArrowInvalid):
-        replace_with(lake, "a", {"destination": "b", "failure_ts": "no number"})
+        replace_with(
+            lake, "a", {"destination": "b", "last_successful_stream_ordering": "no number"}
+        )
     assert lake.manifest.commit == 0
     assert lake.rows(DESTINATIONS) == 0
     with lake.commit() as commit:
@@ -205,7 +207,7 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
 
 
 MANIFEST_TEXT = """
-{"lake": 4, "server_name": "us.example", "commit": 1, "positions": {}, "dropped": [],
+{"lake": 5, "server_name": "us.example", "commit": 1, "positions": {}, "dropped": [],
  "tables": {"events": [{"path": "events/1.parquet", "rows": "many", "bytes": 1, "part": ""}]}}
 """
 
@@ -216,10 +218,10 @@ MANIFEST_TEXT = """
         ("{", "manifest: Invalid JSON: EOF"),
         ("[]", "manifest: Input should be "),
         ("{}", "lake: Field required"),
-        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 4: use a newer one"),
-        ('{"lake": 3}', "the lake has version 3, and this fedsender knows 4: ingest into a new"),
+        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 5: use a newer one"),
+        ('{"lake": 4}', "the lake has version 4, and this fedsender knows 5: ingest into a new"),
         ('{"lake": "4"}', "lake: Input should be a valid integer"),
-        ('{"lake": 4, "server_name": "us.example"}', "commit: Field required"),
+        ('{"lake": 5, "server_name": "us.example"}', "commit: Field required"),
         (MANIFEST_TEXT, r"tables\.events\.0\.rows: Input should be a valid integer$"),
     ],
 )

@@ -413,10 +413,6 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
         yield "paused at", moment(answer["paused_ts"])
         yield "paused until", moment(answer["paused_until_ts"]) or "an operator resumes it"
     yield "parked", answer["parked"]
-    if health := answer["health"]:
-        rate, attempts = health["success_rate"], health["attempts"]
-        took = f", half of them within {health['p50_ms']} ms" if health["p50_ms"] else ""
-        yield "last day", f"{rate:.1%} of {many(attempts, 'attempt')} delivered{took}"
     for setting in answer["settings"]:
         yield setting["field"], f"{setting['value']} ({setting['source']})"
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import held, next_attempt_ms, where_it_stands
 from fedsender.admin.display import duration, many
 from fedsender.admin.together import AWAY, ours, question
 from fedsender.config.values import ServerName
-from fedsender.health import ServerHealth, read_health
 from fedsender.http.server import Refusal
 from fedsender.sender.context import Phase
 from fedsender.sender.failure import RULES, Outcome, ServerState, standing_after, states_of
@@ -128,7 +126,6 @@ class Why:
         paused_by: the operator who paused it, if known.
         paused_until_ts: when the pause ends by itself; null: by resume only.
         settings: the configuration of this server beyond the defaults.
-        health: its last day, by the data pipeline; null: not known, or known too long ago.
     """
 
     destination: str
@@ -156,7 +153,6 @@ class Why:
     allowed: bool
     handled_here: bool
     settings: tuple[Setting, ...]
-    health: ServerHealth | None
 
 
 async def explain(context: AdminContext, server: str) -> Why | None:
@@ -184,8 +180,6 @@ async def explain_here(context: AdminContext, server: ServerName) -> Why | None:
     quarantined = await context.store.quarantined_of(server)
     in_flight = await _in_flight(context, server)
     oldest = await _oldest(context, server)
-    find = partial(read_health, context.config.pipeline.health, context.runtime.now_ms())
-    health = (await context.runtime.run_sync(find, limiter=context.ledger_reading)).get(server)
     # What memory says is taken last and at once, so that it fits together.
     status = context.sender.registry.status(server)
     active = context.sender.active.get(server)
@@ -246,7 +240,6 @@ async def explain_here(context: AdminContext, server: ServerName) -> Why | None:
         allowed=context.config.allows(server),
         handled_here=context.config.handles(server),
         settings=tuple(_settings(context, server)),
-        health=health,
     )
 
 

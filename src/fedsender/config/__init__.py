@@ -437,6 +437,7 @@ _GONE: Final[Mapping[str, str]] = {
     "ledger.segment_every": "a new file begins each hour; remove it",
     "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
     "pipeline.connections": "one connection reads a database; remove it",
+    "pipeline.health": "`pipeline health` and the report say it; remove it, and the file",
     "pipeline.relay": "an audit reads our own store and the ledger; remove it",
     "pipeline.relay_password_file": "an audit reads our own store and the ledger; remove it",
     "pipeline.service_share": "the goal is 99 % of the servers; remove it",

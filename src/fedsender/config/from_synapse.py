@@ -162,7 +162,7 @@ def _kept_in(state: Path) -> dict[str, Any]:
     return {
         "sender_database": str(state / "fedsender.sqlite3"),
         "ledger": {"directory": str(state / "ledger")},
-        "pipeline": {"lake": str(state / "lake"), "health": str(state / "health.sqlite3")},
+        "pipeline": {"lake": str(state / "lake")},
     }
 
 

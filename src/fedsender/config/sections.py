@@ -383,11 +383,6 @@ class Pipeline(Section):
         default=Path("lake"),
         description="Directory of the lake; on a cluster, one that every worker sees too. No URL.",
     )
-    health: FilePath = Field(
-        default=Path("health.sqlite3"),
-        description="What `pipeline health` found out about servers; `fedsender why` shows it, if"
-        " it is there.",
-    )
     keep: Seconds | None = Field(
         default=None,
         ge=86_400,

@@ -49,7 +49,6 @@ async def pipeline(options: Options, master: str = "local[2]") -> dict[str, Any]
                     "lake": str(directory / "lake"),
                     # The default would pause for most of the first read.
                     "rows_per_second": 10_000_000,
-                    "health": str(directory / "health.sqlite"),
                     "spark": {
                         "master": master,
                         "settings": {"spark.local.dir": str(directory / "spark")},
@@ -127,7 +126,7 @@ def _measure_hour(
         with meter.job("audit"):
             audited = audit.audit(spark, lake, config, steps)
         with meter.job("health"):
-            health.health(spark, lake, config, steps)
+            health.health(spark, lake, steps)
         with meter.job("report"):
             report.report(spark, lake, config, steps, directory / "report.html")
         cpu_s += sum(job["cpu_s"] for job in meter.jobs.values())
@@ -163,7 +162,7 @@ def _jobs(
     with meter.job("audit"):
         audited = audit.audit(spark, lake, config, steps)
     with meter.job("health"):
-        well = health.health(spark, lake, config, steps)
+        well = health.health(spark, lake, steps)
     with meter.job("report"):
         report.report(spark, lake, config, steps, directory / "report.html")
     return {
