@@ -11,7 +11,7 @@ several fates hold for an event and server, the first of `schemas.FATES` counts.
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -80,16 +80,25 @@ class Days:
         """Rows of `days`."""
         return [{"day": day, "first": first} for first, day in self.starts]
 
-    def first_of(self, day: datetime.date) -> int:
-        """The first event on that day or later."""
-        return next((first for first, each in self.starts if each >= day), FOR_EVER)
+    def _spans(self) -> Iterator[tuple[datetime.date, int, int]]:
+        """Each day with its first and last event."""
+        lasts = [*(first - 1 for first, _ in self.starts[1:]), FOR_EVER]
+        for (first, day), last in zip(self.starts, lasts, strict=True):
+            yield day, first, last
+
+    def ranges(self, days: Container[datetime.date]) -> list[tuple[int, int]]:
+        """The first and the last event of each stretch of these days."""
+        found: list[tuple[int, int]] = []
+        for day, first, last in self._spans():
+            if day in days:
+                follows = found and found[-1][1] == first - 1
+                found.append((found.pop()[0] if follows else first, last))
+        return found
 
     def rows(self, spark: SparkSession) -> DataFrame:
         """day, begins, ends (stream orderings, both included)."""
-        ends = [first - 1 for first, _ in self.starts[1:]] + [FOR_EVER]
         rows = [
-            {"day": str(day), "begins": first, "ends": end}
-            for (first, day), end in zip(self.starts, ends, strict=True)
+            {"day": str(day), "begins": first, "ends": last} for day, first, last in self._spans()
         ]
         return listed(spark, rows, "day: DATE, begins: BIGINT, ends: BIGINT")
 
@@ -527,8 +536,8 @@ def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFram
     """Each missing event and server, with what the ledger has of it; without `reasons`.
 
     Args:
-        ours: the events. Of those by which only we turn a user away, its server knows from nobody
-            else (W26).
+        ours: the events, at least those that say of a user what its auth events said. Of those by
+            which only we turn a user away, its server knows from nobody else (W26).
     """
     gone = events_of(found.where("fate = 'missing'"), places).drop("fate")
     server = f"{intervals.server_of('state_key')} as server"

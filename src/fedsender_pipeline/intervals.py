@@ -371,6 +371,10 @@ def where_ours(
     return files, ds.field("ours") & ds.field("bad").is_null() & between
 
 
+OURS: Final = "ours and bad is null"
+"""Whether an event should be sent."""
+
+
 def ours(spark: SparkSession, lake: Lake, after: int = -1, upto: int | None = None) -> DataFrame:
     """The events with after < stream ordering <= upto that should be sent.
 
@@ -381,7 +385,7 @@ def ours(spark: SparkSession, lake: Lake, after: int = -1, upto: int | None = No
     parts = range((after + 1) // schemas.EVENTS_PER_PART, last // schemas.EVENTS_PER_PART + 1)
     events = lake.frame(spark, schemas.EVENTS, parts=lambda name: int(name) in parts)
     between = f"stream_ordering > {after} and stream_ordering <= {last}"
-    return events.where(f"ours and bad is null and {between}")
+    return events.where(f"{OURS} and {between}")
 
 
 def derive(spark: SparkSession, lake: Lake, server_name: str) -> tuple[DataFrame, DataFrame]:

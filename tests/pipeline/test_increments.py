@@ -294,7 +294,7 @@ def test_audits_one_after_the_other_find_what_one_of_everything_finds(
                     assert found[table] == rows, (seed, number, table)
     assert found["repeated"], seed
     assert any("it came after" in row for row in found["stray"]), seed
-    assert any(look is not None and look.unit_days for look in looks)
+    assert any(look is not None and look.units is not None and look.units.rows for look in looks)
 
 
 def killed(spark: "SparkSession", lake: Lake, life: Life) -> None:

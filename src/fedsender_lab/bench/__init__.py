@@ -63,6 +63,8 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "pipeline-16": Bench(
         "fedsender_lab.bench.pipeline", servers=10_000, events=1_000_000, rounds=1
     ),
+    # Pairs: about half of servers x events.
+    "pipeline-whole": Bench("fedsender_lab.bench.pipeline", servers=300, events=10_000, rounds=1),
     "pipeline-read": Bench("tests.benchmarks.pipeline_read", servers=1, events=1_000_000, rounds=1),
     # Events: records per size of request.
     "append": Bench("fedsender_lab.bench.append", servers=1, events=20_000, rounds=3),

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from fedsender.config import Config, from_values
 from fedsender_lab.bench.meter import Options, cpu_s_of, rss_kb
-from fedsender_lab.bench.pipeline_input import US, Made, Shape, add_hour, make
+from fedsender_lab.bench.pipeline_input import INSTANCE, US, Made, Shape, add_hour, make
 from fedsender_pipeline import audit, health, ingest, ledger_lines, report, schemas
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
@@ -33,15 +33,18 @@ if TYPE_CHECKING:
 SMALL_BOX_MB: Final = 4096
 
 
-async def pipeline(options: Options, master: str = "local[2]") -> dict[str, Any]:
+async def pipeline(
+    options: Options, master: str = "local[2]", *, whole_ledger: bool = False
+) -> dict[str, Any]:
     """The cost of the jobs; `events` and `servers` of `Options` are the input's."""
     # Spark's own scratch files go where the input is, which can be a disk of its own (TMPDIR).
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
-        shape = Shape(servers=options.servers, events=options.events)
+        shape = Shape(servers=options.servers, events=options.events, whole_ledger=whole_ledger)
         config = from_values(
             {
                 "server_name": US,
+                "instance_name": INSTANCE,
                 "signing_key": "key",
                 "homeserver": {"database": f"sqlite:///{directory}/homeserver.db"},
                 "ledger": {"directory": str(directory / "ledger")},
@@ -80,9 +83,14 @@ async def pipeline_16(options: Options) -> dict[str, Any]:
     return await pipeline(options, "local[16]")
 
 
+async def pipeline_whole(options: Options) -> dict[str, Any]:
+    """The same, with every delivery in the ledger."""
+    return await pipeline(options, whole_ledger=True)
+
+
 def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[str, Any]:
     began = time.perf_counter()
-    rows = lake.rows() + made.events  # About as many PDUs are in the ledger.
+    rows = lake.rows() + sum(made.fates.values()) - made.fates["before_ledger"]
     steps = Steps()
     with spark_session(config.pipeline.spark, "bench", directory, rows) as spark:
         meter = _Jobs(spark)

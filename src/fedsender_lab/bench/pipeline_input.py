@@ -7,9 +7,10 @@ its state there is a full copy every hundred changes, as Synapse keeps it. The l
 are spread evenly among the others'.
 
 The ledger begins late: with as many pairs of event and server as there are events, nearly all of
-them the large room's. The fate of those is known, so that the jobs' answers can be checked: of a
-hundred servers one is failing and is still owed the second half, one was caught up and got one
-event for the first half; of a thousand other pairs one is missing.
+them the large room's; or, with `whole_ledger`, it has all pairs. The fate of those is known, so
+that the jobs' answers can be checked: of a hundred servers one is failing and is still owed the
+second half, one was caught up and got one event for the first half; of a thousand other pairs one
+is missing.
 
 The database has `destinations` and `destination_rooms`; the other tables are written into the lake.
 
@@ -59,7 +60,7 @@ class Shape:
     in small room n / 9.
     """
 
-    def __init__(self, *, servers: int, events: int) -> None:
+    def __init__(self, *, servers: int, events: int, whole_ledger: bool = False) -> None:
         # One of each hundred servers fails, and one of those is caught up in the hour.
         if servers < ONE_IN or events < 4 * CHANGE_EVERY:
             raise BenchFailed(f"{ONE_IN} servers and {4 * CHANGE_EVERY} events at least")
@@ -73,6 +74,8 @@ class Shape:
         # Pairs per event, so that the ledger has about as many PDUs as there are events.
         per_event = (servers + (self.every - 1) * SMALL_ROOM_SERVERS) / self.every
         recent = max(int(self.events / per_event), 4 * self.every)
+        if whole_ledger:
+            recent = self.events
         self.began = max(self.events - recent, 0) // self.every * self.every + 1
         """The first event in the ledger, and the first of its second half."""
         self.middle = (self.began + self.events) // 2 // self.every * self.every + 1
@@ -100,6 +103,7 @@ class Shape:
 
 
 US: Final = "bench.example"
+INSTANCE: Final = "bench"
 LARGE: Final = "!large"
 LEAVES_AT: Final = 4
 FULL_STATE_EVERY: Final = 100
@@ -413,7 +417,7 @@ def _write_ledger(
         "*", "'unreachable' AS outcome", "'live' AS lane", "null AS supersedes"
     )
     lines = _lines(sent.union(caught_up).union(tried), shape, shape.ms_of("newest"))
-    _segments(lines.repartition(-(-shape.events // PDUS_PER_SEGMENT)), directory, "bench.0")
+    _segments(lines.repartition(-(-shape.events // PDUS_PER_SEGMENT)), directory, f"{INSTANCE}.0")
     told.unpersist()
     return fates
 
@@ -442,7 +446,7 @@ def _lines(pdus: "DataFrame", shape: Shape, ms: str) -> "DataFrame":
         .selectExpr("*", "element_at(pdus, -1).at AS newest")
         .selectExpr(
             "to_json(named_struct("
-            f"'v', {LINE_VERSION}, 'ms', {ms}, 'instance', 'bench',"
+            f"'v', {LINE_VERSION}, 'ms', {ms}, 'instance', '{INSTANCE}',"
             " 'destination', server, 'transaction_id', concat(lane, stretch), 'attempt', 1,"
             f" 'outcome', outcome, 'status', if({well}, 200, null), 'reason', string(null),"
             f" 'pdus', transform(pdus, p -> {entry}), 'edus', map(), 'outbox', array(),"
@@ -513,7 +517,7 @@ def add_hour(
         f"array({shape.middle}L, {last_large - 1}L)",
     )
     lines = _lines(pdus.union(stood_in), shape, ms.replace("AT", f"greatest(newest, {first})"))
-    _segments(lines.coalesce(1), ledger, "bench.1")
+    _segments(lines.coalesce(1), ledger, f"{INSTANCE}.1")
     with lake.commit() as commit:
         rows = events.selectExpr(
             "at AS stream_ordering",
