@@ -1056,6 +1056,30 @@ async def to_device(world: World, row: int, text: str) -> None:
     world.sender.to_device_changed(A)
 
 
+@pytest.mark.parametrize("by_sweep", [False, True])
+async def test_thousands_of_servers_with_keys_are_reached_with_breaks(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, by_sweep: bool
+) -> None:
+    """One record with messages for 10,000 servers woke them all in one step of 0.25 s."""
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
+    async with world.run() as sender:
+        trio.lowlevel.add_instrument(steps)
+        monkeypatch.setattr(Registry, "reach", steps.counting(Registry.reach))
+        for name in servers:
+            world.server(name)
+            await queue_to_device(world.store.homeserver, name, 1, '{"messages":{"n":"one"}}')
+        if by_sweep:
+            await sender.sweep()
+        else:
+            for name in servers:
+                sender.to_device_changed(name)
+        await settle(2)
+
+    assert steps.most == 1
+    assert all(len(world.servers[name].requests[0].edus) == 1 for name in servers)
+
+
 async def test_keys_go_first_in_order_and_leave_only_when_answered(
     world: World, autojump_clock: MockClock
 ) -> None:

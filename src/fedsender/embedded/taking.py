@@ -125,8 +125,7 @@ class Taking:
         """Let the sender see what others have stored."""
         found = await self._feed.insist(partial(self._store.feed_news, after))
         redacted = set()
-        with_breaks = self._runtime.turns.with_breaks
-        async for stream, row in with_breaks(found.notices):
+        async for stream, row in self._runtime.turns.with_breaks(found.notices):
             value = json.loads(row)
             if stream == REDACTED:
                 redacted.add(value)
@@ -136,7 +135,7 @@ class Taking:
         self._sink.edus.device_lists.advance(found.place.position)
         self.place = found.place
         self._sink.events.advance(found.place.position)
-        async for server in with_breaks(found.to_device):
+        for server in found.to_device:
             self._sink.to_device_changed(server)
         self._sink.edus.receipts.advance(found.place.receipts)
         return found

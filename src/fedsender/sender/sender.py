@@ -127,10 +127,7 @@ class Sender:
 
     def to_device_changed(self, server: str) -> None:
         """Note new to-device messages for this server in the database."""
-        destination = self.registry.reach_for_edu(server)
-        if destination is not None:
-            destination.owe_to_device()
-            self.registry.hurry([server])
+        self.edus.to_device_changed(server)
 
     def redacted(self, event_ids: Collection[str]) -> None:
         """Note that these events were redacted, perhaps by events that the store does not have."""
@@ -161,7 +158,7 @@ class Sender:
         self.context.debts.begin_count()
         lagging = await self._lagging()
         await self._note_debts(lagging)
-        for lag in lagging:
+        async for lag in self.context.runtime.turns.with_breaks(lagging):
             destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
             if destination is not None and lag.owes_keys:
                 destination.owe_keys()

@@ -10,13 +10,14 @@ a large room does not open thousands of connections at once.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import trio
 
 from fedsender.matrix import server_of
 from fedsender.sender.context import Context
+from fedsender.sender.destination import Destination
 from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
 from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
@@ -60,6 +61,8 @@ class EduFlow:
         self._policies = registry.policies
         self._registry = registry
         self._lists_seen: int | None = None
+        self._to_device: set[str] = set()
+        self._to_device_news = Signal()
         self._seen = 0
         # (events position, receipts that were read before it was reached), ascending.
         self._trail: deque[tuple[int, int]] = deque(maxlen=LONGEST_TRAIL)
@@ -129,6 +132,7 @@ class EduFlow:
         """Follow the streams until cancelled."""
         tasks = {
             "device lists": self._follow_device_lists,
+            "to-device": self._follow_to_device,
             "receipts": self._follow_receipts,
             "late rows": self._follow_late,
             "trickle": self._trickle,
@@ -159,11 +163,30 @@ class EduFlow:
 
     async def _owe_device_lists(self, after: int, upto: int) -> None:
         servers = await self._context.edus.changed_device_lists(after, upto)
+        await self._owe(servers, Destination.owe_device_lists)
+
+    async def _owe(self, servers: Collection[str], owe: Callable[[Destination], None]) -> None:
+        """Have these servers sent what the database has for them."""
         async for server in self._context.runtime.turns.with_breaks(servers):
             destination = self._registry.reach_for_edu(server)
             if destination is not None:
-                destination.owe_device_lists()
+                owe(destination)
         self._registry.hurry(servers)
+
+    # --- To-device messages -----------------------------------------------------------------------
+
+    def to_device_changed(self, server: str) -> None:
+        """Note new to-device messages for this server in the database."""
+        self._to_device.add(server)
+        self._to_device_news.set()
+
+    async def _follow_to_device(self) -> None:
+        while True:
+            if not self._to_device:
+                await self._to_device_news.wait()
+            # One record may have messages for all servers. What an error stops, the sweep finds.
+            servers, self._to_device = sorted(self._to_device), set()
+            await self._owe(servers, Destination.owe_to_device)
 
     # --- Receipts ---------------------------------------------------------------------------------
 
