@@ -104,7 +104,8 @@ class SentPdu:
         }
         if self.supersedes is not None:
             entry["supersedes"] = self.supersedes
-        object.__setattr__(self, "wire", orjson.Fragment(orjson.dumps(entry)))
+        # Copied: orjson's own bytes keep the 2 KB that they were written into.
+        object.__setattr__(self, "wire", orjson.Fragment(b"%b" % orjson.dumps(entry)))
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:

@@ -603,7 +603,7 @@ def freeze(
         pdus=[outgoing.sent for outgoing in draft.pdus],
         # An empty `Counter` costs as much as the rest of the record.
         edus=Counter(edu.edu_type for edu in edus) if edus else {},
-        outbox=[*draft.outbox_before, *(row for edu in edus for row in edu.outbox_ids)],
+        outbox=[*draft.outbox_before, *[row for edu in edus for row in edu.outbox_ids]],
         device_lists=[poke for edu in edus for poke in edu.pokes],
         lsso=draft.lsso,
     )
