@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -411,9 +411,11 @@ async def test_marks_that_wait_for_a_locked_table_hold_no_places(
             await until(lambda: all(server.got == ["again", "again"] for server in servers))
 
 
+@pytest.mark.parametrize("table", ["device_federation_outbox", "destination_rooms"])
 async def test_a_purge_of_a_server_with_locked_rows_holds_up_no_event(
-    purging: PostgresWorld,
+    purging: PostgresWorld, table: LiteralString
 ) -> None:
+    """Nor does one that takes long to remove 100,000 rows."""
     world = purging
     near = world.servers[NEAR]
     world.servers[OLD].down = True
@@ -424,7 +426,7 @@ async def test_a_purge_of_a_server_with_locked_rows_holds_up_no_event(
             await until(lambda: sender.fan_out.position == 1)
             world.put(tables.device_federation_outbox, **message)
             with psycopg.connect(world.url) as other:
-                other.execute(b"SELECT 1 FROM device_federation_outbox FOR UPDATE")
+                other.execute(f"SELECT 1 FROM {table} WHERE destination = '{OLD}' FOR UPDATE")
                 purge = partial(sender.operations.purge, OLD, force=True)
                 nursery.start_soon(purge)
                 await until(lambda: OLD not in sender.active)

@@ -1,10 +1,11 @@
 """The destinations as an operator lists and names them."""
 
 import heapq
+import operator
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -150,23 +151,36 @@ class Group:
     behind: int
 
 
-async def groups(context: AdminContext, by: By, pattern: str) -> tuple[Group, ...]:
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of servers.
+
+    Attributes:
+        total: with those that are left out.
+    """
+
+    groups: Sequence[Group]
+    total: int
+
+
+async def groups(context: AdminContext, by: By, pattern: str, limit: int) -> Groups:
     """The servers with a record, or with items to send, that `pattern` covers; the groups with the
     most failing servers first, then those with the most behind."""
-    found: dict[str, Group] = {}
-    for each in (await groups_here.ask(context, (by, pattern))).joined():
-        one = found.setdefault(each.name, Group(each.name, 0, 0, 0))
-        found[each.name] = Group(
-            each.name,
-            one.servers + each.servers,
-            one.failing + each.failing,
-            one.behind + each.behind,
-        )
-    return tuple(sorted(found.values(), key=lambda each: (-each.failing, -each.behind, each.name)))
+    heard = (await groups_here.ask(context, (by, pattern))).joined()
+    found: dict[str, tuple[int, ...]] = {}
+    async for name, *numbers in context.runtime.turns.with_breaks(heard):
+        known = found.get(name, (0, 0, 0))
+        found[name] = tuple(map(operator.add, known, numbers))
+    order = ((-failing, -behind, name) for name, (_, failing, behind) in found.items())
+    first = [name for *_, name in heapq.nsmallest(limit, order)]
+    return Groups([Group(name, *found[name]) for name in first], len(found))
 
 
 @question
-async def groups_here(context: AdminContext, asked: tuple[By, str]) -> list[Group]:
+async def groups_here(
+    context: AdminContext, asked: tuple[By, str]
+) -> list[tuple[str, int, int, int]]:
+    """The fields of each `Group`: there may be 50,000, and names of fields would cost as much."""
     by, pattern = asked
     registry, debts = context.sender.registry, await all_debts(context)
     servers, failing, behind = Counter[str](), Counter[str](), Counter[str]()
@@ -177,7 +191,7 @@ async def groups_here(context: AdminContext, asked: tuple[By, str]) -> list[Grou
                 servers[group] += 1
                 failing[group] += name in fails
                 behind[group] += name in debts
-    return [Group(name, number, failing[name], behind[name]) for name, number in servers.items()]
+    return [(name, number, failing[name], behind[name]) for name, number in servers.items()]
 
 
 def _addresses(context: AdminContext, name: str) -> list[str]:

@@ -27,7 +27,7 @@ from fedsender.admin.client import PREFIX
 from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import (
     By,
-    Group,
+    Groups,
     Listing,
     Page,
     Sort,
@@ -126,18 +126,6 @@ async def _listing(
 Listed = Annotated[Listing, Depends(_listing)]
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Groups of servers.
-
-    Attributes:
-        total: with those that are left out.
-    """
-
-    groups: Sequence[Group]
-    total: int
-
-
 @router.get("/destinations", summary="The destinations, in pages")
 async def destinations(context: Reach, listing: Listed) -> Page:
     return await list_page(context, listing)
@@ -150,8 +138,7 @@ async def groups_of_servers(
     pattern: Annotated[ServerPattern, Query(description="A name or a pattern with * and ?.")] = "*",
     limit: Limit = 100,
 ) -> Groups:
-    found = await groups(context, by, pattern)
-    return Groups(found[:limit], len(found))
+    return await groups(context, by, pattern, limit)
 
 
 @router.get("/overview", summary="The daemon at a glance, with a page of destinations")

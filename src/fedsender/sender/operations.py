@@ -306,25 +306,32 @@ class Operations:
         await self._registry.left(server)
         # A drain would write down what it left.
         self._registry.unsaved.pop(server, None)
-        # Before the fan-out has to wait: somebody may have locked these for minutes.
-        await self._context.homeserver.purge_keys(server)
-        # What becomes owed is either purged with the rest, and the ledger says so, or offered to a
-        # server that is level.
+        # Before the fan-out has to wait: it may be much, or locked by somebody for minutes.
+        position = await self._purge_owed(server, None)
+        # What has become owed since is purged too, and the ledger says so; what becomes owed later
+        # is offered to a server that is level.
         async with self._fan_out.between_steps():
-            await self._note_purged(server)
+            await self._purge_owed(server, position)
             await self._context.store.forget(server)
-            await self._context.homeserver.purge(server)
             self._registry.forget(server)
         return []
 
-    async def _note_purged(self, server: str) -> None:
-        """Write the ledger's line with the range of the events that this server was owed."""
+    async def _purge_owed(self, server: str, purged: int | None) -> int:
+        """Remove what the homeserver's database has of this server; a line in the ledger has the
+        range of the events that it was owed, first.
+
+        `purged`: up to where that was done before. Returns up to where it is done now.
+        """
         context = self._context
         catch_up = await context.store.catch_up(server)
         lsso = catch_up.floor if catch_up else await context.homeserver.lsso(server)
         position = await context.homeserver.events_position()
         now_ms = context.runtime.now_ms()
-        context.ledger.record(Line(now_ms, server, "purged", lsso=lsso, position=position))
+        if position != purged:
+            above = purged if lsso is None else lsso
+            context.ledger.record(Line(now_ms, server, "purged", lsso=above, position=position))
+        await context.homeserver.purge(server)
+        return position
 
 
 def _to_all(routed: Routed) -> list[Redelivery]:

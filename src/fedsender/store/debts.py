@@ -20,7 +20,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
-    delete,
     exists,
     func,
     or_,
@@ -275,8 +274,3 @@ def _owing_keys(table: Table) -> Select[str]:
     names = names.union_all(select(following).where(names.c.destination.is_not(None)))
     query = select(names.c.destination).where(names.c.destination.is_not(None))
     return query.limit(bindparam("most"))
-
-
-def delete_keys(connection: Connection, destination: str) -> None:
-    for table in (outbox, pokes, tables.device_lists_outbound_last_success):
-        connection.execute(delete(table).where(table.c.destination == destination))

@@ -723,17 +723,9 @@ class HomeserverStore(ABC):
 
     @writing
     def _purge(self, connection: Connection, destination: str) -> None:
-        debts.delete_keys(connection, destination)
-        for table in (destination_rooms, destinations):
+        kept_keys = (outbox, pokes, tables.device_lists_outbound_last_success)
+        for table in (*kept_keys, destination_rooms, destinations):
             connection.execute(delete(table).where(table.c.destination == destination))
-
-    @writing
-    def purge_keys(self, connection: Connection, destination: str) -> None:
-        """Remove the destination's to-device messages and changes of device lists alone.
-
-        Other processes delete rows of these tables, too, and may have locked some for minutes.
-        """
-        debts.delete_keys(connection, destination)
 
     # --- answers and backoff ----------------------------------------------------------------------
 
