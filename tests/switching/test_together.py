@@ -197,16 +197,22 @@ async def test_any_sender_shows_all_of_them(tmp_path: Path, postgres: Databases)
         assert counts == [len(both.of("a")), len(both.of("b"))]
 
 
+async def history_sent(it: Site) -> str:
+    """The id of the last of some events, which all servers have."""
+    good, upto = await write_history(it, bad_one=False)
+    it.become(well=True)
+    await fan_out(it, upto, "a", "b")
+    await until(all_have(it, good))
+    return good
+
+
 async def test_a_trace_and_attempts_go_through_all_ledgers(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """Also those of a sender that had a server before the list changed."""
     async with desks(tmp_path, postgres) as both:
         it = both.site
-        good, upto = await write_history(it, bad_one=False)
-        it.become(well=True)
-        await fan_out(it, upto, "a", "b")
-        await until(all_have(it, good))
+        good = await history_sent(it)
         was = both.of("a")
         both.close("a", "b")
         await it.change("b", "a")
@@ -256,10 +262,7 @@ async def test_an_audit_repairs_at_each_of_the_senders(tmp_path: Path, postgres:
     """It asks one of them; what an absent one will do later is said to be missing still."""
     async with desks(tmp_path, postgres) as both:
         it = both.site
-        good, upto = await write_history(it, bad_one=False)
-        it.become(well=True)
-        await fan_out(it, upto, "a", "b")
-        await until(all_have(it, good))
+        good = await history_sent(it)
         one, other = both.of("a")[0], both.of("b")[0]
         (tmp_path / "token").write_text("secret")
         asked = it.sending["a"]
