@@ -160,22 +160,11 @@ async def open_service(
                 stdout=log,
                 check=False,
                 env=environ,
-                deliver_cancel=end_patiently,
+                deliver_cancel=process.end,
             )
             running: trio.Process = await nursery.start(partial(start, stdin=subprocess.DEVNULL))
         yield Service(running, manager, log_file, directory)
         nursery.cancel_scope.cancel()
-
-
-async def end_patiently(process: trio.Process) -> None:
-    """SIGTERM, and SIGKILL once it is certain that no slowness of the machine is to blame.
-
-    trio's own way gives five seconds and then warns, which fails a test. Whoever is frozen thaws.
-    """
-    process.terminate()
-    process.send_signal(signal.SIGCONT)
-    await trio.sleep(PATIENCE_S)
-    process.kill()
 
 
 @dataclass

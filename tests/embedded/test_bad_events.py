@@ -15,14 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.sender.harness import EPOCH_MS, HS, RemoteServer, World
 from tests.sender.test_database_errors import crashes
-from tests.store.ready_made import lay
 from trio.testing import MockClock
 
 from fedsender.embedded.facts import BadRow, prepare
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
 from fedsender.matrix import MAX_NESTING, ROOM_VERSIONS, BadEvent, event_id_of, is_server_name
-from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store import Store, StoreConfig, open_store
 from fedsender_lab.testing.appends import append_of
 
 A, B = "a.example", "b.example"
@@ -41,18 +40,16 @@ class _Servers(dict[str, RemoteServer]):
 class PushedWorld(World):
     """A world whose homeserver appends."""
 
-    def __init__(self, directory: Path, homeserver: str, sender: str) -> None:
+    def __init__(self, directory: Path, config: StoreConfig) -> None:
         super().__init__(directory)
-        self.urls = homeserver, sender
+        self.stores = config
         self.servers = _Servers()
         self.push: PushFeed
         self.said = 0
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Store]:
-        of = HomeserverSettings("embedded", "fedsender", ("fedsender",))
-        config = StoreConfig(of, *self.urls, synchronous="OFF")
-        async with open_store(config, self.runtime) as self.store:
+        async with open_store(self.stores, self.runtime) as self.store:
             yield self.store
 
     @asynccontextmanager
@@ -88,15 +85,9 @@ class PushedWorld(World):
         ]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> PushedWorld:
-    if request.param == "postgresql":
-        postgres = request.getfixturevalue("postgres")
-        homeserver, sender = map(postgres.create_schema, ("homeserver", "sender"))
-    else:
-        homeserver = lay(tmp_path / "homeserver.db", "homeserver")
-        sender = lay(tmp_path / "sender.db", "sender")
-    return PushedWorld(tmp_path, homeserver, sender)
+@pytest.fixture
+def world(config: StoreConfig, tmp_path: Path) -> PushedWorld:
+    return PushedWorld(tmp_path, config)
 
 
 def event(room: str, **members: Json) -> dict[str, Json]:

@@ -11,19 +11,15 @@ from pathlib import Path
 import psycopg
 import pytest
 import trio
-from tests.embedded.test_processes import HS, USER, VERSION, say
+from tests.embedded.test_processes import HS, open_talk, say
 from tests.servers import Databases
 
 from fedsender.config.policy import GAP_EVENTS
-from fedsender.matrix import ROOM_VERSIONS
-from fedsender.runtime import real_runtime
 from fedsender_lab.demo import process
 from fedsender_lab.demo.process import DaemonProcess, open_daemon_process
 from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.clock import until
-from fedsender_lab.testing.receiver import DOWN, healthy, open_receivers
-from fedsender_lab.testing.rooms import new_timeline
-from fedsender_lab.testing.rules import pdu_reader
+from fedsender_lab.testing.receiver import DOWN, healthy
 
 pytestmark = pytest.mark.long
 
@@ -40,25 +36,13 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
     """From one to two under load, while a server is away and the relay has no log any more of what
     that is owed; the taker killed and frozen; and back to one. Every server gets all messages, in
     order, and all messages to devices."""
-    signer = process.write_signing_key(tmp_path, b"k" * 32)
-    timeline = new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
-    timeline.append(
-        "m.room.create", USER, {"room_version": VERSION}, signer=signer, now_ms=0, state_key=""
-    )
     database, own = postgres.create_database(), postgres.create_database()
     said: list[str] = []
-    receiving = open_receivers(
-        6,
-        [signer.origin],
-        pdu_reader(lambda _: VERSION),
-        directory=tmp_path,
-        now_ms=real_runtime().now_ms(),
-    )
     hub = tmp_path / "hub"
     hub.mkdir()
     process.write_secret(hub / "intake.token", TOKEN)
     async with AsyncExitStack() as stack:
-        receivers = await stack.enter_async_context(receiving)
+        signer, timeline, receivers = await stack.enter_async_context(open_talk(tmp_path))
         relay = await stack.enter_async_context(
             open_daemon_process(
                 hub, process.relay_configuration(hub, keep_min="1s"), "admin", "relay"

@@ -138,7 +138,12 @@ class DaemonProcess:
         self.starts += 1
         with _appending(self.log_file) as log:
             run = partial(
-                trio.run_process, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                trio.run_process,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                deliver_cancel=end,
             )
             self._process = await self._nursery.start(partial(run, check=False))
         self._nursery.start_soon(self._watch, self._process, self.ended)
@@ -229,6 +234,19 @@ class DaemonProcess:
         ended.set()
         if not self._asked_to_end:
             raise DaemonDied(f"ended by itself with {code}\n{self.last_words()}")
+
+
+async def end(process: trio.Process) -> None:
+    """SIGTERM, and SIGKILL once it is certain that no slowness of the machine is to blame. Whoever
+    is frozen thaws.
+
+    Trio's own way warns after five seconds, before it kills: where warnings are errors, the process
+    stays and is waited for.
+    """
+    process.terminate()
+    process.send_signal(signal.SIGCONT)
+    await trio.sleep(STOP_SECONDS)
+    process.kill()
 
 
 def own_and_rss_kb(pid: int) -> tuple[int, int]:
