@@ -1,15 +1,18 @@
 """EDUs that the homeserver has made itself, and tells us of over its `federation` stream."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
+from tests.sender.harness import HS
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
 from fedsender.store.records import PresenceState
 
-B = "b.example"
+A, B = "a.example", "b.example"
 
 
 @pytest.mark.parametrize("typing", [True, False])
@@ -48,3 +51,44 @@ async def test_a_state_that_arrives_is_not_taken_for_one_that_the_homeserver_mad
         sender.edus.edu(B, "m.presence", {"push": []}, [ALICE])
         await trio.sleep(10)
     assert [len(edu["push"]) for edu in world.edus(B, "m.presence")] == [1, 0]
+
+
+@pytest.mark.slow
+async def test_the_servers_of_few_rooms_or_users_are_in_memory_at_a_time(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 500 users in a room of 5,000 servers took 126 MB. Also when a debt is read back."""
+    monkeypatch.setattr("fedsender.sender.edus.receipts.MOST_SERVERS", 30)
+    world, asked = SynapseWorld(tmp_path), {"rooms": 0, "users": 0}
+    rooms = {f"!{number}:{HS}": f"@u{number}:{HS}" for number in range(60)}
+
+    async with world.run() as sender:
+
+        def noting(what: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+            async def noted(which: Sequence[str], *more: Any) -> Any:
+                asked[what] = max(asked[what], len(which))
+                return await ask(which, *more)
+
+            return noted
+
+        homeserver, edus = sender.context.homeserver, sender.context.edus
+        monkeypatch.setattr(homeserver, "servers_now", noting("rooms", homeserver.servers_now))
+        monkeypatch.setattr(edus, "servers_of", noting("users", edus.servers_of))
+        for room, user in rooms.items():
+            await world.members(room, user, f"@x:{A}", f"@x:{B}")
+        world.servers[B].down = True
+        for token, (room, user) in enumerate(rooms.items()):
+            sender.edus.typing(room, [user], token)
+            sender.edus.presence(PresenceState(user, "online", 1))
+        for room, user in rooms.items():
+            await world.read(room, user, tell=room == [*rooms][-1])
+        await trio.sleep(20)
+        world.servers[B].down = False
+        await trio.sleep(600)
+
+    assert asked == {"rooms": 10, "users": 25}
+    for name in (A, B):
+        assert {room for edu in world.edus(name, "m.receipt") for room in edu} == rooms.keys()
+    assert {edu["room_id"] for edu in world.edus(A, "m.typing")} == rooms.keys()
+    present = {each["user_id"] for edu in world.edus(A, "m.presence") for each in edu["push"]}
+    assert present == set(rooms.values())

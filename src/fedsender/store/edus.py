@@ -159,9 +159,9 @@ class EduStore:
 
     async def servers_of(
         self, users: Collection[str], excluded_rooms: Collection[str]
-    ) -> dict[str, frozenset[str]]:
-        """By user the servers in the rooms that the user is in now, without the excluded rooms."""
-        return dict.fromkeys(users, frozenset())
+    ) -> dict[str, list[frozenset[str]]]:
+        """By user the servers in each room that the user is in now, without the excluded rooms."""
+        return {user: [] for user in users}
 
 
 def changed_to_device(connection: Connection, after: int, upto: int) -> list[str]:

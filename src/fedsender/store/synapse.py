@@ -393,8 +393,8 @@ class SynapseEdus(EduStore):
     @reading
     def servers_of(
         self, connection: Connection, users: Collection[str], excluded_rooms: Collection[str]
-    ) -> dict[str, frozenset[str]]:
-        """By user the servers in the rooms that the user is in now, without the excluded rooms."""
+    ) -> dict[str, list[frozenset[str]]]:
+        """By user the servers in each room that the user is in now, without the excluded rooms."""
         state = tables.current_state_events.c
         rooms: defaultdict[str, set[str]] = defaultdict(set)
         query = select(state.state_key, state.room_id).where(
@@ -405,10 +405,8 @@ class SynapseEdus(EduStore):
                 rooms[user_id].add(room_id)
         wanted = {room for each in rooms.values() for room in each}
         servers = room_servers.servers_now(connection, wanted)
-        return {
-            user: frozenset().union(*(servers[room_id] for room_id in rooms[user]))
-            for user in users
-        }
+        # All who are in a room share its set.
+        return {user: [servers[room_id] for room_id in rooms[user]] for user in users}
 
 
 def _of_server(server_name: str) -> ColumnElement[bool]:

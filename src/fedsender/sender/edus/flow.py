@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import trio
@@ -20,16 +21,19 @@ from fedsender.sender.context import Context
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
-from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
+from fedsender.sender.edus.receipts import ASKED_AT_ONCE, SMALL_ROOM, ReadEvent, at_once
 from fedsender.sender.edus.typing import Typing, TypingRooms
 from fedsender.sender.registry import Registry
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.sender import OwedReceipts
+from fedsender.store.statements import in_chunks
 from fedsender.streams import HeardPositions
 from fedsender.waiting import Signal, supervise
 
 RECEIPT_PAGE = 500
+USERS_AT_ONCE = 25
+"""Users whose rooms are asked for at once, with the servers there."""
 LONGEST_TRAIL = 10_000
 """The most events positions for which it is known which receipts were read before."""
 SAVE_EVERY_S = 5.0
@@ -203,13 +207,15 @@ class EduFlow:
         """
         context = self._context
         page = await context.edus.receipts(context.origin, after, upto, RECEIPT_PAGE, writer)
-        servers = await self._servers_of(page)
-        events = await self._read_events(page, servers)
         if page:
             context.receipt_pages.came(page[0].stream_id)
         # As long as the caller has not noted the end, all of them count as not read.
-        async for _ in context.runtime.turns.with_breaks(self._tell(page, servers, events)):
-            pass
+        for rooms in in_chunks(sorted({receipt.room_id for receipt in page}), ASKED_AT_ONCE):
+            servers = await self._servers_of(rooms)
+            there = [receipt for receipt in page if receipt.room_id in servers]
+            events = await self._read_events(there, servers)
+            async for _ in context.runtime.turns.with_breaks(self._tell(there, servers, events)):
+                pass
         return page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
 
     def _tell(
@@ -228,10 +234,9 @@ class EduFlow:
                 yield put(receipt, [server])
             self._registry.hurry(wanted)
 
-    async def _servers_of(self, page: Sequence[Receipt]) -> dict[str, frozenset[str]]:
+    async def _servers_of(self, rooms: Sequence[str]) -> dict[str, frozenset[str]]:
         """By room, the servers that get receipts from us."""
-        rooms = sorted({receipt.room_id for receipt in page})
-        found = await self._context.homeserver.servers_now(rooms) if rooms else {}
+        found = await self._context.homeserver.servers_now(rooms)
         return {
             room_id: frozenset(server for server in servers if self._wants(server, "receipts"))
             async for room_id, servers in self._context.runtime.turns.with_breaks(found.items())
@@ -360,7 +365,7 @@ class EduFlow:
         while True:
             if not self._typing:
                 await self._typing_news.wait()
-            changes = list(self._typing.values())
+            changes = [*islice(self._typing.values(), ASKED_AT_ONCE)]
             rooms = sorted({change.room_id for change in changes})
             # In a room whose state is not all known, those known of: who waits is late (W25).
             servers = await self._context.homeserver.servers_now(rooms)
@@ -372,9 +377,10 @@ class EduFlow:
                         if destination is not None:
                             destination.put_typing(change)
                 self._registry.hurry(wanted)
-                # A newer one that has come meanwhile is told next.
-                if self._typing.get(change.key) is change:
-                    del self._typing[change.key]
+                # A newer one that has come meanwhile is told after the others.
+                newest = self._typing.pop(change.key, change)
+                if newest is not change:
+                    self._typing[change.key] = newest
 
     # --- Presence ---------------------------------------------------------------------------------
 
@@ -452,17 +458,18 @@ class EduFlow:
             self._gap = None
 
     async def _tell_changes(self) -> None:
-        changed = dict(self._changed)
+        changed = dict(islice(self._changed.items(), USERS_AT_ONCE))
         excluded = self._context.presence.excluded_rooms
         servers = await self._context.edus.servers_of(changed.keys(), excluded) if changed else {}
         with_breaks = self._context.runtime.turns.with_breaks
         async for user_id, state in with_breaks(changed.items()):
-            async for server in with_breaks(sorted(servers[user_id])):
+            async for server in with_breaks(sorted(set().union(*servers[user_id]))):
                 if self._wants(server, "presence"):
                     self._put_off(state, [server])
-            # A newer one that has come meanwhile is told next.
-            if self._changed.get(user_id) is state:
-                del self._changed[user_id]
+            # A newer one that has come meanwhile is told after the others.
+            newest = self._changed.pop(user_id, state)
+            if newest is not state:
+                self._changed[user_id] = newest
 
     async def _tell_wanted(self) -> None:
         """Put the asked-for states in line, also if they were sent before."""

@@ -21,6 +21,7 @@ from fedsender.sender.transaction import RECEIPT, Draft, Edu, Key, in_edus
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Receipt
+from fedsender.store.statements import in_chunks
 
 SMALL_ROOM = 10
 """In a room with fewer other servers than this, all get a receipt at once."""
@@ -29,6 +30,10 @@ FRESH_MS = 60_000
 RECEIPTS_PER_EDU = 200
 PAGE = 500
 """Receipts of all rooms that are read at once, to find those of a server with a debt."""
+ASKED_AT_ONCE = 10
+"""Rooms whose servers are asked for at once: one may have tens of thousands, 2 MB."""
+MOST_SERVERS = 50_000
+"""A page ends where its rooms have more servers, by those of `ASKED_AT_ONCE` rooms at most."""
 PAGES_KEPT = 200_000
 """The receipts in the pages that are kept, and the servers of their rooms: 20 MB."""
 
@@ -226,7 +231,13 @@ def receipt_pages(
         receipts = await edus.receipts(origin, debt, None, PAGE)
         if not receipts:
             return None
-        servers = await homeserver.servers_now([item.room_id for item in receipts])
+        servers: dict[str, frozenset[str]] = {}
+        for rooms in in_chunks(dict.fromkeys(item.room_id for item in receipts), ASKED_AT_ONCE):
+            if sum(map(len, servers.values())) > MOST_SERVERS:
+                others = (n for n, item in enumerate(receipts) if item.room_id not in servers)
+                receipts = receipts[: next(others)]
+                break
+            servers |= await homeserver.servers_now(rooms)
         return ReceiptPage(debt, receipts[-1].stream_id, receipts, servers)
 
     return Pages(read, kept=PAGES_KEPT, size=_size)
