@@ -86,7 +86,7 @@ def check_as_a_receiver(transaction: Transaction, key: SigningKey, version: str)
 
 
 @pytest.mark.parametrize("version", range(1, 13))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_receivers_accept_what_is_sent_from_a_room_of_any_version(
     version: int, data: st.DataObject

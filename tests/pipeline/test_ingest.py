@@ -132,7 +132,7 @@ def test_in_pieces_twice_and_after_crashes_it_is_the_same(
                 read(lake, url, config)
                 done = True
             except Killed:
-                number += 4
+                number += 7
     commit = lake.manifest.commit
     assert read(lake, url, config) == 0
     found = contents(lake)
