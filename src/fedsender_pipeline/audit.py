@@ -418,10 +418,10 @@ def read_senders(lake: Lake, config: Config) -> Senders:
 def read_days(lake: Lake) -> Days:
     """The days of the events of ours that `intervals` cover."""
     known = sorted((row["first"], row["day"]) for row in lake.read(schemas.DAYS).to_pylist())
-    files, wanted = intervals.where_ours(lake, lake.position("audit"))
+    wanted = intervals.where_ours(lake, lake.position("audit"))
     columns = ["received_ts", "stream_ordering"]
     firsts: dict[datetime.date, int] = {}
-    for batch in lake.dataset(schemas.EVENTS, files).to_batches(columns=columns, filter=wanted):
+    for batch in lake.dataset(schemas.EVENTS).to_batches(columns=columns, filter=wanted):
         ms = pc.min_element_wise(pc.fill_null(batch["received_ts"], 0), latest_ms())
         days = ms.cast(pa.timestamp("ms")).cast(pa.date32())
         rows = pa.table({"day": days, "at": batch["stream_ordering"]})

@@ -33,7 +33,7 @@ from pyspark.sql import DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender_pipeline import PipelineError, schemas
-from fedsender_pipeline.lake import Lake, LakeFile, empty_frame, listed
+from fedsender_pipeline.lake import Lake, empty_frame, listed
 from fedsender_pipeline.session import kept
 
 
@@ -359,20 +359,14 @@ W26: Final = "W26: turned away, and only told by fedsender"
 """The reason why a server does not have an event that it should get, sent by another sender."""
 
 
-def where_ours(
-    lake: Lake, after: int = -1, upto: int | None = None
-) -> tuple[list[LakeFile], ds.Expression]:
-    """For Arrow: the files of `events`, and the rows in them that `ours` has."""
-    last = lake.position("intervals") if upto is None else upto
-    parts = range((after + 1) // schemas.EVENTS_PER_PART, last // schemas.EVENTS_PER_PART + 1)
-    at = ds.field("stream_ordering")
-    between = (at > after) & (at <= last)
-    files = lake.files(schemas.EVENTS, lambda name: int(name) in parts)
-    return files, ds.field("ours") & ds.field("bad").is_null() & between
-
-
 OURS: Final = "ours and bad is null"
 """Whether an event should be sent."""
+
+
+def where_ours(lake: Lake, after: int = -1, upto: int | None = None) -> ds.Expression:
+    """For Arrow: the rows of `events` that `ours` has."""
+    at, last = ds.field("stream_ordering"), lake.position("intervals") if upto is None else upto
+    return ds.field("ours") & ds.field("bad").is_null() & (at > after) & (at <= last)
 
 
 def ours(spark: SparkSession, lake: Lake, after: int = -1, upto: int | None = None) -> DataFrame:
@@ -382,10 +376,8 @@ def ours(spark: SparkSession, lake: Lake, after: int = -1, upto: int | None = No
         upto: None: as far as `intervals` and `unknown_hosts` go.
     """
     last = lake.position("intervals") if upto is None else upto
-    parts = range((after + 1) // schemas.EVENTS_PER_PART, last // schemas.EVENTS_PER_PART + 1)
-    events = lake.frame(spark, schemas.EVENTS, parts=lambda name: int(name) in parts)
-    between = f"stream_ordering > {after} and stream_ordering <= {last}"
-    return events.where(f"{OURS} and {between}")
+    events = lake.some(spark, schemas.EVENTS, where_ours(lake, after, last))
+    return events.where(f"{OURS} and stream_ordering > {after} and stream_ordering <= {last}")
 
 
 def derive(spark: SparkSession, lake: Lake, server_name: str) -> tuple[DataFrame, DataFrame]:

@@ -28,6 +28,7 @@ from fedsender.matrix import shard_of
 from fedsender_pipeline import PipelineError, Usage, schemas
 from fedsender_pipeline.accepted import accept, read_accepted
 from fedsender_pipeline.audit import Audited, audit, read_days, summed_up
+from fedsender_pipeline.fates import FOR_EVER
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.notes import config_then
 from fedsender_pipeline.session import Steps
@@ -584,6 +585,10 @@ def test_a_clock_that_was_wrong_leaves_days_in_order(tmp_path: Path) -> None:
     assert known == [(1, "2026-01-01"), (5, "2026-01-04"), (80, "2026-01-05")]
     assert last == 90
     assert "2026-01-06" < today < "2053"
+    first, fourth, fifth, newest = (day for _, day in found.starts)
+    assert found.ranges({first, fifth}) == [(1, 4), (80, 89)]
+    assert found.ranges({fourth, first}) == [(1, 79)]
+    assert found.ranges({newest}) == [(90, FOR_EVER)]
 
 
 def test_there_is_nothing_to_audit(spark: "SparkSession", tmp_path: Path) -> None:
