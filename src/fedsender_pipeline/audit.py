@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import Any, Final
 
 import pyarrow as pa
@@ -154,12 +154,12 @@ def audit(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Audi
         commit.clear(schemas.DAYS)
         commit.append_rows(schemas.DAYS, days.as_rows())
         commit.set_position("audit", upto)
-        commit.set_position("audit_ms", real_runtime().now_ms())
         commit.set_position("audit_version", commit.version)
         commit.set_position("audit_rules", rules)
+        before = Counter[str]() if look.is_whole else _totals(lake)
+        _note(commit, before, upto)
     with steps.step("summing up") as step:
         told = summed_up(lake, config)
-        _note(lake, told)
         step.note = str(told)
     return told
 
@@ -235,12 +235,22 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         rows.unpersist()
 
 
-def _note(lake: Lake, told: Audited) -> None:
-    """Add the totals to the history of audits."""
-    row = {"at_ms": lake.position("audit_ms"), "upto": told.upto}
-    row |= {"expected": told.expected, **told.counts}
-    with lake.commit() as commit:
-        commit.append_rows(schemas.AUDITS, [row])
+def _totals(lake: Lake) -> Counter[str]:
+    """The number of pairs, and of each fate, by the last audit."""
+    last = max(lake.read(schemas.AUDITS).to_pylist(), key=itemgetter("version"))
+    return Counter({name: last[name] for name in fates.COUNTS})
+
+
+def _note(commit: Commit, totals: Counter[str], upto: int) -> None:
+    """Add the totals to the history of audits.
+
+    Args:
+        totals: of the last audit, to which this one has added rows.
+    """
+    for rows in commit.written(schemas.AUDIT).to_batches(columns=[*fates.COUNTS]):
+        totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
+    row = {"at_ms": real_runtime().now_ms(), "upto": upto}
+    commit.append_rows(schemas.AUDITS, [row | {name: totals[name] for name in fates.COUNTS}])
 
 
 def still_holds(lake: Lake, config: Config) -> bool:
@@ -251,9 +261,7 @@ def still_holds(lake: Lake, config: Config) -> bool:
 
 def summed_up(lake: Lake, config: Config) -> Audited:
     """The figures of the last audit in the lake, with the first `SHOWN` events of each table."""
-    totals = Counter[str]()
-    for rows in lake.dataset(schemas.AUDIT).to_batches(columns=[*fates.COUNTS]):
-        totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
+    totals = _totals(lake)
     senders = read_senders(lake, config)
     starts = (senders.owned[name].began for name in senders.lists[0].ours)
     start = max((at for at in starts if at is not None), default=None)

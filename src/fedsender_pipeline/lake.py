@@ -460,9 +460,10 @@ class Commit:
         self._manifest.tables[table.name] = kept
         self._dropped += [file.path for file in files]
 
-    def dataset(self, table: LakeTable) -> ds.Dataset:
-        """The table as this commit leaves it so far."""
-        return self._lake.dataset(table, self._manifest.tables.get(table.name, []))
+    def written(self, table: LakeTable) -> ds.Dataset:
+        """The rows that this commit has written so far."""
+        files = self._manifest.tables.get(table.name, [])
+        return self._lake.dataset(table, [each for each in files if each.commit == self.version])
 
     def append(self, table: LakeTable, batches: Iterable[pa.RecordBatch]) -> int:
         """Add rows, in one file for each value of the part column; return their number.

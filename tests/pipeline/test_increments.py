@@ -231,6 +231,7 @@ def findings(lake: Lake) -> dict[str, Any]:
         for name in fates.COUNTS:
             sums[row["server"], row["room_id"], row["day"], name] += row[name]
     found["audit"] = {each: n for each, n in sums.items() if n}
+    found["totals"] = module._totals(lake)
     for table in (
         schemas.MISSING,
         schemas.STRAY,
