@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import nacl.signing
 import orjson
+from nacl.bindings import crypto_sign, crypto_sign_BYTES, crypto_sign_seed_keypair
 
 from fedsender.config.document import ConfigError, OutOfReach
 from fedsender.config.values import read_bytes
@@ -45,7 +45,8 @@ class SigningKey:
     """
 
     version: str
-    _private: nacl.signing.SigningKey = field(repr=False, compare=False)
+    _public: bytes = field(repr=False)
+    _secret: bytes = field(repr=False, compare=False)
 
     @property
     def key_id(self) -> str:
@@ -54,11 +55,11 @@ class SigningKey:
 
     def sign(self, message: bytes) -> str:
         """The signature of `message` as unpadded base64."""
-        return _unpadded(self._private.sign(message).signature)
+        return _unpadded(crypto_sign(message, self._secret)[:crypto_sign_BYTES])
 
     def public_key(self) -> str:
         """The public half as unpadded base64, as `/_matrix/key/v2/server` shows it."""
-        return _unpadded(bytes(self._private.verify_key))
+        return _unpadded(self._public)
 
 
 class KeyRing:
@@ -80,7 +81,7 @@ def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
         raise BadSigningKey("key version must be 1 to 64 letters, digits or underscores")
     if len(seed) != _SEED_BYTES:
         raise BadSigningKey(f"the key is {len(seed)} bytes long, not {_SEED_BYTES}")
-    return SigningKey(version, nacl.signing.SigningKey(seed))
+    return SigningKey(version, *crypto_sign_seed_keypair(seed))
 
 
 def keys_of(config: "Config") -> tuple[SigningKey, ...]:
