@@ -85,6 +85,33 @@ async def test_tables_that_lack_something_are_refused(new_url: NewUrl, change: s
             await database.read(lambda connection: migrations.check(connection, "sender"))
 
 
+async def test_tables_with_a_column_that_we_cannot_fill_are_refused(new_url: NewUrl) -> None:
+    """One that may be empty is a newer version's, which says itself who may use its tables."""
+    add = "ALTER TABLE quarantine ADD COLUMN"
+    async with open_database(new_url(), real_runtime(), name="test") as database:
+        await database.write(lambda connection: migrations.upgrade(connection, "sender"))
+        for added in ("may_be_empty INTEGER", "filled INTEGER NOT NULL DEFAULT 0"):
+            await database.write(partial(Connection.execute, statement=text(f"{add} {added}")))
+        await database.read(lambda connection: migrations.check(connection, "sender"))
+        if database.dialect == "postgresql":
+            drop = "ALTER TABLE quarantine ALTER COLUMN filled DROP DEFAULT"
+            await database.write(lambda connection: connection.execute(text(drop)))
+        else:
+            await database.write(_without_default)
+        with pytest.raises(
+            SchemaDiffers, match=r"needs values for column quarantine\.filled, which"
+        ):
+            await database.read(lambda connection: migrations.check(connection, "sender"))
+
+
+def _without_default(connection: Connection) -> None:
+    """Make the table anew: SQLite cannot drop a default."""
+    made = "SELECT sql FROM sqlite_master WHERE name = 'quarantine'"
+    sql = str(connection.execute(text(made)).scalar_one())
+    connection.execute(text("DROP TABLE quarantine"))
+    connection.execute(text(sql.replace("NOT NULL DEFAULT 0", "NOT NULL")))
+
+
 async def test_a_store_does_not_open_on_tables_that_lack_something(
     new_url: NewUrl, tmp_path: Path
 ) -> None:

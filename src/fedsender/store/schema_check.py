@@ -81,6 +81,18 @@ def missing_in(connection: Connection, wanted: Collection[Table]) -> list[str]:
     return [name for table in wanted for name in _missing(table, found.get(table.name))]
 
 
+def needed_beyond(connection: Connection, wanted: Collection[Table]) -> list[str]:
+    """The columns of these tables that are not ours, and that a new row must have a value for."""
+    ours = {each.name: each.columns for each in wanted}
+    there = inspect(connection).get_multi_columns(filter_names=list(ours))
+    return [
+        f"column {name}.{column['name']}"
+        for (_, name), columns in there.items()
+        for column in columns
+        if column["name"] not in ours[name] and not column["nullable"] and column["default"] is None
+    ]
+
+
 def unknown_room_versions(connection: Connection) -> list[str]:
     """A sentence, if there are rooms of versions that we do not know; their events cannot go."""
     version, count = tables.rooms.c.room_version, func.count().label("rooms")
