@@ -610,7 +610,10 @@ class Metrics:
         self.isolations = self._count(
             "fedsender_isolations", "Steps of finding the item that makes a server refuse"
         )
-        self.quarantined = self._count("fedsender_quarantined", "Items put into quarantine")
+        self.quarantined = self._count(
+            "fedsender_quarantined",
+            "Items put into quarantine; an event that no server got, by each sender",
+        )
         self.given_up = self._count(
             "fedsender_given_up_events",
             "Owed events that could not be sent any more, mostly as their history was purged",

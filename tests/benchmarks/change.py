@@ -3,14 +3,21 @@
     fedsender bench change [--servers 10000] [--events 2]
 
 Of the servers one in twenty has traffic, a message a second in one room. Three in a hundred are
-in that room and away: they are owed events, `--events` messages to devices each, and a transaction
-that failed. All others are up, and got one message. The senders are processes of their own over a
-PostgreSQL that it starts. While the list becomes that of three, one of them is killed; while it
-becomes that of one again, another one is frozen. A change that was withdrawn is given again.
+in that room and away: they are owed events, `--events` messages to devices, as many changed device
+lists, and a transaction that failed. Others are up, and got one message. One of the room is paused,
+with an event that is to be sent again. One server refuses an event, which is in quarantine. Five
+share another room with traffic, which is locked as Synapse locks one that it purges: what is said
+there is set aside, and sent by the redelivery lane.
+
+The senders are processes of their own over a PostgreSQL that it starts. While the list becomes that
+of three, one of them is killed; while it becomes that of one again, another one is frozen. A change
+that was withdrawn is given again. Pause and quarantine are looked at after each change, and orders
+for the servers of all senders are given to one of them, and timed.
 
 A message waits for as long as its server pauses: `wait_max_s` and the like are of all messages that
-were made while the list changed. In the end those that were away come back. Every server has to get
-every message, and for the first time in order, and every message to its devices.
+were made while the list changed. In the end those that were away come back, the pause is over, and
+what is in quarantine is released. Every server has to get every message, and for the first time in
+order, and every message to its devices.
 """
 
 import signal
@@ -18,14 +25,20 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import psycopg
 import trio
 import yaml
 from tests.servers import Postgres, open_postgres
 
+from fedsender.admin.client import AdminClient
+from fedsender.config import load
 from fedsender.config.policy import GAP_EVENTS
+from fedsender_lab.bench.homeserver import SERVER_NAME
 from fedsender_lab.bench.meter import Options, percentile
 from fedsender_lab.bench.stage import Servers, Stage, checked, open_stage
 from fedsender_lab.demo.process import DAEMON, write_secret
@@ -39,7 +52,13 @@ EVERY_S: Final = 1.0
 CALM_S: Final = 4.0
 PATIENCE_S: Final = 900.0
 LOOK_S: Final = 0.1
-TRAFFIC, AWAY = 0, 1
+TRAFFIC, AWAY, OTHERS, PAUSED, LOCKED, REFUSING = range(6)
+"""The groups of servers."""
+BUSY, ALL, LOCKED_ROOM, REFUSED_ROOM = range(4)
+"""The rooms."""
+ORDERS: Final = 20
+"""Orders that are timed after a change."""
+WITNESSES: Final = 20
 
 
 class _Sender:
@@ -77,7 +96,7 @@ class _Sender:
 
 
 class _Talk:
-    """The messages of the room with traffic."""
+    """The messages of the two rooms with traffic; `said` in each."""
 
     def __init__(self, stage: Stage) -> None:
         self.said = 0
@@ -87,7 +106,8 @@ class _Talk:
     async def run(self) -> None:
         # Of more than that a server that is away is owed only the newest.
         while not self._enough.is_set() and self.said < GAP_EVENTS - 1:
-            await self._stage.homeserver.ask("say", count=1, stamp=True, room=0)
+            for room in (BUSY, LOCKED_ROOM):
+                await self._stage.homeserver.ask("say", count=1, stamp=True, room=room)
             self.said += 1
             with trio.move_on_after(EVERY_S):
                 await self._enough.wait()
@@ -102,18 +122,24 @@ async def change(options: Options) -> dict[str, Any]:
     """The waits of messages while the list of senders changes; see the module."""
     traffic, away = max(3, options.servers // 20), max(3, options.servers * 3 // 100)
     groups = [Servers(traffic), Servers(away, listens=False)]
-    groups.append(Servers(max(1, options.servers - traffic - away)))
+    groups.append(Servers(max(ORDERS, options.servers - traffic - away - 7)))
+    groups += [Servers(1), Servers(5), Servers(1, refuses=True)]
     settings = {"destinations": {"defaults": {"catch_up_gap_events": GAP_EVENTS}}}
     with open_postgres() as server, tempfile.TemporaryDirectory(prefix="d") as sockets:
         async with (
             open_stage(
                 groups,
-                rooms=lambda names: [list(names[: traffic + away]), list(names)],
+                rooms=lambda names: [
+                    [*names[: traffic + away], names[-7]],
+                    list(names[:-1]),
+                    list(names[-6:-1]),
+                    [names[-1]],
+                ],
                 settings=settings,
             ) as stage,
             _open_senders(stage, server, Path(sockets)) as senders,
         ):
-            return await _play(options, stage, senders, Path(sockets))
+            return await _play(options, stage, senders, server, Path(sockets))
 
 
 @asynccontextmanager
@@ -149,45 +175,167 @@ async def _open_senders(
                 await sender.ended()
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What a change must leave as it is, and the orders that were given meanwhile.
+
+    Attributes:
+        item: the one in quarantine.
+        got: PDUs that the paused server had before.
+        orders_s: seconds until an order had been carried out by all senders.
+        queued: orders that had to wait for a sender.
+    """
+
+    stage: Stage
+    admin: AdminClient
+    item: int = 0
+    got: int = 0
+    orders_s: list[float] = field(default_factory=list)
+    queued: int = 0
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def paused(self) -> str:
+        return self.stage.groups[PAUSED][0]
+
+    async def begin(self, events: list[str]) -> None:
+        """A pause, with these events to be sent again, and an item in quarantine."""
+        await self.post("pause", servers=[self.paused], reason="bench")
+        await self.post("redeliver", pairs=[[self.paused, each] for each in events])
+        self.got = await self._count(PAUSED)
+        # What it takes of these shows that it is the other one that it refuses.
+        for count in (None, WITNESSES):
+            said = {"count": count or 1, "stamp": count is not None, "room": REFUSED_ROOM}
+            await self.stage.homeserver.ask("say", **said)
+        with trio.fail_after(PATIENCE_S):
+            while not await self._items():  # noqa: ASYNC110
+                await trio.sleep(LOOK_S)
+        [self.item] = await self._items()
+
+    async def look(self, when: str) -> None:
+        """Note what is not as it was."""
+        why = await self._get("why", self.paused)
+        if why["paused"] != "bench" or await self._count(PAUSED) != self.got:
+            self.broken.append(f"{when}: the paused server is {why['state']}")
+        if await self._items() != [self.item]:
+            self.broken.append(f"{when}: in quarantine is {await self._items()}")
+
+    async def order(self) -> None:
+        """Pause and resume some servers, of all senders."""
+        servers = self.stage.groups[OTHERS][:ORDERS]
+        for verb, more in ORDERS // 2 * (("pause", {"reason": "bench"}), ("resume", {})):
+            began = trio.current_time()
+            said = await self.post(verb, servers=servers, **more)
+            if said.get("without"):
+                self.queued += 1
+            else:
+                self.orders_s.append(trio.current_time() - began)
+
+    async def end(self) -> None:
+        """Let everything go."""
+        await self.stage.receivers.ask("come_back")
+        await self.post("resume", servers=[self.paused])
+        await self.post("quarantine/release", ids=[self.item])
+        await self.post("notify_remote_server_up", pattern="*")
+
+    async def post(self, verb: str, **body: Any) -> dict[str, Any]:
+        return await trio.to_thread.run_sync(partial(self.admin.post, *verb.split("/"), body=body))
+
+    async def _get(self, *path: str) -> dict[str, Any]:
+        return await trio.to_thread.run_sync(self.admin.get, *path)
+
+    async def _items(self) -> list[int]:
+        return [each["id"] for each in (await self._get("quarantine"))["items"]]
+
+    async def _count(self, group: int) -> int:
+        pdus: list[int] = (await self.stage.receivers.ask("count"))["pdus_of"]
+        return pdus[group]
+
+
+def _lock(server: Postgres) -> psycopg.Connection:
+    """Lock the room, and its rows of servers, as a purge does, until this is closed."""
+    locking = psycopg.connect(server.url("homeserver"))
+    room = f"!room{LOCKED_ROOM}:{SERVER_NAME}"
+    for table in ("rooms", "destination_rooms"):
+        locking.execute(f"SELECT 1 FROM {table} WHERE room_id = %s FOR UPDATE".encode(), [room])
+    return locking
+
+
 async def _play(
-    options: Options, stage: Stage, senders: dict[str, _Sender], sockets: Path
+    options: Options,
+    stage: Stage,
+    senders: dict[str, _Sender],
+    server: Postgres,
+    sockets: Path,
 ) -> dict[str, Any]:
-    traffic, away, rest = (len(group) for group in stage.groups)
+    traffic, away, others, _, locked, _ = (len(group) for group in stage.groups)
     addresses = [f"unix:{sockets}/{name}.push" for name in NAMES]
     token = (stage.directory / "append.token").read_text()
+    kept = _Kept(stage, AdminClient.of(load(stage.directory / "a.yaml"), PATIENCE_S))
     await stage.homeserver.ask("append", address=addresses, token=token)
-    await stage.homeserver.ask("say", count=1, room=1)
-    await stage.until(seconds=PATIENCE_S, servers=traffic + rest)
+    greeting = (await stage.homeserver.ask("say", count=1, room=ALL))["events"]
+    # The first event of a room changes its row.
+    await stage.homeserver.ask("say", count=1, stamp=True, room=LOCKED_ROOM)
+    reached = traffic + others + 1 + locked
+    await stage.until(seconds=PATIENCE_S, servers=reached, pdus=reached + locked)
+    await kept.begin(greeting)
     async with IntakeClient.at(addresses, token) as client, trio.open_nursery() as nursery:
-        talk = _Talk(stage)
-        nursery.start_soon(talk.run)
-        for number in range(options.events):
-            for name in stage.groups[AWAY]:
-                key = {"type": "m.room_key", "sender": "@a:b", "message_id": f"{number}"}
-                await client.append([["edu", ["to_device", name, f"{number}{name}", key]]])
-        waits: dict[str, dict[str, float]] = {"calm": await _waits(stage, CALM_S)}
-        for names, victim, how in CHANGES:
-            began = trio.current_time()
-            await _change(stage, senders, names, victim, how)
-            took = trio.current_time() - began
-            found = await _waits(stage, CALM_S)
-            waits[",".join(names)] = {"took_s": round(took, 1), **found}
+        await stage.receivers.ask("tell")  # What came before is no part of the waits.
+        with _lock(server):
+            talk = _Talk(stage)
+            nursery.start_soon(talk.run)
+            for number in range(options.events):
+                for name in stage.groups[AWAY]:
+                    key = {"type": "m.room_key", "sender": "@a:b", "message_id": f"{number}"}
+                    user = f"@{number}:{SERVER_NAME}"
+                    await client.append(
+                        [
+                            ["edu", ["to_device", name, f"{number}{name}", key]],
+                            ["edu", ["device_list", name, user, "DEVICE", None]],
+                        ]
+                    )
+            waits: dict[str, dict[str, float]] = {"calm": await _waits(stage, CALM_S)}
+            for names, victim, how in CHANGES:
+                began = trio.current_time()
+                await _change(stage, senders, names, victim, how)
+                took = trio.current_time() - began
+                found = await _waits(stage, CALM_S)
+                waits[",".join(names)] = {"took_s": round(took, 1), **found}
+                await kept.look(",".join(names))
+                if len(names) > 1:
+                    await kept.order()
         await talk.end()
-        await stage.receivers.ask("come_back")
-        await _run("wake", "--all", config=stage.directory / "a.yaml")
-        due = talk.said * (traffic + away)
-        got = await _until(stage, due, away * options.events)
-    broken = list(got["broken"])
-    for what, wanted in (("stamped", due), ("keys", away * options.events)):
-        if got[what] < wanted:
-            broken.append(f"{got[what]} of {wanted} {what} arrived")
+        await kept.end()
+        keys = away * options.events
+        wanted = {
+            "stamped": talk.said * (traffic + away + 1 + locked) + locked + WITNESSES,
+            "keys": keys,
+            "devices": keys,
+            "again": kept.got + talk.said + len(greeting),
+            "released": WITNESSES + 1,
+        }
+        got = await _until(stage, wanted)
+    broken = [*got["broken"], *kept.broken]
+    for what, number in wanted.items():
+        if got[what] < number:
+            broken.append(f"{got[what]} of {number} {what} arrived")
     if got["overtaken"]:
         broken.append(f"{got['overtaken']} came behind a later one")
+    aside = sum(each.count("rooms_locked") for each in senders.values())
+    if not aside:
+        broken.append("no room was locked")
     return {
-        "servers": {"traffic": traffic, "away": away, "others": rest},
-        "messages": talk.said,
+        "servers": {"traffic": traffic, "away": away, "others": others + 2 + locked},
+        "messages": 2 * talk.said,
         "waits": waits,
-        "goal": {"wait_max_s": 5},
+        "orders": {
+            "count": len(kept.orders_s),
+            "p50_s": round(percentile(kept.orders_s or [0.0], 0.5), 2),
+            "max_s": round(max(kept.orders_s, default=0.0), 2),
+            "queued": kept.queued,
+        },
+        "set_aside": aside,
+        "goal": {"wait_max_s": 5, "orders_max_s": 2},
         **checked(got),
         "broken": broken,
     }
@@ -244,12 +392,13 @@ async def _waits(stage: Stage, seconds: float) -> dict[str, float]:
     }
 
 
-async def _until(stage: Stage, stamped: int, keys: int) -> Order:
+async def _until(stage: Stage, wanted: dict[str, int]) -> Order:
     """The receivers' counts, once all has arrived, or after a long time."""
     with trio.move_on_after(PATIENCE_S):
         while True:
-            got = await stage.receivers.ask("tell")
-            if got["stamped"] >= stamped and got["keys"] >= keys:
+            got = await stage.receivers.ask("count")
+            got |= {"again": got["pdus_of"][PAUSED], "released": got["pdus_of"][REFUSING]}
+            if all(got[what] >= number for what, number in wanted.items()):
                 break
             await trio.sleep(LOOK_S)
     return got

@@ -157,6 +157,22 @@ async def test_an_order_is_carried_out_at_the_owners_next_look(
         assert len(found_at) == len(asked_at)
 
 
+async def test_a_sender_of_an_older_version_says_what_it_does_not_know(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    async with desks(tmp_path, postgres) as both:
+        asked = both.site.sending["a"].store.sender.requests
+        rows = await asked.ask(["b"], "dance", "{}", is_order=True)
+        assert rows is not None
+        said = None
+        while said is None:
+            await trio.sleep(LOOK_EVERY_S)
+            [reply] = (await asked.replies(rows)).values()
+            said = reply.answer
+        status, _, text = json.loads(said)["refused"]
+        assert (status, text) == (501, "it does not know dance: its version is older")
+
+
 async def test_clocks_of_machines_need_not_agree(tmp_path: Path, postgres: Databases) -> None:
     async with desks(tmp_path, postgres) as both:
         ahead = both.site.sending["b"].store.sender.requests

@@ -127,25 +127,27 @@ class Homeserver:
         """Messages, in one room or in all of them in turn: all at once, or one `every_s` seconds.
 
         With `stamp` each says when it was made, on this machine's monotonic clock in microseconds.
+        Tells their ids.
         """
-        due = trio.current_time()
+        due, events = trio.current_time(), []
         for _ in range(count):
             if every_s:
                 due += every_s
                 await trio.sleep_until(due)
-            self._say(room, time.monotonic_ns() // 1000 if stamp else None)
+            events.append(self._say(room, time.monotonic_ns() // 1000 if stamp else None))
             if every_s:
                 self._publish()
         self._publish()
-        return {}
+        return {"events": events}
 
-    def _say(self, number: int | None, stamp: int | None) -> None:
+    def _say(self, number: int | None, stamp: int | None) -> str:
         if number is None:
             number, self._turn = self._turn % len(self._rooms), self._turn + 1
         room = self._rooms[number]
         event = room.say(stamp)
         about = {"room_version": ROOM_VERSION, "plus": [], "minus": []}
         self._add(["pdu", [room.room_id, event.event_id, event.content, about]])
+        return event.event_id
 
     def _add(self, row: Json) -> None:
         """One more record; it is not appended before `_publish`."""

@@ -38,6 +38,7 @@ FLOOR = SEND + "floor"
 _PDU = b'"auth_events":'
 _RECEIPT = b'"event_ids":'
 _KEY = b'"m.direct_to_device"'
+_DEVICES = b'"m.device_list_update"'
 _LARGEST_STAMPED = 65_536
 """A full transaction of messages of the usual size; in larger ones nobody looks for stamps."""
 _STAMP = re.compile(rb'"sent_us":([0-9]+)')
@@ -55,6 +56,7 @@ class Totals:
         stamped: stamped messages, a repeated one once for each server.
         overtaken: those that came to a server behind a later one.
         keys: messages to devices.
+        devices: changed device lists.
     """
 
     transactions: int = 0
@@ -67,6 +69,7 @@ class Totals:
     stamped: int = 0
     overtaken: int = 0
     keys: int = 0
+    devices: int = 0
 
 
 class Remote:
@@ -74,13 +77,20 @@ class Remote:
 
     Args:
         latency: seconds to an answer; None: there is none.
+        refuses: whether it answers 400 to a PDU without a stamp.
     """
 
     def __init__(
-        self, name: str, group: int, latency: float | None, all_of_them: "Receivers"
+        self,
+        name: str,
+        group: int,
+        latency: float | None,
+        refuses: bool,
+        all_of_them: "Receivers",
     ) -> None:
         self.name = name
         self.group = group
+        self.refuses = refuses
         self._latency = latency
         self._all = all_of_them
         self._in_flight = 0
@@ -103,7 +113,9 @@ class Remote:
         pdus = request.body.count(_PDU)
         if request.target.startswith(FLOOR):
             return Reply(200, answer_for(pdus))
-        self._all.count(self, request, pdus, first=not self._known)
+        if self.refuses and pdus > len(_STAMP.findall(request.body)):
+            return Reply(400, b'{"errcode":"M_BAD_JSON"}')
+        self._all.arrived(self, request, pdus, first=not self._known)
         self._known = True
         if self._latency is None:
             return SILENCE
@@ -142,7 +154,7 @@ class Receivers:
     ) -> Order:
         """Listen; tells the names by group and the authority's file.
 
-        A group is {"count", "latency", "listens"}.
+        A group is {"count", "latency", "listens", "refuses"}.
         """
         key = Ed25519PrivateKey.from_private_bytes(b64decode(seed)).public_key()
         self._origin = Origin(SERVER_NAME, {KEY_ID: key})
@@ -155,12 +167,10 @@ class Receivers:
             hosts = [_address(number + index) for index in range(each["count"])]
             number += len(hosts)
             self.totals.pdus_of.append(0)
-            names.append(self._furnish(hosts, port, each["latency"], authority))
+            names.append(self._furnish(hosts, port, each, authority))
         return {"servers": names, "ca_file": str(authority.ca_file)}
 
-    def _furnish(
-        self, hosts: list[str], port: int, latency: float | None, authority: Authority
-    ) -> list[str]:
+    def _furnish(self, hosts: list[str], port: int, each: Order, authority: Authority) -> list[str]:
         names = []
         for start in range(0, len(hosts), NAMES_PER_CERTIFICATE):
             few = hosts[start : start + NAMES_PER_CERTIFICATE]
@@ -169,7 +179,8 @@ class Receivers:
                 name = f"{host}:{port}"
                 names.append(name)
                 group = len(self.totals.pdus_of) - 1
-                self._remotes[name] = (Remote(name, group, latency, self), context)
+                remote = Remote(name, group, each["latency"], each["refuses"], self)
+                self._remotes[name] = (remote, context)
         return names
 
     async def _open(self, *, listens: bool) -> int:
@@ -203,7 +214,7 @@ class Receivers:
         if len(self.broken) < 20:
             self.broken.append(text)
 
-    def count(self, remote: Remote, request: Request, pdus: int, *, first: bool) -> None:
+    def arrived(self, remote: Remote, request: Request, pdus: int, *, first: bool) -> None:
         """A transaction arrived whole."""
         totals = self.totals
         totals.transactions += 1
@@ -218,6 +229,7 @@ class Receivers:
         moved.set()
         if len(request.body) < _LARGEST_STAMPED:
             totals.keys += request.body.count(_KEY)
+            totals.devices += request.body.count(_DEVICES)
             now_us = time.monotonic_ns() // 1000
             for found in _STAMP.finditer(request.body):
                 if (stamp := int(found[1])) not in remote.stamps:
@@ -239,10 +251,14 @@ class Receivers:
 
     # --- orders -----------------------------------------------------------------------------------
 
+    async def count(self) -> Order:
+        """The counts so far, and what was not kept."""
+        return {**asdict(self.totals), "broken": self.broken}
+
     async def tell(self) -> Order:
-        """The counts so far."""
+        """The same, and the delays since it was last told."""
         delays, self.delays_us = self.delays_us, []
-        return {**asdict(self.totals), "delays_us": delays, "broken": self.broken}
+        return {**await self.count(), "delays_us": delays}
 
     async def until(self, seconds: float, pdus: int = 0, servers: int = 0) -> Order:
         """As `tell`, once there were so many, or after so long."""
@@ -253,7 +269,9 @@ class Receivers:
         return await self.tell()
 
     async def come_back(self) -> Order:
-        """Those that refused connections listen from now on."""
+        """Those that refused connections listen from now on, and nobody refuses a PDU."""
+        for remote, _ in self._remotes.values():
+            remote.refuses = False
         for holder in self._reserved:
             holder.listen(1000)
             serve = partial(trio.serve_listeners, self._converse, [trio.SocketListener(holder)])
@@ -280,6 +298,7 @@ async def main() -> None:
         receivers = Receivers(nursery)
         handlers: dict[str, Handler] = {
             "begin": receivers.begin,
+            "count": receivers.count,
             "tell": receivers.tell,
             "until": receivers.until,
             "come_back": receivers.come_back,

@@ -33,11 +33,18 @@ VERIFY_EVERY = 50
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Receiving servers that behave alike: `latency` seconds to an answer; None: none comes."""
+    """Receiving servers that behave alike.
+
+    Attributes:
+        latency: seconds to an answer; None: none comes.
+        listens: False: they refuse connections until they `come_back`.
+        refuses: they answer 400 to a transaction with a PDU without a stamp, until then.
+    """
 
     count: int
     latency: float | None = 0.0
     listens: bool = True
+    refuses: bool = False
 
 
 Rooms = Callable[[Sequence[str]], list[list[str]]]
