@@ -16,7 +16,7 @@ LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in (1, 5)]
 
 @pytest.mark.parametrize("seed", [2, *LONG])
 def test_no_invariant_breaks(seed: int) -> None:
-    report = simulate(seed, 12, 0.15)
+    report = simulate(seed, 12, 0.1)
 
     assert report.violations == ()
     assert report.too_tame == ()
