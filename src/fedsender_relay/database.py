@@ -166,6 +166,8 @@ class Consumer:
     """One consumer.
 
     Attributes:
+        store: the mark of its database, whose senders alone may come under its name; None: it did
+            not say.
         acked: the last token that it acknowledged; None: it never did.
         lost: the log after `acked` is not kept for it any more.
         following: one connection of this name is being fed; not stored.
@@ -184,6 +186,7 @@ class Consumer:
     full_syncs: dict[str, int] = field(default_factory=dict)
     away_ms: int = 0
     following: bool = False
+    store: str | None = None
 
     @property
     def state(self) -> State:
@@ -211,6 +214,7 @@ def _save_consumers(
     rows = [
         {
             "name": one.name,
+            "store": one.store,
             "acked": one.acked,
             "snapshot": None if one.handed is None else one.handed.snapshot,
             "snapshot_token": None if one.handed is None else one.handed.token,
@@ -874,6 +878,7 @@ class RelayStore:
                 name=row.name,
                 first_seen_ms=row.first_seen_ms,
                 last_seen_ms=row.last_seen_ms,
+                store=row.store,
                 acked=row.acked,
                 handed=None if row.snapshot is None else Handed(row.snapshot, row.snapshot_token),
                 lost=row.lost,
@@ -903,9 +908,9 @@ class RelayStore:
             self._snapshot = None
 
 
-def _claim(connection: Connection, server_name: str) -> None:
+def _claim(connection: Connection, server_name: str, mark: str) -> None:
     """Make the database belong to this homeserver's relay. Raises WrongDatabase."""
-    claim_store(connection, server_name, relay=True)
+    claim_store(connection, server_name, mark, relay=True)
     insert_rows(connection, _state, [{"id": 1, "first": 1}])
 
 
@@ -946,7 +951,8 @@ async def open_relay_store(
         try:
             if lease is None:
                 await hold.take("")
-            await database.write(partial(_claim, server_name=server_name))
+            mark = runtime.entropy(8).hex()
+            await database.write(partial(_claim, server_name=server_name, mark=mark))
             yield RelayStore(database, runtime, server_name, hold)
         finally:
             with trio.CancelScope(shield=True):

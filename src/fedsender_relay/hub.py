@@ -40,6 +40,7 @@ from fedsender_relay.protocol import (
     Resync,
     Server,
     Snapshot,
+    Store,
     without_edus,
 )
 from fedsender_relay.registry import Registry, TooManyConsumers, is_consumer_name
@@ -72,6 +73,7 @@ class Session(LineSession):
         self.level = False
         self._hub = hub
         self._same_server = False
+        self._store: str | None = None
         self._resync: Reason | None = None
         self._unacked: deque[tuple[int, int]] = deque(maxlen=MAX_UNACKED)
 
@@ -97,6 +99,8 @@ class Session(LineSession):
                 await self._greet(name)
             case Name() if self.consumer is not None:
                 raise Refused("PROTO the name was used already")
+            case Store(mark):
+                self._store = mark
             case Ack(stream, token) if stream == STREAM:
                 self._take_ack(token)
             case ReplicateFrom(stream, token, str(epoch)) if stream == STREAM:
@@ -131,6 +135,13 @@ class Session(LineSession):
     def _claim(self) -> str:
         """Make this the only connection to be fed under its name; return the name."""
         name = self._be_consumer()
+        known = self._hub.registry.get(name)
+        if known is not None and known.store not in (None, self._store):
+            self._hub.counts.refused["OTHER_STORE"] += 1
+            raise Refused(
+                f"OTHER_STORE {name} has another database: all senders share one; if that is gone,"
+                f" run `fedsender relay forget {name}` at the relay"
+            )
         owner = self._hub.owners.get(name, self)
         if owner is not self:
             if owner.wire.silent_s() <= SILENT_S:
@@ -156,7 +167,7 @@ class Session(LineSession):
             await self._say_resync(reason, at, epoch)
             return
         self.take_stream(STREAM)
-        hub.registry.resume(name, at)
+        hub.registry.resume(name, at, self._store)
         self.follows = True
         self._resync = None
         self._feed_from(at)
@@ -218,7 +229,7 @@ class Session(LineSession):
         try:
             hub.registry.check_room(name)
             info = await hub.snapshots.offer()
-            hub.registry.hand(name, info.id, info.token, reason)
+            hub.registry.hand(name, info.id, info.token, reason, self._store)
         except SnapshotFailed as failed:
             raise Refused(f"BUSY there is no snapshot: {failed}") from failed
         hub.counts.full_syncs[reason] += 1

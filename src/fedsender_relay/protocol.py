@@ -140,6 +140,13 @@ class Relay:
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """A consumer's mark of its database, which tells it from others of the same name."""
+
+    mark: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ack:
     """A consumer holds everything up to and including `token` durably."""
 
@@ -210,6 +217,7 @@ Command = (
     | Error
     | ReplicateFrom
     | Relay
+    | Store
     | Ack
     | Resync
     | Join
@@ -317,6 +325,7 @@ _CONNECTIONS: Final = (
 )
 _RELAYS: Final = (
     _RELAY._replace(parse=_parse_relay),
+    layout("STORE", Store, ("mark", _EPOCH)),
     layout("ACK", Ack, _STREAM, ("token", _COUNT)),
     layout("RESYNC", Resync, _STREAM, ("reason", _REASON), ("first", _COUNT), ("head", _COUNT)),
     layout("JOIN", Join, ("stream", LAST_WORD)),

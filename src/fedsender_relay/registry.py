@@ -131,24 +131,26 @@ class Registry:
             consumer.away_ms = 0
             self._stale.add(name)
 
-    def resume(self, name: str, token: int) -> None:
-        """Set the pin to an accepted position, even if it was higher before.
+    def resume(self, name: str, token: int, store: str | None) -> None:
+        """Set the pin of this store to an accepted position, even if it was higher before.
 
         Raises TooManyConsumers for a new one.
         """
         consumer = self._record(name)
+        consumer.store = store
         consumer.acked, consumer.lost = token, False
         consumer.handed = None
         consumer.following = True
         consumer.error = None
         self._changed(name)
 
-    def hand(self, name: str, snapshot: str, token: int, reason: str) -> None:
-        """Note that it was handed a snapshot; its acknowledged position stays on record.
+    def hand(self, name: str, snapshot: str, token: int, reason: str, store: str | None) -> None:
+        """Note that this store was handed a snapshot; its acknowledged position stays on record.
 
         Raises TooManyConsumers for a new one.
         """
         consumer = self._record(name)
+        consumer.store = store
         consumer.handed = Handed(snapshot, token)
         consumer.following = False
         consumer.full_syncs[reason] = consumer.full_syncs.get(reason, 0) + 1

@@ -34,6 +34,7 @@ from fedsender_relay.load import Load, Loaded, LoadedSnapshot, load_snapshot
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0
+MARK = "0123456789abcdef"
 
 
 class Line:
@@ -132,6 +133,9 @@ class MemoryStore:
             self.rows.setdefault("events", set()).update(
                 row.event_id for row in rows if isinstance(row, PduRow)
             )
+
+    async def mark(self) -> str:
+        return MARK
 
     async def drop_unfinished_load(self) -> None:
         pass

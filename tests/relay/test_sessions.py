@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 import trio
@@ -402,6 +403,30 @@ async def test_a_silent_connection_leaves_its_name_to_the_next_one(autojump_cloc
         await trio.sleep(1)
         assert world.state("fedsender") == "FOLLOW"
         assert list(world.relay.hub.sessions) == [world.relay.hub.owners["fedsender"]]
+
+
+async def test_a_name_belongs_to_one_database_until_it_is_forgotten(autojump_clock: Clock) -> None:
+    """Whoever has another one would send all that the first sends, or what the first never will."""
+    mine, other = "STORE 0123456789abcdef", "STORE fedcba9876543210"
+    async with World().running() as world:
+
+        async def come(*says: str) -> Any:
+            hands = world.connect()
+            epoch = await hands.introduce("fedsender")
+            await hands.say(*says, f"REPLICATE events 0 {epoch}")
+            return hands
+
+        first = await come(mine)
+        await world.append()
+        await first.until("RDATA events 1 ")
+        await trio.sleep(SILENT_S + 0.1)
+        for says in ([other], []):
+            assert "relay forget fedsender" in await (await come(*says)).error()
+        await (await come(mine)).until("RDATA events 1 ")
+        [there] = world.relay.registry
+        await world.relay.registry.load()
+        [stored] = world.relay.registry
+        assert stored.store == there.store == mine.split()[1]
 
 
 async def test_59_the_same_name_twice_is_refused_and_the_first_goes_on(

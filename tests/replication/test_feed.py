@@ -40,6 +40,9 @@ class SynapseTables(Tables):
     async def apply_feed_batch(self, batch: Any) -> None:
         raise NotImplementedError
 
+    async def mark(self) -> str:
+        raise NotImplementedError
+
     async def feed_history(self) -> Any:
         raise NotImplementedError
 

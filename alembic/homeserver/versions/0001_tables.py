@@ -242,6 +242,12 @@ def upgrade() -> None:
     op.create_table(
         "relay_consumers",
         sa.Column("name", sa.Text(), nullable=False),
+        sa.Column(
+            "store",
+            sa.Text(),
+            nullable=True,
+            comment="the mark of its database; NULL: it did not say",
+        ),
         sa.Column("acked", sa.BigInteger(), nullable=True, comment="NULL: never"),
         sa.Column("snapshot", sa.Text(), nullable=True, comment="the one that it was handed"),
         sa.Column("snapshot_token", sa.BigInteger(), nullable=True),
@@ -409,6 +415,9 @@ def upgrade() -> None:
         ),
         sa.Column(
             "is_relay", sa.Boolean(), nullable=False, comment="a relay writes here, not a sender"
+        ),
+        sa.Column(
+            "mark", sa.Text(), nullable=False, comment="random: it tells this store from others"
         ),
         sa.PrimaryKeyConstraint("id"),
     )

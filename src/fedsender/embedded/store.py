@@ -301,6 +301,12 @@ class EmbeddedStore(HomeserverStore):
         return self._fed
 
     @reading
+    def mark(self, connection: Connection) -> str:
+        """What tells this store from all others: 16 hexadecimal characters."""
+        mark: str = connection.execute(select(tables.store_owner.c.mark)).scalar_one()
+        return mark
+
+    @reading
     def feed_history(self, connection: Connection) -> History | None:
         """The history that the feed's tokens belong to; None: not known yet."""
         return positions.feed_history(connection)
@@ -351,8 +357,8 @@ async def open_embedded(
     async with open_one(config.homeserver_url, "homeserver", ours=True) as main:
         await bring_up_to_date(main, "homeserver", lock_of(main.url, runtime))
         if config.server_name is not None:
-            claim = partial(claim_store, server_name=config.server_name, relay=False)
-            await main.write(claim)
+            own = (config.server_name, runtime.entropy(8).hex())
+            await main.write(lambda connection: claim_store(connection, *own, relay=False))
         # A homeserver that feeds us has left out what others are not to know.
         yield Homeserver(
             EmbeddedStore(main, runtime, config.homeserver),

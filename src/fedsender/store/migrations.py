@@ -197,16 +197,20 @@ async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
     await database.read(lambda connection: check(connection, line))
 
 
-def claim_store(connection: Connection, server_name: str, *, relay: bool) -> None:
+def claim_store(connection: Connection, server_name: str, mark: str, *, relay: bool) -> None:
     """Make a store of ours belong to this homeserver's sender, or relay. Raises WrongDatabase.
 
     A sender does not expect a relay's changes, and a relay not a sender's.
+
+    Args:
+        mark: a random one, if it has none yet.
     """
     owner = tables.store_owner
     query = select(owner.c.server_name, owner.c.is_relay)
     if connection.execute(query).first() is None:
         # Another process may do so at this moment.
-        insert_rows(connection, owner, [{"id": 1, "server_name": server_name, "is_relay": relay}])
+        row = {"id": 1, "server_name": server_name, "is_relay": relay, "mark": mark}
+        insert_rows(connection, owner, [row])
     name, is_relay = connection.execute(query).one()
     if (name, is_relay) != (server_name, relay):
         kinds = {True: "the relay", False: "a sender"}

@@ -254,6 +254,7 @@ store_owner = Table(
     Column("id", RowId, primary_key=True, comment="1"),
     Column("server_name", Text, nullable=False, comment="the homeserver that all this is of"),
     Column("is_relay", Boolean, nullable=False, comment="a relay writes here, not a sender"),
+    Column("mark", Text, nullable=False, comment="random: it tells this store from others"),
 )
 
 # --- a relay's: its log, and what of the log its snapshots still name -----------------------------
@@ -315,6 +316,7 @@ relay_consumers = Table(
     "relay_consumers",
     homeserver,
     Column("name", Text, primary_key=True),
+    Column("store", Text, comment="the mark of its database; NULL: it did not say"),
     Column("acked", BigInteger, comment="NULL: never"),
     Column("snapshot", Text, comment="the one that it was handed"),
     Column("snapshot_token", BigInteger),

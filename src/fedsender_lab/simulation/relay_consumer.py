@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SERVER = "hs.example"
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
+MARK = "0123456789abcdef"
 
 
 class DeafEdus:
@@ -168,6 +169,9 @@ class RecordingStore:
         if len(rows) != len(sent) or not same:
             self.views.fail("content", f"{self.name} got {record} other than it was")
         return record
+
+    async def mark(self) -> str:
+        return MARK
 
     async def drop_unfinished_load(self) -> None:
         """Nothing: it takes one over in one step."""
