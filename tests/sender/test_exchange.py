@@ -95,6 +95,23 @@ async def test_a_stale_connection_is_replaced_once_within_the_attempt(tmp_path: 
     assert server.connections == 2
 
 
+async def test_a_new_connection_that_breaks_is_a_failure_though_it_was_given_back_before(
+    tmp_path: Path,
+) -> None:
+    """Nothing was sent over it, and no server closes one for that within a second."""
+    async with (
+        one_server(tmp_path, closing_after(0, [])) as (client, server),
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
+        exchange_of() as exchange,
+    ):
+        assert await exchange.connect(peer)
+        peer.release()
+        answer, verdict = await put(exchange, peer)
+    assert answer is None
+    assert (verdict.outcome, verdict.sent) == (Outcome.FAILING, True)
+    assert server.connections == 1
+
+
 async def test_an_attempt_that_cannot_connect_again_says_that_something_was_sent(
     tmp_path: Path,
 ) -> None:
@@ -205,6 +222,7 @@ async def test_a_deadline_in_the_moment_of_the_new_connection_holds(
         assert answer is None
         assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True, late=True)
         stale = False
+        await trio.sleep(1)
         answer, _ = await put(exchange, peer, seconds=5)
         assert answer is not None
         assert answer.reused

@@ -157,7 +157,7 @@ class Live:
     Attributes:
         lines: the headers that are the same for each request on it, as `header_lines` makes them.
         opened_by: the settings it was opened under; under others it is not used.
-        reused: it was idle before.
+        reused: it has carried an exchange, or lain idle for so long that the server may close it.
         precious_until: before this time it is closed after others (trio's clock, seconds).
     """
 
@@ -205,7 +205,7 @@ class Connections:
         if live.opened_by != opened_by:
             self.give_up(live)
             return None
-        live.reused = True
+        live.reused = live.reused or not _is_fresh(live.idle_since)
         return live
 
     async def is_there(self, live: Live) -> bool:
@@ -555,6 +555,7 @@ class Peer:
             raise kind(failure.kind, failure.text, sent=self.sent | connection.sent) from failure
         finally:
             self.sent |= connection.sent
+            live.reused = True
             self.release()
         # By hundreds: a server may choose any of 800 codes, and each would be a series for good.
         metrics.http_responses.inc(method, f"{response.status // 100}xx")

@@ -558,7 +558,7 @@ class Answer(NamedTuple):
             transaction; of those that were in it, at most 50, each error at most 200 bytes.
         text: the error in the peer's words; "" if it gives none.
         retry_after_s: seconds for which the peer asks to be left alone, if this is no answer.
-        reused: it came over a connection that had carried an exchange before.
+        reused: its connection had carried an exchange before, or lain idle.
         blank: it is none, but only because it says nothing: status 200, and a body that is empty,
             `null` or `[]`, or has a `pdus` that is `null` or `[]`.
     """
