@@ -48,8 +48,9 @@ def by_the_fan_out(config: Config, upto: int) -> Expected:
             config.sender_database,
             synchronous="OFF",
         )
-        async with open_store(store_config, real_runtime()) as store:
-            router = Router(store.homeserver, US, lambda _: True, cache_bytes=10**9)
+        runtime = real_runtime()
+        async with open_store(store_config, runtime) as store:
+            router = Router(store.homeserver, US, lambda _: True, runtime.turns, cache_bytes=10**9)
             rows = await store.homeserver.read_events(0, upto, 10**9)
             return await router.route(rows)
 

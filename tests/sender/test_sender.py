@@ -16,6 +16,7 @@ from fedsender.embedded.facts import ServersRow
 from fedsender.federation.client import Answer, Peer, SendFailed
 from fedsender.federation.transport import FailureKind
 from fedsender.matrix import Pdu
+from fedsender.sender import routing
 from fedsender.sender.destination import Destination
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Router
@@ -516,6 +517,25 @@ async def test_what_a_step_offers_is_bounded_and_all_of_it_arrives(
     assert all(world.servers[name].got == [*map(str, range(10))] for name in servers)
     assert all(len(step) <= most or len(set(step)) == 1 for step in offers)
     assert sum(map(len, offers)) == 51
+
+
+async def test_events_are_parsed_with_breaks(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a user's events of 64 KiB each, which may take 8 ms, 50 were parsed in a step."""
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    steps = StepsOf()
+    async with world.open():
+        await world.join(R1, A)
+        for number in range(20):
+            await world.say(R1, f"{number}")
+    async with world.run():
+        trio.lowlevel.add_instrument(steps)
+        monkeypatch.setattr(routing, "parse_row", steps.counting(routing.parse_row))
+        await settle()
+
+    assert steps.most == 1
+    assert world.servers[A].got == [*map(str, range(20))]
 
 
 async def test_the_step_that_offers_an_event_finds_out_no_sites(

@@ -374,7 +374,8 @@ class SynapseFeed(Feed):
         """Tell the sink of the rows in (after, upto], which were sent while we did not listen."""
         if stream == "caches":
             changed = partial(self._store.changed_backoffs, writer, after, upto)
-            for server in await self.insist(changed):
+            # After an outage all servers may be reset, and each look is a task.
+            async for server in self._runtime.turns.with_breaks(await self.insist(changed)):
                 self._sink.backoff_changed(server)
         else:
             told = partial(self._store.changed_to_device, after, upto)

@@ -418,6 +418,7 @@ async def open_sender(
         store.homeserver,
         config.server_name,
         policies.may_send_to,
+        runtime.turns,
         cache_bytes=sending.window_bytes // 4,
     )
     with open_attempt_log(ledger.directory, instance, boot.hex()) as attempt_log:

@@ -108,7 +108,11 @@ class Shadow:
         self._database = database
         self._homeserver = homeserver
         self._router = Router(
-            homeserver, config.server_name, policies.may_send_to, cache_bytes=CACHE_BYTES
+            homeserver,
+            config.server_name,
+            policies.may_send_to,
+            runtime.turns,
+            cache_bytes=CACHE_BYTES,
         )
 
     async def follow(self, events: Watermark) -> None:
