@@ -1100,6 +1100,25 @@ async def test_thousands_of_servers_with_keys_are_reached_with_breaks(
     assert all(len(world.servers[name].requests[0].edus) == 1 for name in servers)
 
 
+async def test_a_start_puts_thousands_of_servers_in_line_with_breaks(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 50,000 that was one step of 0.6 s."""
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
+    async with world.open():
+        for name in servers:
+            world.server(name)
+            await queue_to_device(world.store.homeserver, name, 1, '{"messages":{"n":"one"}}')
+    trio.lowlevel.add_instrument(steps)
+    monkeypatch.setattr(Registry, "schedule", steps.counting(Registry.schedule))
+    async with world.run():
+        await settle(20)
+
+    assert steps.most == 1
+    assert all(len(world.servers[name].requests[0].edus) == 1 for name in servers)
+
+
 async def test_keys_go_first_in_order_and_leave_only_when_answered(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -666,15 +666,13 @@ class Registry:
         for state in states.values():
             self._context.note(state)
 
-    def open_with(
+    async def open_with(
         self,
         lagging: Mapping[str, Lagging],
         redeliveries: Collection[str],
         alive: Collection[str] = (),
     ) -> None:
         """Put all servers with owed items behind at start-up, the most useful first.
-
-        Without breaks: nobody may be reached for who is not behind yet.
 
         Args:
             lagging: servers with owed events, to-device messages or device lists in the
@@ -696,10 +694,12 @@ class Registry:
 
         for server in alive:
             self.forgive(server)
-        now = trio.current_time()
+        now, breaks = trio.current_time(), self._context.runtime.turns.with_breaks
         owed = {*lagging, *self._frozen, *redeliveries, *self._context.receipt_debts}
-        # Those that are active were reached while we looked, and look for themselves.
-        for server in sorted(owed - set(self.active), key=usefulness):
+        ranked = sorted([usefulness(server) async for server in breaks(owed)])
+        async for *_, server in breaks(ranked):
+            if server in self.active:
+                continue  # It was reached while we looked, and looks for itself.
             state = self.own_state(server)
             if state.paused or state.parked or not self.policies.may_send_to(server):
                 self.put_off(server)

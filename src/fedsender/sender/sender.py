@@ -179,7 +179,7 @@ class Sender:
         """
         found: dict[str, Debt] = {}
         unknown: dict[str, Debt] = {}
-        for lag in lagging:
+        async for lag in self.context.runtime.turns.with_breaks(lagging):
             name = lag.destination
             debt = found[name] = Debt(lag.rooms, lag.oldest, owes_keys=lag.owes_keys, lsso=lag.lsso)
             known = self.context.debts.of(name)
@@ -323,7 +323,7 @@ class Sender:
                 await end_catch_up(context.store, context.homeserver, server, upto)
         redeliveries = set(await context.store.redeliveries_by_server())
         backoffs = await context.homeserver.backoffs(self.registry.told_of)
-        self.registry.open_with(
+        await self.registry.open_with(
             lagging,
             redeliveries,
             # Nobody says again that the columns were reset (W8).
