@@ -1,6 +1,7 @@
 """A destination among refusals, a shut gate, a reload and a redaction."""
 
 import json
+from collections.abc import Collection
 
 import pytest
 import trio
@@ -11,6 +12,7 @@ from trio.testing import MockClock
 
 from fedsender.config import Policy
 from fedsender.federation.client import Answer
+from fedsender.sender.transaction import PduPool
 from fedsender.streams import RedactionRow
 
 # --- one transaction in flight --------------------------------------------------------------------
@@ -215,6 +217,35 @@ async def test_what_a_ban_redacts_goes_out_pruned_though_it_was_queued(
     sent = b"".join(request.body for request in server.answered)
     assert b"secret" not in sent
     assert server.got[:2] == ["first", "m.room.message"]
+
+
+async def test_bans_that_redact_look_through_the_queues_once_together(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 100,000 queued events 100 of them, which any server can have, were a step of 2.3 s."""
+    looks, look = list[int](), PduPool.sent_by
+
+    def noted(pool: PduPool, users: Collection[tuple[str, str]]) -> list[str]:
+        looks.append(len(users))
+        return look(pool, users)
+
+    monkeypatch.setattr(PduPool, "sent_by", noted)
+    async with world.open():
+        await world.join(R1, A)
+        for number in range(20):
+            user, content = f"@u{number}:{A}", {"membership": "ban", "redact_events": True}
+            ban = world.pdu(
+                R1,
+                "ban",
+                sender=f"@x:{A}",
+                type="m.room.member",
+                state_key=user,
+                content=content,
+            )
+            await world.apply(ban)
+    async with world.run():
+        await trio.sleep(5)
+    assert looks == [20]
 
 
 async def test_a_server_that_was_well_is_tried_steadily_and_then_less_and_less(

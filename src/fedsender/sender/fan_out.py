@@ -38,6 +38,7 @@ from fedsender.store.engine import StoreError
 from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
 from fedsender.store.membership import Walk
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
+from fedsender.store.statements import in_chunks
 from fedsender.waiting import BeginAnew, Watermark, right_of_way
 
 log = structlog.get_logger()
@@ -386,19 +387,22 @@ class FanOut:
     async def _notice_redactions(self, rows: Sequence[EventRow], told: Collection[str]) -> None:
         """Have queued PDUs go out redacted: those that a valid redaction in these rows names, and
         the `told` ones."""
-        targets = list(told)
+        targets, users = list(told), set[tuple[str, str]]()
         for row in rows:
             if row.rejected:
                 continue
             if row.type == "m.room.redaction":
                 targets += _redacts(row)
             elif row.type == "m.room.member" and _redacts_all(row):
-                targets += self._pool.sent_by(row.state_key or "", row.room_id)
+                users.add((row.state_key or "", row.room_id))
+        if users:
+            targets += self._pool.sent_by(users)
         queued = [target for target in targets if target in self._pool]
-        found = await self._homeserver.events_by_id(queued) if queued else {}
-        for event_id, row in found.items():
-            if row.redacted:
-                self._pool.redact(event_id, parse_row(row))
+        for chunk in in_chunks(queued, CHUNK):
+            found = await self._homeserver.events_by_id(chunk)
+            async for event_id, row in self._context.runtime.turns.with_breaks(found.items()):
+                if row.redacted:
+                    self._pool.redact(event_id, parse_row(row))
         self._redacted.difference_update(told)
 
     def redacted(self, event_ids: Collection[str]) -> None:

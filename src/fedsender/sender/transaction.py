@@ -297,10 +297,10 @@ class PduPool:
                 return pdu.stream_ordering
         return pdus[-2].stream_ordering if len(pdus) > 1 else None
 
-    def sent_by(self, user_id: str, room_id: str) -> list[str]:
-        """The ids of this user's events in this room."""
+    def sent_by(self, users: Collection[tuple[str, str]]) -> list[str]:
+        """The ids of the events of these (user, room) pairs, in one look at all PDUs."""
         pdus = (held.outgoing.pdu for held in self._held.values())
-        return [pdu.event_id for pdu in pdus if pdu.sender == user_id and pdu.room_id == room_id]
+        return [pdu.event_id for pdu in pdus if (pdu.sender, pdu.room_id) in users]
 
     def redact(self, event_id: str, redacted: Pdu) -> None:
         """Send a queued event in this redacted form."""
