@@ -21,7 +21,7 @@ def is_whole(observed: Observations, room_id: str) -> bool:
 def answer_as_synapse(homeserver: HomeserverStore, observed: Observations) -> None:
     """Have the store answer as one with events of other servers, and rooms with partial state."""
     by_id, before = homeserver.events_by_id, homeserver.servers_before
-    now, rooms_with = homeserver.servers_now, homeserver.rooms_with
+    now = homeserver.servers_now
 
     async def forward_extremities(room_id: str) -> list[str]:
         for room in observed.homeserver.rooms:
@@ -54,8 +54,9 @@ def answer_as_synapse(homeserver: HomeserverStore, observed: Observations) -> No
         return {name: here | observed.partial.get(name, set()) for name, here in found.items()}
 
     async def rooms_known_with(destination: str, room_ids: Iterable[str]) -> set[str]:
-        found = await rooms_with(destination, room_ids)
-        return {room_id for room_id in found if is_whole(observed, room_id)}
+        found = await servers_now(list(room_ids))
+        here = {room_id for room_id, servers in found.items() if destination in servers}
+        return {room_id for room_id in here if is_whole(observed, room_id)}
 
     homeserver.forward_extremities = forward_extremities  # type: ignore[method-assign]
     homeserver.events_by_id = events_by_id  # type: ignore[method-assign]
