@@ -164,7 +164,8 @@ class Lease:
                     raise self._held_error()
                 if waits is None and not found.ends and found.holder not in (holder, *dead):
                     await alone()
-            watched_long = now_s - since_s >= LEASE_S + DRIFT_S
+            left_s = since_s + LEASE_S + DRIFT_S - now_s
+            watched_long = left_s <= 0
             if found.holder in (NOBODY, holder, *dead):  # Ours: the answer was lost.
                 if found.stands or watched_long:
                     break
@@ -183,7 +184,7 @@ class Lease:
             if waits is not None and said != why:
                 waits(why)
                 said = why
-            await trio.sleep(LOOK_EVERY_S)
+            await trio.sleep(LOOK_EVERY_S if watched_long else min(LOOK_EVERY_S, left_s))
         await self._run(lambda: self._here.note(holder))
         await self._swap(found, holder, ends=ends)
 
