@@ -387,7 +387,7 @@ SYNCING = frozenset((State.JOINING, State.FETCHING, State.LOADING))
 class RelayStore(EmbeddedStore, Protocol):
     """The store that the feed needs."""
 
-    async def mark(self) -> str: ...
+    async def mark(self) -> str | None: ...
     async def feed_history(self) -> History | None: ...
     async def begin_history(self, history: History) -> None: ...
     async def drop_unfinished_load(self) -> None: ...
@@ -491,7 +491,8 @@ class RelayFeed(EmbeddedFeed):
         self.note_connected()
         self._epoch = relay.epoch
         await self.insist(self._store.drop_unfinished_load)
-        await wire.send(Store(await self.insist(self._store.mark)))
+        if mark := await self.insist(self._store.mark):
+            await wire.send(Store(mark))
         if self._history is None and self._position == 0:
             self._history = History(relay.epoch, 0)
             await self.insist(partial(self._store.begin_history, self._history))

@@ -301,9 +301,9 @@ class EmbeddedStore(HomeserverStore):
         return self._fed
 
     @reading
-    def mark(self, connection: Connection) -> str:
-        """What tells this store from all others: 16 hexadecimal characters."""
-        mark: str = connection.execute(select(tables.store_owner.c.mark)).scalar_one()
+    def mark(self, connection: Connection) -> str | None:
+        """What tells this store from all others: 16 hexadecimal characters; None: nobody's yet."""
+        mark: str | None = connection.execute(select(tables.store_owner.c.mark)).scalar()
         return mark
 
     @reading

@@ -213,6 +213,7 @@ class Life:
             homeserver_url=settings.homeserver_url,
             sender_url=settings.sender_url,
             synchronous="OFF",
+            server_name=settings.server_name,
         )
         async with open_core(
             self._config, self._runtime(), store_settings=settings, faults=self._at_commit
