@@ -17,7 +17,7 @@ anybody could have any network pay.
 import ipaddress
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, lru_cache
@@ -437,6 +437,22 @@ class _Turn(Generic[T]):
         self.error: BaseException | None = None
 
 
+class _WithBreaks(AsyncIterator[T]):
+    # No generator: one that a loop leaves early would have to be closed.
+
+    def __init__(self, items: Iterator[T], cpu_s: Callable[[], float]) -> None:
+        self._items, self._cpu_s = items, cpu_s
+        self._began = cpu_s()
+
+    async def __anext__(self) -> T:
+        if self._cpu_s() - self._began >= PASS_S:
+            await trio.lowlevel.checkpoint()
+            self._began = self._cpu_s()
+        for item in self._items:
+            return item
+        raise StopAsyncIteration
+
+
 class Turns(trio.abc.Instrument):
     """The time of the event loop, for all that a server can make dear.
 
@@ -488,19 +504,14 @@ class Turns(trio.abc.Instrument):
         with for_us():
             return await self._wait(_Turn(payers, usual, body, args))
 
-    async def with_breaks(self, items: Iterable[T]) -> AsyncGenerator[T, None]:
+    def with_breaks(self, items: Iterable[T]) -> AsyncIterator[T]:
         """These items, for a loop over all servers or rooms: after each `PASS_S` of CPU time other
         tasks run.
 
         A loop without breaks is one that others may not see half-way, and says so. What is iterated
         must not change meanwhile.
         """
-        began = self._cpu_s()
-        for item in items:
-            yield item
-            if self._cpu_s() - began >= PASS_S:
-                await trio.lowlevel.checkpoint()
-                began = self._cpu_s()
+        return _WithBreaks(iter(items), self._cpu_s)
 
     def _have(
         self, payers: Payers, usual: Usual, body: Callable[..., T], args: tuple[object, ...]

@@ -420,7 +420,7 @@ async def test_servers_are_counted_by_what_they_share(
         await desk.get("groups", 400, by="country")
         # 50,000 sites of another sender, with names of fields, took 60 ms to write and to read.
         part = await groups_here.answer(desk.context, '["site", "*"]')
-        assert json.loads(part)["answer"][0] == ["big.example", 3, 1, 1]
+        assert ["big.example", 3, 1, 1] in json.loads(part)["answer"]
 
 
 async def test_the_last_hour_is_remembered_minute_by_minute(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -627,11 +626,9 @@ class Intake:
         """Hand on rows that are of use only now. Raises BadRow; then nothing was handed on."""
         with_breaks = self._runtime.turns.with_breaks
         parts = ((stream, part) for stream, row in rows for part in in_parts(stream, row))
-        async with aclosing(with_breaks(parts)) as taken:
-            checked = [prepare_ephemeral(*each) async for each in taken]
-        async with aclosing(with_breaks(checked)) as good:
-            async for each in good:
-                self.publish(each)
+        checked = [prepare_ephemeral(*each) async for each in with_breaks(parts)]
+        async for each in with_breaks(checked):
+            self.publish(each)
 
 
 def key_of(caller_id: str) -> bytes:
