@@ -24,7 +24,7 @@ from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S
 from fedsender.store.engine import Database, StoreError, WrongDatabase
 from fedsender.store.lock import Lock, LockHeld, LockUnknown
-from fedsender.store.schema_check import missing_in, needed_beyond
+from fedsender.store.schema_check import differences
 from fedsender.store.statements import insert_rows
 from fedsender.waiting import again, doubling
 
@@ -264,10 +264,10 @@ def check(connection: Connection, line: Line) -> None:
     """Raise SchemaDiffers if a table or column of `METADATA` is missing, as somebody removed it or
     the tables are older than the first release; or if a row must have a value that we do not know.
     """
-    wanted = METADATA[line].sorted_tables
-    if missing := missing_in(connection, wanted):
+    missing, needed = differences(connection, METADATA[line].sorted_tables)
+    if missing:
         raise SchemaDiffers(f"the {line} database lacks {', '.join(missing[:5])}")
-    if needed := needed_beyond(connection, wanted):
+    if needed:
         raise SchemaDiffers(
             f"the {line} database needs values for {', '.join(needed[:5])}, which this fedsender"
             " does not know: its tables are of another version"

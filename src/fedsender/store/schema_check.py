@@ -66,7 +66,8 @@ def check_schema(connection: Connection, *, split: bool) -> list[str]:
 
 def check_tables(connection: Connection, wanted: Collection[Table]) -> None:
     """Raise StoreError if any of these tables of a Synapse, or of their columns, is missing."""
-    if missing := missing_in(connection, wanted):
+    missing, _ = differences(connection, wanted)
+    if missing:
         raise StoreError(
             f"Synapse's database lacks {', '.join(missing)}, which fedsender uses: let Synapse"
             " apply all deltas of its schema (the table applied_schema_deltas lists them), or"
@@ -74,23 +75,20 @@ def check_tables(connection: Connection, wanted: Collection[Table]) -> None:
         )
 
 
-def missing_in(connection: Connection, wanted: Collection[Table]) -> list[str]:
-    """The tables and columns among these that are not there, in words."""
-    there = inspect(connection).get_multi_columns(filter_names=[each.name for each in wanted])
-    found = {name: {column["name"] for column in columns} for (_, name), columns in there.items()}
-    return [name for table in wanted for name in _missing(table, found.get(table.name))]
-
-
-def needed_beyond(connection: Connection, wanted: Collection[Table]) -> list[str]:
-    """The columns of these tables that are not ours, and that a new row must have a value for."""
+def differences(connection: Connection, wanted: Collection[Table]) -> tuple[list[str], list[str]]:
+    """The tables and columns among these that are not there; and the columns of theirs that we do
+    not know, and that a new row must have a value for. Both in words."""
     ours = {each.name: each.columns for each in wanted}
     there = inspect(connection).get_multi_columns(filter_names=list(ours))
-    return [
+    found = {name: {column["name"] for column in columns} for (_, name), columns in there.items()}
+    missing = [name for table in wanted for name in _missing(table, found.get(table.name))]
+    needed = [
         f"column {name}.{column['name']}"
         for (_, name), columns in there.items()
         for column in columns
         if column["name"] not in ours[name] and not column["nullable"] and column["default"] is None
     ]
+    return missing, needed
 
 
 def unknown_room_versions(connection: Connection) -> list[str]:
