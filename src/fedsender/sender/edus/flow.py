@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import trio
 
@@ -31,6 +31,8 @@ from fedsender.store.statements import in_chunks
 from fedsender.streams import HeardPositions
 from fedsender.waiting import Signal, supervise
 
+K = TypeVar("K")
+V = TypeVar("V")
 RECEIPT_PAGE = 500
 USERS_AT_ONCE = 25
 """Users whose rooms are asked for at once, with the servers there."""
@@ -377,10 +379,7 @@ class EduFlow:
                         if destination is not None:
                             destination.put_typing(change)
                 self._registry.hurry(wanted)
-                # A newer one that has come meanwhile is told after the others.
-                newest = self._typing.pop(change.key, change)
-                if newest is not change:
-                    self._typing[change.key] = newest
+                _told(self._typing, change.key, change)
 
     # --- Presence ---------------------------------------------------------------------------------
 
@@ -466,10 +465,7 @@ class EduFlow:
             async for server in with_breaks(sorted(set().union(*servers[user_id]))):
                 if self._wants(server, "presence"):
                     self._put_off(state, [server])
-            # A newer one that has come meanwhile is told after the others.
-            newest = self._changed.pop(user_id, state)
-            if newest is not state:
-                self._changed[user_id] = newest
+            _told(self._changed, user_id, state)
 
     async def _tell_wanted(self) -> None:
         """Put the asked-for states in line, also if they were sent before."""
@@ -537,3 +533,11 @@ class EduFlow:
 
 def _key_of(item: Receipt | PresenceState) -> Key:
     return receipts.key_of(item) if isinstance(item, Receipt) else presence.key_of(item)
+
+
+def _told(waiting: dict[K, V], key: K, value: V) -> None:
+    """Note that everybody was told this value. A newer one that has come meanwhile goes behind all
+    that wait."""
+    newest = waiting.pop(key, value)
+    if newest is not value:
+        waiting[key] = newest
