@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -51,6 +51,17 @@ class Found:
     repeated: set[Pair] = field(default_factory=set)
     purged: set[str] = field(default_factory=set)
     unproven: bool = False
+
+    def beyond(self, other: "Found") -> list[str]:
+        """What is here and not there, a line each."""
+        mine, theirs = asdict(self), asdict(other)
+        unproven = ["evidence is missing"] if self.unproven and not other.unproven else []
+        return unproven + [
+            f"{kind} {fault}"
+            for kind, some in mine.items()
+            if kind != "unproven"
+            for fault in sorted(some - theirs[kind])
+        ]
 
 
 @dataclass(slots=True)
@@ -220,8 +231,9 @@ def by_name(scene: Scene) -> Found:
     scene.again(line, "gone", pdu, destination=gone[1])
     planted.stray.add((gone[1], pdu["event_id"], fates.NOT_FOR_IT))
 
-    _, line, pdu = scene.take()  # An event that never was.
-    line["pdus"].append(pdu | {"event_id": "$never-was-at-the-homeserver"})
+    _, line, pdu = scene.take()  # An event that never was, in its order.
+    never = pdu | {"event_id": "$never-was-at-the-homeserver"}
+    line["pdus"].insert(line["pdus"].index(pdu), never)
     planted.stray.add((line["destination"], "$never-was-at-the-homeserver", NO_SUCH))
 
     _, line, pdu = scene.take()  # Under another room's name.
@@ -443,9 +455,17 @@ def plant(directory: Path, names: Sequence[str] | None = None, *, as_json: bool 
                     with copied(left, work / f"{name}{in_two}") as scene:
                         planted = world(scene)
                         told = f"{name}{', in two' if in_two else ''}"
-                        well = answer[told] = judge(spark, scene, in_two=in_two) == planted
-                        if not as_json:
-                            say(f"{'found' if well else 'WRONG':7}{told}")
+                        found = judge(spark, scene, in_two=in_two)
+                        answer[told] = found == planted
+                        if as_json:
+                            continue
+                        say(f"{'found' if answer[told] else 'WRONG':7}{told}")
+                        for kind, one, other in (
+                            ("missed", planted, found),
+                            ("more", found, planted),
+                        ):
+                            for fault in one.beyond(other):
+                                say(f"{kind:>9}: {fault}")
     if as_json:
         say_json(answer)
     return 0 if all(answer.values()) else 1
