@@ -204,8 +204,7 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         commit.clear(schemas.AUDIT)
     commit.append_frame(schemas.AUDIT, ledger_lines.by_day(counts))
 
-    turned_away = look.events(spark, lake, ds.field("auth_membership").is_valid())
-    gone = fates.missing(found, places, pdus, turned_away)
+    gone = fates.missing(found, places, pdus)
     gone = gone.unionByName(of_others(before(schemas.MISSING).drop("reasons")))
     records = (lake.frame(spark, table) for table in _AS_THEY_STAND)
     commit.replace(schemas.MISSING, fates.explained(kept(gone), *records))
@@ -395,15 +394,6 @@ class Look:
         of_days = ((last >= begin) & (first <= end) for begin, end in self.days.ranges(days))
         return reduce(or_, of_days, last > self.after)
 
-    def events(self, spark: SparkSession, lake: Lake, wanted: ds.Expression) -> DataFrame:
-        """The wanted ones of `intervals.ours` that are new or of a unit's day, and perhaps others.
-
-        Arrow passes the others by, without reading most of them.
-        """
-        at, upto = ds.field("stream_ordering"), lake.position("intervals")
-        events = lake.some(spark, _EVENTS, self.has(at, at) & wanted)
-        return events.where(f"{intervals.OURS} and stream_ordering <= {upto}")
-
 
 def read_senders(lake: Lake, config: Config) -> Senders:
     """The senders that are judged, with their ledgers' notes."""
@@ -548,10 +538,7 @@ _SAID: Final = schemas.PDUS.only(
 """The columns that an audit of what is new reads: Arrow takes a third of the CPU for these."""
 
 
-_EVENTS: Final = schemas.EVENTS.only(
-    *("stream_ordering", "event_id", "room_id", "type", "sender", "state_key", "ours", "bad"),
-    *("membership", "auth_membership"),
-)
+_EVENTS: Final = schemas.EVENTS.only("stream_ordering", "event_id", "room_id", "ours", "bad")
 _IN_ORDER: Final = schemas.PDUS.only(
     *("destination", "room_id", "event_id", "stream_ordering", "at", "ms", "line"),
     *("instance", "transaction_id", "outcome", "lane"),
@@ -599,7 +586,10 @@ def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     if look.units is None:
         events = intervals.ours(spark, lake)
     else:
-        every = look.events(spark, lake, ds.scalar(True))
+        # Arrow passes the others by, without reading most of them.
+        at, upto = ds.field("stream_ordering"), lake.position("intervals")
+        every = lake.some(spark, _EVENTS, look.has(at, at))
+        every = every.where(f"{intervals.OURS} and stream_ordering <= {upto}")
         older = every.where(f"stream_ordering <= {look.after}").withColumn(
             "day", F.expr(look.days.of("stream_ordering"))
         )

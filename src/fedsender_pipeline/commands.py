@@ -173,8 +173,8 @@ def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
     say_answer(
         asdict(told),
         as_json,
-        f"{told.merged} files merged, {told.let_go} lines of the ledger let go,"
-        f" {told.freed / 2**20:.1f} MiB freed; the lake has {told.files} files",
+        f"{told.merged} files merged, {told.let_go} lines of the ledger let go;"
+        f" the lake has {told.files} files",
     )
     return DONE
 
@@ -235,17 +235,11 @@ def health(config: ConfigFile, as_json: AsJson = False) -> int:
     with job("health", config) as (spark, lake, loaded, steps):
         read_ledger(spark, lake, loaded, steps)
         known = module.health(spark, lake, steps)
-        with steps.step("the week, and what is usual"):
+        with steps.step("the week"):
             level = module.service_level(spark, lake)
-            today, _ = module.last_24_hours(spark, lake)
-            worse = module.worse(spark, lake, today)
-    week, unusual = asdict(level), [asdict(each) for each in worse]
+    said = f"{known.servers} servers, of which {known.ill} ill"
     say_answer(
-        asdict(known) | {"service_level": week, "worse_than_usual": unusual},
-        as_json,
-        f"{known.servers} servers, of which {known.ill} ill",
-        f"this week {level}",
-        *(f"worse than usual: {each}" for each in worse),
+        asdict(known) | {"service_level": asdict(level)}, as_json, said, f"this week {level}"
     )
     return DONE
 
@@ -289,7 +283,6 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender_pipeline import audit as audit_module
     from fedsender_pipeline import health as health_module
     from fedsender_pipeline import ingest as ingest_module
-    from fedsender_pipeline import report as report_module
     from fedsender_pipeline.ledger_lines import fetched, new_segments
     from fedsender_pipeline.textfile import write_textfile
 
@@ -310,6 +303,9 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         if page.is_file() and not is_new and audit_module.still_holds(lake, loaded):
             found = audit_module.summed_up(lake, loaded)
             return answer(found, health_module.known(lake), f"nothing new; {found}")
+        # What follows takes long to import.
+        from fedsender_pipeline import report as report_module
+
         with spark_for("run", lake, loaded, steps) as spark:
             ingest_module.take_in(spark, lake, loaded, steps, ledgers)
             found = audit_module.audit(spark, lake, loaded, steps)

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.ledger import EVERY_SERVER
-from fedsender_pipeline import intervals, ledger_lines, schemas
+from fedsender_pipeline import ledger_lines, schemas
 from fedsender_pipeline.intervals import few, upto_here
 from fedsender_pipeline.lake import listed, literal
 from fedsender_pipeline.schemas import FATES
@@ -532,18 +532,9 @@ def taken_out(
     return named.select(*at).unionByName(everywhere.select(*at))
 
 
-def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFrame) -> DataFrame:
-    """Each missing event and server, with what the ledger has of it; without `reasons`.
-
-    Args:
-        ours: the events, at least those that say of a user what its auth events said. Of those by
-            which only we turn a user away, its server knows from nobody else (W26).
-    """
+def missing(found: DataFrame, places: DataFrame, pdus: DataFrame) -> DataFrame:
+    """Each missing event and server, with what the ledger has of it; without `reasons`."""
     gone = events_of(found.where("fate = 'missing'"), places).drop("fate")
-    server = f"{intervals.server_of('state_key')} as server"
-    alone = ours.where(intervals.TOLD_BY_US_ALONE).selectExpr(
-        server, "stream_ordering", f"'{intervals.W26}' as weakness"
-    )
     # Of what is missing, no attempt was answered.
     tried = (
         pdus.where(f"{ledger_lines.IS_ATTEMPT} and outcome != 'delivered'")
@@ -554,9 +545,7 @@ def missing(found: DataFrame, places: DataFrame, pdus: DataFrame, ours: DataFram
             F.max_by("outcome", "ms").alias("last_outcome"),
         )
     )
-    return gone.join(tried, on=["server", "event_id", "stream_ordering"], how="left").join(
-        alone, on=["server", "stream_ordering"], how="left"
-    )
+    return gone.join(tried, on=["server", "event_id", "stream_ordering"], how="left")
 
 
 def explained(
@@ -597,8 +586,7 @@ array_compact(array(
     case when failing_since_ms is not null
         then concat('the server is failing: ', coalesce(outcome, 'no outcome')) end,
     concat('the server is paused: ', paused),
-    concat('the server is parked: ', parked),
-    weakness
+    concat('the server is parked: ', parked)
 ))
 """
 """The records of each step of a delivery, from the fan-out to the server, as sentences."""

@@ -6,7 +6,6 @@ and whole, so a job that is repeated changes nothing.
 """
 
 import datetime
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -215,15 +214,6 @@ SERVICE_S: Final = 5.0
 wait without asking whether it arrived,"""
 SERVICE_SHARE: Final = 0.99
 """by this share of the servers."""
-LEAST: Final = 100
-"""Attempts, or messages, of a day from which it is compared with other days."""
-LEAST_DAYS: Final = 7
-USUAL_DAYS: Final = 28
-FAR: Final = 6.0
-"""Standard deviations, as the median deviation tells them, from which a day is no chance."""
-MORE_FAILED: Final = 0.1
-LONGER: Final = 2.0
-SHOWN: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,30 +249,6 @@ class Level:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Worse:
-    """A figure of the last 24 hours that is worse than usual.
-
-    Attributes:
-        server: `ALL`: of all together.
-        what: `failed` (a share, 0 to 1) or `waited` (90 % of messages, in ms).
-    """
-
-    server: str
-    what: str
-    now: float
-    usual: float
-
-    def __str__(self) -> str:
-        whose = "all servers" if self.server == ALL else self.server
-        if self.what == "failed":
-            now, usual = 100 * self.now, 100 * self.usual
-            return f"{whose}: {now:.1f} % of attempts fail, usually {usual:.1f} %"
-        return (
-            f"{whose}: a message takes {self.now / 1000:.1f} s, usually {self.usual / 1000:.1f} s"
-        )
-
-
 def service_level(spark: SparkSession, lake: Lake) -> Level:
     """The level of service of the seven days up to the newest one."""
     within_ms = round(SERVICE_S * 1000)
@@ -295,57 +261,3 @@ def service_level(spark: SparkSession, lake: Lake) -> Level:
     ).first()
     assert row is not None
     return Level(within_ms, SERVICE_SHARE, *row)
-
-
-def measures(rows: DataFrame) -> DataFrame:
-    """server, failed, waited: what is compared with other days; null where there is too little."""
-    return rows.selectExpr(
-        "server",
-        f"if(attempts >= {LEAST}, {FAILED} / attempts, null) as failed",
-        f"if(kll_sketch_get_n_bigint(waited) >= {LEAST}, log({quantile('waited', 0.9)} + 1), null)"
-        " as waited",
-    )
-
-
-def worse_than_usual(now: DataFrame, usual: DataFrame) -> DataFrame:
-    """server, what, now, usual: of `measures`, those of `now` that are far above a server's usual.
-
-    A day is far above if it differs from the median of the usual days by more than `FAR` times what
-    those differ from it, and by enough to matter. The median and the median difference do not move
-    for a few bad days.
-    """
-
-    def middle(values: str) -> str:
-        return f"element_at(sort_array({values}), cast((size({values}) + 1) / 2 as int))"
-
-    def tall(rows: DataFrame, value: str) -> DataFrame:
-        each = rows.unpivot(["server"], ["failed", "waited"], "what", value)
-        return each.where(f"{value} is not null")
-
-    past = tall(usual, "value").groupBy("server", "what").agg(F.expr("collect_list(value) as days"))
-    spread = middle("transform(days, value -> abs(value - usual))")
-    least = f"if(what = 'failed', {MORE_FAILED}, {math.log(LONGER)})"
-    found = (
-        tall(now, "now")
-        .join(past, on=["server", "what"], how="inner")
-        .where(f"size(days) >= {LEAST_DAYS}")
-        .selectExpr("*", f"{middle('days')} as usual")
-        .where(f"now > usual + greatest({FAR} * 1.4826 * {spread}, {least})")
-    )
-    said = (f"if(what = 'failed', {name}, exp({name}) - 1) as {name}" for name in ("now", "usual"))
-    return found.selectExpr("server", "what", *said)
-
-
-def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
-    """The figures of `today` that are worse than in the four weeks before, worst first.
-
-    Those of all servers together come first; there are `SHOWN` at most.
-
-    Args:
-        today: rows of `health` of the last 24 hours.
-    """
-    usual = days_of(spark, lake, schemas.HEALTH_DAYS, 1 + USUAL_DAYS, 2)
-    found = worse_than_usual(measures(merged(today, "server")), measures(usual))
-    most = F.desc(F.col("now") / F.greatest("usual", F.lit(0.01)))
-    first = found.orderBy(F.col("server") != ALL, most, "server").limit(SHOWN)
-    return [Worse(*row) for row in first.collect()]

@@ -355,10 +355,6 @@ MINUS: Final = 3
 TARGET: Final = 4
 ON_BEHALF: Final = 5
 
-W26: Final = "W26: turned away, and only told by fedsender"
-"""The reason why a server does not have an event that it should get, sent by another sender."""
-
-
 OURS: Final = "ours and bad is null"
 """Whether an event should be sent."""
 
@@ -596,8 +592,6 @@ _TURNS_AWAY: Final = """
     and auth_membership in ('invite', 'knock') and membership in ('leave', 'ban')
 """
 """Whether an event turns away a user that was only invited, or was knocking (rule 3)."""
-TOLD_BY_US_ALONE: Final = f"{_TURNS_AWAY} and (membership = 'ban' or auth_membership = 'knock')"
-"""Whether only we send an event to the server of the user that it turns away (rule 3, W26)."""
 
 
 def _narrowing(events: DataFrame) -> DataFrame:

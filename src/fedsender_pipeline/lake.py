@@ -203,16 +203,11 @@ def in_days(days: Collection[str]) -> Callable[[str], bool]:
 
 
 class Lake:
-    """A lake as of its newest commit when this was opened. See `open_lake`.
-
-    Attributes:
-        freed: bytes of the files that this object's commits deleted.
-    """
+    """A lake as of its newest commit when this was opened. See `open_lake`."""
 
     def __init__(self, directory: Path, manifest: Manifest, *, faults: Faults | None) -> None:
         self.directory = directory
         self.manifest = manifest
-        self.freed = 0
         self._faults = faults or (lambda _: None)
         self._is_held = False
 
@@ -364,7 +359,6 @@ class Lake:
         for name in TABLES:
             for path in list((self.directory / name).rglob("*.parquet")):
                 if str(path.relative_to(self.directory)) not in known:
-                    self.freed += path.stat().st_size
                     path.unlink()
                     with suppress(OSError):
                         path.parent.rmdir()  # Unless it has other files.

@@ -42,7 +42,7 @@ _PDU: Final = (
     "STRUCT<event_id: STRING, room_id: STRING, stream_ordering: BIGINT, lane: STRING,"
     " supersedes: ARRAY<BIGINT>>"
 )
-_MADE_HERE: Final = ("line", "segment", "day", "pdu_count", "refused_count", "unknown_fields")
+_MADE_HERE: Final = ("line", "segment", "day", "pdu_count", "refused_count")
 FIELDS: Final = {
     "v": "BIGINT",
     "pdus": f"ARRAY<{_PDU}>",
@@ -268,30 +268,23 @@ def parsed(spark: SparkSession, paths: Iterable[Path], *, tasks: int = 2) -> Dat
     latest = latest_ms()
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "corrupt"}
-    strange = f"array_except(json_object_keys(value), array{tuple(FIELDS)})"
-    unknown = "map_filter(from_json(value, 'MAP<STRING, STRING>'), (name, value) -> "
-    unknown += "array_contains(strange, name))"
     return (
         text.selectExpr("value", "_metadata.file_name as segment", f"{_IN_FILE} as in_file")
         .coalesce(tasks)
         .where("value != ''")
         .withColumn("fields", F.from_json("value", f"{schema}, corrupt STRING", options))
-        .selectExpr(
-            *("value", "segment", "in_file", "md5(value) as line", "fields.*"),
-            f"{strange} as strange",
-        )
-        .withColumn("unknown_fields", F.expr(f"if(size(strange) > 0, to_json({unknown}), null)"))
+        .selectExpr("value", "segment", "in_file", "md5(value) as line", "fields.*")
         .withColumns({"why": F.expr(_WHY), "at": F.expr(_AT)})
         .withColumn("is_early", F.col("ms") > F.lit(latest))
         .withColumn("ms", F.least("ms", F.lit(latest)))
         .withColumn("day", F.to_date(F.timestamp_millis("ms")))
-        .drop("strange", "corrupt", "in_file")
+        .drop("corrupt", "in_file")
     )
 
 
 _MISSING: Final = ", ".join(f"if({name} is null, '{name}', null)" for name in _NEEDED)
 _WHY: Final = f"""
-    case when strange is null then 'torn: not a JSON object'
+    case when json_object_keys(value) is null then 'torn: not a JSON object'
     when v > {LINE_VERSION} then concat('version ', v, ': written by a newer fedsender')
     when v is null or v < 1 then 'has no version'
     when corrupt is not null then 'a field is not of its type'

@@ -34,7 +34,6 @@ from fedsender_pipeline.health import (
     OF_ALL,
     OF_SERVERS,
     Level,
-    Worse,
 )
 from fedsender_pipeline.lake import Lake
 from fedsender_pipeline.schemas import FAILURES
@@ -78,7 +77,6 @@ class Figures:
     hours: dict[int, dict[str, Any]]
     days: dict[int, dict[str, Any]]
     level: Level
-    worse: list[Worse]
     servers: int
     ill: int
     worst: list[dict[str, Any]]
@@ -127,7 +125,6 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         _points(health.merged(hours, "hour_ms"), "hour_ms"),
         _points(days.where(OF_ALL), "unix_millis(cast(day as timestamp))"),
         health.service_level(spark, lake),
-        health.worse(spark, lake, today),
         known.servers,
         known.ill,
         _worst(servers, today, days),
@@ -241,7 +238,6 @@ def page(figures: Figures) -> str:
     return _PAGES.get_template("report.html").render(
         figures=figures,
         now=figures.hours.get(NOW),
-        worse=[each for each in figures.worse if each.server == health.ALL],
         audit_before=next((each for each in audits if each["at_ms"] <= before_ms), None),
         changes=[next(same) for _, same in groupby(figures.audits, itemgetter("missing"))],
         hours=_chart(figures.hours, newest_ms, HOUR_MS, 24, "%H:%M"),
@@ -407,5 +403,5 @@ _PAGES.filters |= {
     "by_age": _by_age,
 }
 _PAGES.globals |= {
-    "DAYS": DAYS, "USUAL_DAYS": health.USUAL_DAYS, "HOUR_MS": HOUR_MS, "LEFT": _LEFT, "WIDE": _WIDE
+    "DAYS": DAYS, "HOUR_MS": HOUR_MS, "LEFT": _LEFT, "WIDE": _WIDE
 }  # fmt: skip

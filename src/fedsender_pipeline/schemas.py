@@ -10,8 +10,8 @@ from fedsender.sender.failure import RULES
 if TYPE_CHECKING:
     import pyarrow
 
-LAKE_VERSION: Final = 5
-FIRST_VERSION: Final = 5
+LAKE_VERSION: Final = 6
+FIRST_VERSION: Final = 6
 """That of 0.2.0. A version that is newer has more tables and columns; these are never required."""
 EVENTS_PER_PART: Final = 1_000_000
 FATES: Final = (

@@ -37,13 +37,11 @@ class Vacuumed:
         files: the number of the lake's files now.
         merged: the number of files that were merged.
         let_go: lines of the ledger.
-        freed: bytes of the files that were deleted.
     """
 
     files: int
     merged: int
     let_go: int
-    freed: int
 
 
 def vacuum(lake: Lake, keep_s: float | None = None) -> Vacuumed:
@@ -66,7 +64,7 @@ def vacuum(lake: Lake, keep_s: float | None = None) -> Vacuumed:
             commit.rewrite(table, crowd, part)
             merged += len(crowd)
     files = sum(map(len, lake.manifest.tables.values()))
-    return Vacuumed(files, merged, let_go, lake.freed)
+    return Vacuumed(files, merged, let_go)
 
 
 def _let_go(lake: Lake, first: str) -> int:

@@ -1,8 +1,6 @@
 """The health of servers, in the lake by hour and day."""
 
-from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,13 +17,9 @@ from tests.pipeline.lakes import (
 from fedsender_pipeline import PipelineError, health, ledger_lines, schemas
 from fedsender_pipeline.health import (
     ALL,
-    DAY_MS,
     DAYS,
     HOUR_MS,
-    LEAST,
     OF_SERVERS,
-    SHOWN,
-    USUAL_DAYS,
     Known,
     days_of,
     last_24_hours,
@@ -33,8 +27,6 @@ from fedsender_pipeline.health import (
     quantile,
     service_level,
     update,
-    worse,
-    worse_than_usual,
 )
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.session import Steps
@@ -200,76 +192,3 @@ def test_a_week_is_judged_by_what_servers_waited_for(spark: "SparkSession", tmp_
     assert (found.within_ms, found.goal) == (5_000, 0.99)
     assert (found.share, found.servers, found.silent) == ((0.75 + 0) / 2, 2, 1)
     assert not found.reached
-
-
-def made_up(
-    spark: "SparkSession", measure: Callable[[int, int], tuple[float | None, float | None]], n: int
-) -> list[Any]:
-    """What is worse than usual, of n servers whose measures on a day (0: now) are these."""
-    columns = "server STRING, failed DOUBLE, waited DOUBLE"
-    now = [(f"s{server}", *measure(server, 0)) for server in range(n)]
-    usual = [
-        (f"s{server}", *measure(server, day))
-        for server in range(n)
-        for day in range(1, USUAL_DAYS + 1)
-    ]
-    frames = (spark.createDataFrame(some, columns) for some in (now, usual))
-    return sorted(worse_than_usual(*frames).collect())
-
-
-def test_worse_than_usual_is_rarely_said_by_chance(spark: "SparkSession") -> None:
-    """Of 2,000 servers whose days differ by chance, each by its own measure, with a bad day in ten,
-    no more than one in five hundred is named. Of those that are made worse, all are."""
-    chance = Random(1)
-    slow, failing = range(10), range(10, 20)
-
-    def measure(server: int, day: int) -> tuple[float, float]:
-        width = 0.05 + (server % 20) / 40
-        bad = 0.7 if chance.random() < 0.1 and day else 0.0
-        waited = 5 + server % 3 + chance.gauss(0, width) + bad
-        share = min(1.0, abs(chance.gauss(0, 0.02)) + bad / 2)
-        if day == 0 and server in slow:
-            waited += 5
-        if day == 0 and server in failing:
-            share = 0.6
-        return share, waited
-
-    found = made_up(spark, measure, 2000)
-    planted = {*((f"s{n}", "waited") for n in slow), *((f"s{n}", "failed") for n in failing)}
-    named = {(row["server"], row["what"]) for row in found}
-    assert planted <= named
-    assert len(named - planted) <= 4
-
-
-def test_worse_needs_enough_to_compare(spark: "SparkSession") -> None:
-    """A day with too few attempts has no measure, and fewer than seven usual days are no usual."""
-
-    def measure(server: int, day: int) -> tuple[float | None, float | None]:
-        known = (7, 6, 0)[server]
-        share = 1.0 if day == 0 else 0.0
-        return (share if day <= known else None), (None if server else 5.0)
-
-    (row,) = made_up(spark, measure, 3)
-    assert (row["server"], row["what"], row["now"], row["usual"]) == ("s0", "failed", 1.0, 0.0)
-
-
-def test_a_bad_day_is_worse_than_the_weeks_before(spark: "SparkSession", tmp_path: Path) -> None:
-    """Of one server, and of all together if it is enough of them; from the ledger on."""
-    servers = [f"s{number}.example" for number in range(3)]
-    lake = lake_of(tmp_path, {}, 2)
-    lines = [
-        attempt(server, -day * 24 * 60 - n, "busy" if bad else "delivered", transaction_id=f"{n}")
-        for day in range(10)
-        for server in servers
-        for n in range(LEAST)
-        for bad in [day == 0 and server != servers[0]]
-    ]
-    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
-    ingest_ledger(spark, lake, tmp_path)
-    update(spark, lake)
-    found = worse(spark, lake, last_24_hours(spark, lake)[0])
-    assert [(each.server, each.what, round(each.now, 2), each.usual) for each in found] == [
-        (ALL, "failed", 0.67, 0.0), (servers[1], "failed", 1.0, 0.0),
-        (servers[2], "failed", 1.0, 0.0)]  # fmt: skip
-    assert len(found) <= SHOWN
-    assert DAY_MS == 24 * HOUR_MS

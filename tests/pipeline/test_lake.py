@@ -206,7 +206,7 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
 
 
 MANIFEST_TEXT = """
-{"lake": 5, "server_name": "us.example", "commit": 1, "positions": {}, "dropped": [],
+{"lake": 6, "server_name": "us.example", "commit": 1, "positions": {}, "dropped": [],
  "tables": {"events": [{"path": "events/1.parquet", "rows": "many", "bytes": 1, "part": ""}]}}
 """
 
@@ -217,10 +217,10 @@ MANIFEST_TEXT = """
         ("{", "manifest: Invalid JSON: EOF"),
         ("[]", "manifest: Input should be "),
         ("{}", "lake: Field required"),
-        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 5: use a newer one"),
-        ('{"lake": 4}', "the lake has version 4, and this fedsender knows 5: ingest into a new"),
+        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 6: use a newer one"),
+        ('{"lake": 5}', "the lake has version 5, and this fedsender knows 6: ingest into a new"),
         ('{"lake": "4"}', "lake: Input should be a valid integer"),
-        ('{"lake": 5, "server_name": "us.example"}', "commit: Field required"),
+        ('{"lake": 6, "server_name": "us.example"}', "commit: Field required"),
         (MANIFEST_TEXT, r"tables\.events\.0\.rows: Input should be a valid integer$"),
     ],
 )

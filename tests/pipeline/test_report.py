@@ -24,7 +24,7 @@ from tests.pipeline.test_audit import run as run_audit
 
 from fedsender_pipeline import PipelineError, schemas
 from fedsender_pipeline.audit import Audited
-from fedsender_pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, Level, Worse
+from fedsender_pipeline.health import DAY_MS, DAYS, HOUR_MS, Level
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.report import Figures, page, report
 from fedsender_pipeline.session import Steps
@@ -142,7 +142,7 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
 def figures_of(**changed: Any) -> Figures:
     level = Level(5000, 0.99, 0.995, 10, 1)
     plain = Figures("hs.example", made_ms=10 * DAY_MS, upto=1, newest_ms=0, hours={}, days={},
-                    level=level, worse=[], servers=0, ill=0, worst=[], owed={})  # fmt: skip
+                    level=level, servers=0, ill=0, worst=[], owed={})  # fmt: skip
     return replace(plain, **changed)
 
 
@@ -160,13 +160,6 @@ def audited(**changed: int) -> Audited:
 def test_the_first_sentence_is_green_or_red() -> None:
     quiet = figures_of(audited=audited(), servers=2)
     assert answer(page(quiet)) == "answer: Nothing is lost. Ill: 0 of 2 servers."
-    unusual = [Worse(ALL, "waited", 9000.0, 800.0), Worse(A, "failed", 0.5, 0.0)]
-    text = page(replace(quiet, worse=unusual))
-    assert answer(text) == (
-        "answer bad: Nothing is lost. Ill: 0 of 2 servers."
-        " Worse than usual: all servers: a message takes 9.0 s, usually 0.8 s."
-    )
-    assert f"<li>{A}: 50.0 % of attempts fail, usually 0.0 %</li>" in text
     lost = page(replace(quiet, audited=audited(missing=1)))
     assert answer(lost).startswith("answer bad: 1 delivery is missing.")
     both = answer(page(replace(quiet, audited=replace(audited(missing=1), stray=2))))
@@ -215,7 +208,6 @@ def named(name: str) -> str:
     return page(
         figures_of(
             server_name=name, worst=[worst], losses=[loss], owed={name: {"today": 1}},
-            worse=[Worse(ALL, "failed", 1.0, 0.0), Worse(name, "failed", 1.0, 0.0)],
             audited=audited(**dict.fromkeys(schemas.FATES, 1)), rejects=1,
         )
     )  # fmt: skip

@@ -64,7 +64,7 @@ def newest_expected(
         ingest.read_snapshots(lake, main, "homeserver", steps)
         ingest.derive(spark, lake, config.server_name, steps)
     events = intervals.ours(spark, lake)
-    told_by_us_alone = events.where(intervals.TOLD_BY_US_ALONE).collect()
+    told_by_us_alone = events.where("membership = 'ban' and auth_membership = 'invite'").collect()
     unknown = {row["stream_ordering"] for row in lake.read(schemas.UNKNOWN_HOSTS).to_pylist()}
     of_room: dict[str, list[int]] = {}
     for row in events.collect():
