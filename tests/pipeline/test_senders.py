@@ -14,7 +14,7 @@ from fedsender.config import Config, from_values
 from fedsender.matrix import shard_of
 from fedsender.store import tables
 from fedsender_pipeline import PipelineError, ingest, schemas, sources
-from fedsender_pipeline.audit import Audited, audit
+from fedsender_pipeline.audit import Audited, audit, summed_up
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.ledger_lines import read_ledger
 from fedsender_pipeline.session import Steps
@@ -156,7 +156,7 @@ def test_servers_that_changed_hands_are_judged_by_all_ledgers(
     change(lake)
     for sender in TWO:
         ledger(sender, 2, 21, UPTO)
-    told = judged(spark, lake, config, 40)
+    told = summed_up(lake, config)
     assert told.unproven == "no segment of the ledger of fed3 was ever read"
     assert told.is_red
     ledger("fed3", 1, CHANGED, 50)
@@ -166,6 +166,11 @@ def test_servers_that_changed_hands_are_judged_by_all_ledgers(
     told = judged(spark, lake, config, UPTO)
     check(lake, told)
     assert told.began == 5
+    history = lake.read(schemas.AUDITS).sort_by("at_ms").to_pylist()
+    missing = [sum(at <= upto for _, at in LOST) for upto in (20, UPTO)]
+    assert [(row["upto"], row["missing"]) for row in history] == [
+        *zip((20, UPTO), missing, strict=True)
+    ]
 
     anew = lake_of(tmp_path / "anew", rows(), UPTO)
     change(anew)
