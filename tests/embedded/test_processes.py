@@ -203,6 +203,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
             await each.stop()
 
 
+@pytest.mark.long
 async def test_the_list_of_senders_changes_under_load(
     tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import sqlalchemy as sa
 from tests.pipeline.lakes import DAY_MS, NOW_MS, note, write
 from tests.pipeline.lakes import line as ledger_line
@@ -216,6 +217,7 @@ class Chaos:
         return accepted
 
 
+@pytest.mark.long
 def test_another_engine_finds_the_same_in_thirty_worlds(
     spark: "SparkSession", tmp_path: Path
 ) -> None:
