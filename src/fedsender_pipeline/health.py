@@ -138,8 +138,8 @@ def update(spark: SparkSession, lake: Lake) -> None:
         lake.frame(spark, table, in_days(days)).where(F.col("day").isin(*days))
         for table in (schemas.ATTEMPTS, schemas.PDUS)
     )
-    oldest = pdus.agg(F.min("stream_ordering").alias("at")).first()
-    first = (oldest and oldest["at"]) or 0
+    sent = lake.dataset(schemas.PDUS, lake.files(schemas.PDUS, in_days(days)))
+    first = pc.min(sent.to_table(columns=["stream_ordering"])["stream_ordering"]).as_py() or 0
     events = lake.frame(
         spark, schemas.EVENTS, lambda part: int(part) >= first // schemas.EVENTS_PER_PART
     )

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -194,22 +195,18 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
         "segment", "line", F.col("why").alias("reason"), F.col("value").alias("text")
     )
     commit.append_frame(schemas.REJECTS, rejects.coalesce(1))
-    live = F.expr(
-        "array_min(transform(filter(pdus, p -> p.lane = 'live'), p -> p.stream_ordering))"
-    )
-    counted = fresh.groupBy("instance").agg(
-        F.min(live).alias("live"),
-        F.expr("coalesce(sum(greatest(size(pdus), 0)), 0) as pdus"),
-    )
-    rows = counted.collect()
-    if (told_pdus := sum(row["pdus"] for row in rows)) != pdus:
-        raise PipelineError(f"{pdus} PDUs became rows, of {told_pdus} in the lines")
-    for row in rows:
-        if (live := row["live"]) is not None:
-            source = f"{FIRST_LIVE}{row['instance']}"
-            commit.set_position(source, min(live, lake.position(source, live)))
     fresh.unpersist()
     lines.unpersist()
+    counts = commit.written(schemas.ATTEMPTS).to_table(columns=["pdu_count"])
+    if (told := pc.sum(counts["pdu_count"]).as_py() or 0) != pdus:
+        raise PipelineError(f"{pdus} PDUs became rows, of {told} in the lines")
+    live = commit.written(schemas.PDUS).to_table(
+        columns=["instance", "stream_ordering"], filter=ds.field("lane") == "live"
+    )
+    firsts = live.group_by("instance").aggregate([("stream_ordering", "min")])
+    for row in firsts.to_pylist():
+        source, first = f"{FIRST_LIVE}{row['instance']}", row["stream_ordering_min"]
+        commit.set_position(source, min(first, lake.position(source, first)))
     sizes = [{"name": f"{path.stem}.jsonl", "bytes": size} for path, size in batch.items()]
     # An open one is read again and again.
     others = ~ds.field("name").isin([row["name"] for row in sizes])
