@@ -477,7 +477,7 @@ async def test_trace_says_why_an_event_goes_to_nobody(
         assert found["reason"] == "not an event that this homeserver sends"
         assert (await desk.get("trace/$unknown", 404))["errcode"] == "M_NOT_FOUND"
         refused = await desk.get("trace/nonsense", 400)
-        assert refused == {"errcode": "M_INVALID_PARAM", "error": "path.event_id: not an event id"}
+        assert refused == {"errcode": "M_INVALID_PARAM", "error": "'nonsense': not an event id"}
 
 
 # --- holding --------------------------------------------------------------------------------------

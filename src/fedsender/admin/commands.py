@@ -180,7 +180,10 @@ def destinations(
         for entry in entries:
             say_json(entry)
         return DONE
-    show(display.destinations(entries))
+    if entries:
+        show(display.destinations(entries))
+    else:
+        say("no server matches")
     _say_cut(len(entries), page["total"])
     say(display.footer(page))
     return DONE

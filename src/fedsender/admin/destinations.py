@@ -89,8 +89,8 @@ class Page(Joint):
 
     Attributes:
         total: on all pages.
-        behind: all servers that are owed anything.
-        known: all servers with a record, or with items to send.
+        behind: servers that are owed anything, of all that the pattern covers.
+        known: servers with a record, or with items to send; of the same.
         counted_s: seconds since rooms were counted.
         next_from: the `from` of the next page; null: this was the last page.
     """
@@ -312,7 +312,10 @@ async def list_rows(context: AdminContext, listing: Listing, debts: Mapping[str,
         debts: those of `all_debts`.
     """
     registry = context.sender.registry
-    known = registry.names()
+    known: Collection[str] = registry.names()
+    if listing.pattern != "*":
+        known = await matching(context, listing.pattern, known)
+        debts = {name: debts[name] for name in known if name in debts}
     names: Collection[str] = debts if listing.behind else known
     if not listing.behind and listing.state in (None, "level"):
         # A level server without a record of ours may have a row of the homeserver.
@@ -340,8 +343,6 @@ async def list_rows(context: AdminContext, listing: Listing, debts: Mapping[str,
     async for name in context.runtime.turns.with_breaks(names):
         if listing.state is not None and registry.standing(name) is not listing.state:
             continue
-        if listing.pattern != "*" and not matches(listing.pattern, name):
-            continue
         if listing.since and (registry.state_of(name).failing_since_ms or 0) < listing.since:
             continue
         total += 1
@@ -355,7 +356,7 @@ async def list_rows(context: AdminContext, listing: Listing, debts: Mapping[str,
         tuple(_summary(context, name, debts.get(name), now_ms) for name in shown),
         total,
         len(debts),
-        len(known) if names is known else len(known.union(names)),
+        len(known) if names is known else len({*known, *names}),
         trio.current_time() - context.sender.context.debts.counted_at,
         shown[-1] if len(chosen_keys) > listing.limit else None,
     )

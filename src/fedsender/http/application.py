@@ -54,6 +54,8 @@ async def _on_validation(_: Request, error: Exception) -> Response:
     if place[:1] == ("body",) and len(place) == 1:
         errcode = "M_BAD_JSON"
     where = ".".join(str(part) for part in place)
+    if place[:1] == ("path",):
+        where = repr(first.get("input"))[:300]  # The one who asks gave it no name.
     text = str(first.get("msg")).removeprefix("Value error, ")
     return _answer(400, error_body(errcode, f"{where}: {text}"))
 
