@@ -197,6 +197,30 @@ async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Pos
         assert await store.lsso(NEAR) is None
 
 
+async def test_a_position_that_a_failover_took_begins_with_those_of_others(
+    tmp_path: Path, server: Postgres
+) -> None:
+    """It is from before a change of the list, and its new members run."""
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
+    await world.found()
+    near = world.servers[NEAR]
+    with trio.fail_after(60), capture_logs() as logs:
+        async with world.run() as sender:
+            before = sender.fan_out.position
+            world.told(ELSEWHERE, 3, "lost with our position")
+            await until(lambda: near.got == ["lost with our position"])
+            with server.connect(world.url.rpartition("/")[2]) as connection:
+                connection.execute(
+                    "UPDATE federation_stream_position SET instance_name = 'other', stream_id = %s",
+                    [before],
+                )
+            world.told(ELSEWHERE, 3, "second")
+            await until(lambda: near.got[-1] == "second")
+            assert "other" not in await world.store.homeserver.senders()
+    assert "database_moved" in {each["event"] for each in logs}
+    assert not [each for each in logs if each["log_level"] in ("error", "critical")]
+
+
 def move(server: Postgres, world: PostgresWorld, position: int) -> None:
     with server.connect(world.url.rpartition("/")[2]) as connection:
         connection.execute("UPDATE federation_stream_position SET stream_id = %s", [position])

@@ -59,7 +59,7 @@ async def take_over(
         await _for_each(ours, takeover.settle)
     else:
         await takeover.note_other_sender(left, newest)
-        await takeover.void(moved, len(ledger.last_words))
+        await takeover.void(moved, len(ledger.last_words), instance)
     ledger.close_torn()
     valid = await takeover.sift(frozen, moved)
     await takeover.own(instance, left.mark if left is not None and moved is None else None)
@@ -81,7 +81,7 @@ async def begin_anew(
     """
     takeover = _Recovery(store, ledger, runtime, in_our_shard)
     frozen, _ = await takeover.look_at_frozen()
-    await takeover.void(reason, ledger.void())
+    await takeover.void(reason, ledger.void(), instance)
     await takeover.sift(frozen, reason)
     return await takeover.own(instance, None)
 
@@ -247,7 +247,7 @@ class _Recovery:
         if record is not None and record.transaction_id == line["transaction_id"]:
             await store.sender.drop_frozen(name)
 
-    async def void(self, reason: str, answers: int) -> None:
+    async def void(self, reason: str, answers: int, instance: str) -> None:
         """Give up the answers of all catch-ups: the database has moved without us.
 
         `answers`: how many other servers have answers in the ledger that are void, for the log.
@@ -260,9 +260,10 @@ class _Recovery:
         floors = await self.store.sender.catch_up_floors()
         await _for_each([name for name in floors if self.in_our_shard(name)], self.catch_up_anew)
         there = await self.store.homeserver.senders()
-        if len(there) > 1:
+        if there.keys() - {instance}:
             places = {name: each.position for name, each in there.items()}
             await self.store.sender.senders.walk_anew(places)
+            self.store.homeserver.begin_at(max(places.values()))
 
     async def own(self, instance: str, mark: str | None) -> int:
         """Accept the database as it is; returns its events position. `mark`: None: a new one."""

@@ -270,6 +270,10 @@ class HomeserverStore(ABC):
         self._settings = replace(self._settings, instances=tuple(senders))
         self._begins_at = begins_at
 
+    def begin_at(self, position: int) -> None:
+        """Begin here if we have no position: the database was set back to before we had one."""
+        self._begins_at = position
+
     async def events_position(self) -> int:
         """The events position: every event up to it is fanned out.
 

@@ -93,7 +93,8 @@ class SetBack(StoreError, BeginAnew):
 
 
 class NotAsLeft(StoreError):
-    """Our events position is gone, or further than we left it: somebody else moves it."""
+    """Our events position is gone with all others, or further than we left it: somebody else moves
+    it."""
 
 
 def has_timeline(connection: Connection) -> bool:
@@ -145,13 +146,19 @@ def check_left(connection: Connection, instance: str, where: Callable[[], Collec
     we lack: it is between the two. Empty: we do not know yet, and nothing is checked. It is asked
     before and after the position is read, which a commit of ours may move meanwhile.
 
-    Raises SetBack if it is lower, and NotAsLeft if it is higher or gone.
+    Raises SetBack if it is lower, or gone and those of other senders are there: before their list
+    had us. Raises NotAsLeft if it is higher, or gone with all others.
     """
     before = where()
     if not before:
         return
     found = connection.execute(_POSITION, {"kind": "events", "instance": instance}).scalar()
     if found is None:
+        if senders(connection):
+            raise SetBack(
+                "our events position is gone, and other senders' are there: the homeserver's"
+                " database is in an earlier state, from before we were in their list"
+            )
         raise no_position(instance)
     left = {*before, *where()}
     if min(left) <= found <= max(left):
