@@ -611,6 +611,46 @@ async def test_a_page_for_many_servers_is_given_out_in_steps(
         assert {user for edu in world.edus(name) for user in edu[R1]["m.read"]} == set(users)
 
 
+async def test_what_waits_for_a_servers_turn_is_given_to_it_in_steps(
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All receipts of large rooms that waited for one server were one step. The clock of the tests
+    has each look at it take 0.2 ms: 100 are one step."""
+    steps, users = StepsOf(), [f"@u{number}:{HS}" for number in range(150)]
+    monkeypatch.setattr(EduFlow, "_put", steps.counting(EduFlow._put))
+    async with world.run():
+        trio.lowlevel.add_instrument(steps)
+        await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
+        await world.event("$e", R1, "@x:host1", age_s=300)
+        for user in users:
+            await world.read(R1, user, "$e", tell=user == users[-1])
+        await trio.sleep(60)
+
+    assert 50 < steps.most <= 101
+    for number in range(20):
+        got = world.edus(f"host{number}")
+        assert {user for edu in got for user in edu[R1]["m.read"]} == set(users)
+
+
+async def test_receipts_of_failing_servers_are_given_up_in_steps(
+    world: SynapseWorld, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 10,000 servers that was a part of a step of 60 ms, each 5 s. The clock of the tests has
+    each look at it take 0.2 ms: 100 are one step."""
+    steps, names = StepsOf(), [f"s{number}.example" for number in range(150)]
+    monkeypatch.setattr(ReceiptQueue, "give_up", steps.counting(ReceiptQueue.give_up))
+    async with world.run():
+        trio.lowlevel.add_instrument(steps)
+        await world.members(R1, ALICE, *(f"@x:{name}" for name in names))
+        for name in names:
+            world.servers[name].down = True
+        await world.event("$e", R1, f"@x:{names[0]}", age_s=0)
+        await world.read(R1, ALICE, "$e")
+        await trio.sleep(20)
+
+    assert 50 < steps.most <= 101
+
+
 @pytest.mark.slow
 async def test_a_receipt_that_is_written_late_is_in_no_page_of_before(
     world: SynapseWorld, autojump_clock: MockClock

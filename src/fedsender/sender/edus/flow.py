@@ -303,10 +303,10 @@ class EduFlow:
         while True:
             while not self._later:
                 await self._line_grew.wait()
-            server, waiting = self._later.popitem(last=False)
-            self._trickling -= len(waiting)
-            for item in waiting.values():
-                self._put(item, server)
+            server, waiting = next(iter(self._later.items()))
+            async for key, item in self._context.runtime.turns.with_breaks(list(waiting.items())):
+                if waiting.get(key) is item:  # Otherwise a newer one has come.
+                    self._put_now(item, [server])
             pace = 1 / TRICKLE_PER_S
             await trio.sleep(min(pace, LONGEST_TRICKLE_S / (len(self._later) + 1)))
 
@@ -496,7 +496,8 @@ class EduFlow:
         while True:
             self._unsaved.clear()
             await trio.sleep(SAVE_EVERY_S)
-            for destination in self._registry.active.values():
+            active = list(self._registry.active.values())
+            async for destination in self._context.runtime.turns.with_breaks(active):
                 if not destination.state.healthy:
                     destination.outbox.receipts.give_up()
             await self.save()
