@@ -286,13 +286,16 @@ class TlsStream(Stream):
 
     async def do_handshake(self) -> None:
         """Shake hands; raises trio.BrokenResourceError, with the error of TLS as its cause."""
+        # No turn for our hello: no peer can make it dear.
+        step: Awaitable[None] = _now(self._shake_hands)
         while True:
             try:
-                await self._in_turn(self._turns.handshake, self._shake_hands)
+                await step
             except ssl.SSLWantReadError:
                 await self._flush()
                 await trio.lowlevel.wait_readable(self.socket)
                 self._take_in()
+                step = self._in_turn(self._turns.handshake, self._shake_hands)
             except ssl.SSLError as error:
                 with suppress(trio.BrokenResourceError):
                     self._send_now()  # The alert, which tells the peer the reason.

@@ -205,14 +205,14 @@ def request_to_sign(
         uri: path and query of the request target, as sent.
         body: the request's JSON in canonical form, or None where it has no body.
     """
-    content = b"" if body is None else b'"content":' + body + b","
-    return b'{%b"destination":%b,"method":%b,"origin":%b,"uri":%b}' % (
-        content,
+    rest = b'"destination":%b,"method":%b,"origin":%b,"uri":%b}' % (
         _quoted(destination),
         _quoted(method),
         _quoted(origin),
         orjson.dumps(uri),
     )
+    # The body is copied once.
+    return b"{" + rest if body is None else b"".join((b'{"content":', body, b",", rest))
 
 
 def authorization_header(
