@@ -15,7 +15,11 @@ import trio
 from fedsender_lab.bench.meter import Options, rss_kb
 from fedsender_lab.bench.stage import VERIFY_EVERY, Servers, Stage, open_process, open_stage
 
-IMPORTS = "import fedsender.cli, fedsender.daemon"
+IMPORTS = """
+import fedsender.cli, fedsender.daemon
+from fedsender.replication.feed import load_feed
+load_feed("push")
+"""
 SETTLE_SECONDS = 1.5
 DELIVERY_SECONDS = 300.0
 
@@ -50,7 +54,7 @@ async def memory(options: Options) -> dict[str, Any]:
 
 async def _bare_imports_kb() -> int:
     """A process that has imported the daemon's modules, and done nothing."""
-    script = f"{IMPORTS}\nfrom fedsender_lab.bench.meter import rss_kb\nprint(rss_kb())"
+    script = f"{IMPORTS}from fedsender_lab.bench.meter import rss_kb\nprint(rss_kb())"
     done = await trio.run_process([sys.executable, "-c", script], capture_stdout=True)
     return int(done.stdout)
 

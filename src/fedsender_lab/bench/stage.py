@@ -20,6 +20,7 @@ import yaml
 
 from fedsender.config import Config, from_values
 from fedsender.daemon import Daemon, collect_in_steps, open_core
+from fedsender.replication.feed import load_feed
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import store_config, upgrade_databases
 from fedsender_lab.bench.homeserver import SERVER_NAME, encode_seed
@@ -174,10 +175,13 @@ async def open_stage(
 ) -> AsyncIterator[Stage]:
     """Everything but the daemon, in a directory that goes at the end.
 
+    What the daemon would import is imported here: no figure of one in this process has that in it.
+
     Args:
         rooms: what the homeserver tells of first.
         settings: sections of the configuration that are not to have their defaults.
     """
+    load_feed("push")
     collect_in_steps()
     runtime = real_runtime()
     seed = encode_seed(runtime.entropy(32))
