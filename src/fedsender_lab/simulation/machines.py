@@ -20,8 +20,9 @@ from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 import psycopg
+import sqlalchemy.exc
 import trio
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, text
 from sqlalchemy.pool import Pool
 
 from fedsender.admin import together
@@ -31,7 +32,7 @@ from fedsender.config import Config
 from fedsender.daemon import Daemon, admin_context, open_core
 from fedsender.embedded import taking
 from fedsender.runtime import Limiter, Runtime
-from fedsender.store import LockHeld
+from fedsender.store import LockHeld, leases, membership, positions, requests
 from fedsender.store.leases import LeaseLost
 from fedsender.switching.senders import DRAIN_S
 from fedsender_lab.simulation.daemon_life import Crash, Life, copy_files
@@ -53,6 +54,14 @@ SLOW_S: Final = 0.3
 """The longest wait for the database."""
 SELDOM_S: Final = 0.5, 1.0
 """Seconds between two looks for another's news of the feed, and for orders: most find nothing."""
+TIMELINE: Final = "fedsender.timeline"
+"""A setting of both databases: the PostgreSQL's timeline, as their sessions see it."""
+_ASK_FOR_IT: Final = (
+    (leases, "PLACE"),
+    (membership, "PLACE"),
+    (requests, "PLACE"),
+    (positions, "_TIMELINE"),
+)
 
 
 def acting() -> Process | None:
@@ -95,7 +104,7 @@ class Process(Life):
         self.boot_id = ""
         self.why = ""
         self.shared = cast(Witness, self._observed)
-        self._freezes = False
+        self._freezes = self._unheard = False
         self._asleep: list[trio.lowlevel.Task] = []
         self._sessions: list[Any] = []
 
@@ -206,8 +215,16 @@ class Process(Life):
 
     def _at_commit(self, point: str) -> None:
         super()._at_commit(point)
-        if point.endswith("after commit") and self.daemon is not None and not self.draining:
+        if not point.endswith("after commit"):
+            return
+        if self.daemon is not None and not self.draining:
             self.shared.check_fence(self)
+        if self._unheard:
+            self._unheard = False
+            self._note("unheard")
+            self.lose_sessions()
+            cause = psycopg.OperationalError("connection reset by peer")
+            raise sqlalchemy.exc.OperationalError("COMMIT", {}, cause)
 
     # --- what befalls it --------------------------------------------------------------------------
 
@@ -257,6 +274,16 @@ class Process(Life):
             self._note("cut off")
             self._close_sessions()
             self.shared.left(self)
+
+    def lose_sessions(self) -> None:
+        """Lose all connections to the database, which is there."""
+        was_cut = self.cut
+        self.cut_off()
+        self.cut = was_cut
+
+    def lose_answer(self) -> None:
+        """Have the next commit made, and hear nothing of it."""
+        self._unheard = True
 
     def mend(self) -> None:
         """Reach the database again."""
@@ -383,12 +410,17 @@ def observed_sessions() -> Iterator[None]:
     event.listen(Engine, "do_connect", may_connect)
     event.listen(Pool, "connect", has_connected)
     event.listen(Pool, "checkout", is_taken)
+    real = [getattr(module, name) for module, name in _ASK_FOR_IT]
+    for module, name in _ASK_FOR_IT:
+        setattr(module, name, text(f"SELECT coalesce(current_setting('{TIMELINE}', true), '0')"))
     often = taking.LOOK_EVERY_S, together.LOOK_EVERY_S
     taking.LOOK_EVERY_S, together.LOOK_EVERY_S = SELDOM_S  # type: ignore[misc]
     try:
         yield
     finally:
         taking.LOOK_EVERY_S, together.LOOK_EVERY_S = often  # type: ignore[misc]
+        for (module, name), value in zip(_ASK_FOR_IT, real, strict=True):
+            setattr(module, name, value)
         event.remove(Engine, "do_connect", may_connect)
         event.remove(Pool, "connect", has_connected)
         event.remove(Pool, "checkout", is_taken)

@@ -3,7 +3,8 @@
 The senders are whole but for their admin endpoint's socket: their orders go the way that those of
 another sender go. The list of senders changes again and again under load, as `fedsender senders
 set` does it; processes are killed at commit points, frozen and thawed, cut off from the database,
-restarted. Two names have machines that stand by. `machines` says what is real of the database.
+restarted, or hear nothing of a commit that was made; and a replica that is some seconds behind
+takes over. Two names have machines that stand by. `machines` says what is real of the database.
 
 I1 to I10 are checked over all senders together, and two rules of their own: *one*: whoever begins a
 request holds its name's lease, and the list in force has that name for the server. *fence*: whoever
@@ -18,10 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import psycopg
 import trio
+from psycopg import sql
 
 from fedsender.admin.bodies import InQuarantine, Pairs, Pause, Servers
 from fedsender.admin.context import AdminContext
@@ -38,6 +40,7 @@ from fedsender.embedded.facts import Elsewhere
 from fedsender.http.server import Refusal
 from fedsender.matrix import shard_of
 from fedsender.store.engine import StoreError, open_database
+from fedsender.store.leases import LEASE_S
 from fedsender.store.membership import Membership, Walk
 from fedsender.switching.senders import NotChanged, change_list
 from fedsender_lab.simulation.behaviours import MINUTE
@@ -53,6 +56,7 @@ from fedsender_lab.simulation.daemon_life import Away, CrashPlan
 from fedsender_lab.simulation.disasters import Operator, repeat_of
 from fedsender_lab.simulation.disk import HOMESERVER, SENDER, Disk, LedgerTail
 from fedsender_lab.simulation.machines import (
+    TIMELINE,
     Machine,
     Process,
     RemoteNursery,
@@ -61,6 +65,7 @@ from fedsender_lab.simulation.machines import (
 )
 from fedsender_lab.simulation.observations import (
     STUBBORN,
+    Failover,
     Observations,
     ServerView,
     log_goes_to,
@@ -83,11 +88,31 @@ EVENTS_EVERY_S: Final = 0.5
 SETTLED_S: Final = 40.0
 """In this time all that was killed runs again: a start comes within 30 s, a lease ends after 6."""
 LOOK_EVERY_S: Final = 15.0
+FAILOVER_EVERY_S: Final = 2 * MINUTE
+MOST_LOST_S: Final = 5.0
+"""A replica that takes over lacks the commits of so many seconds, at most."""
 AT_LEAST_ONCE: Final = (
     *("killed while it sends", "frozen while it sends", "cut off while it sends", "leases lost"),
     *("lists changed", "taken over", "walks", "orders", "orders of others", "PDUs: live"),
     *("PDUs: catch_up", "to-device messages", "quarantined", "redeliveries"),
+    *("unheard while it sends", "failovers", "commits lost"),
 )
+
+
+class Copy(NamedTuple):
+    """A database as a replica has it: its tables, and how far its sequences are."""
+
+    tables: dict[str, bytes]
+    sequences: list[tuple[str, int | None]]
+
+
+class Standing(NamedTuple):
+    """What the database says of who sends under a name."""
+
+    holder: str
+    stopped: str | None
+    in_force: list[str]
+    change: str | None
 
 
 class SharedDisk(Disk):
@@ -95,7 +120,7 @@ class SharedDisk(Disk):
 
     def __init__(self, directory: Path, urls: Sequence[str]) -> None:
         super().__init__(directory)
-        self._there = False
+        self._there, self._timeline = False, 0
         self._shared = {
             name: psycopg.connect(url, autocommit=True)
             for name, url in zip((HOMESERVER, SENDER), urls, strict=True)
@@ -158,6 +183,76 @@ class SharedDisk(Disk):
         query = "SELECT pg_terminate_backend(pid, 5000) FROM unnest(?::int[]) AS pid"
         self._rows(SENDER, query, processes)
 
+    def copy(self) -> dict[str, Copy]:
+        """Both databases as they are now."""
+        found = {}
+        for file, connection in self._shared.items():
+            names = self._rows(file, "SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
+            tables = {}
+            for (name,) in sorted(names):
+                rows = sql.SQL("COPY {} TO STDOUT (FORMAT binary)").format(sql.Identifier(name))
+                with connection.cursor().copy(rows) as stream:
+                    tables[name] = b"".join(bytes(piece) for piece in stream)
+            query = "SELECT sequencename, last_value FROM pg_sequences ORDER BY 1"
+            found[file] = Copy(tables, self._rows(file, query))
+        return found
+
+    def fail_over(self, copies: Mapping[str, Copy]) -> None:
+        """Have databases become these copies, on another timeline. Nobody keeps a connection."""
+        self._timeline += 1
+        own = [connection.info.backend_pid for connection in self._shared.values()]
+        for file, connection in self._shared.items():
+            others = (
+                "SELECT pid FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> ALL(?::int[])"
+            )
+            self.end_sessions([pid for (pid,) in self._rows(file, others, own)])
+            if file in copies:
+                with connection.transaction():
+                    self._become(connection, copies[file])
+        self.committed(SENDER)
+
+    def _become(self, connection: psycopg.Connection, copy: Copy) -> None:
+        names = sql.SQL(", ").join(map(sql.Identifier, copy.tables))
+        connection.execute("SET LOCAL session_replication_role = replica")
+        connection.execute(sql.SQL("TRUNCATE {}").format(names))
+        for name, rows in copy.tables.items():
+            query = sql.SQL("COPY {} FROM STDIN (FORMAT binary)").format(sql.Identifier(name))
+            with connection.cursor().copy(query) as stream:
+                stream.write(rows)
+        for name, last in copy.sequences:
+            connection.execute(
+                "SELECT setval(%s::regclass, %s, %s)", (name, last or 1, last is not None)
+            )
+        here = sql.Identifier(connection.info.dbname)
+        query = sql.SQL("ALTER DATABASE {} SET {} = {}").format(
+            here, sql.SQL(TIMELINE), sql.Literal(str(self._timeline))
+        )
+        connection.execute(query)
+
+    def standing(self, name: str) -> Standing:
+        """Of this name."""
+        return Standing(*self.holder(name), *self.senders())
+
+    def positions(self) -> dict[str, int]:
+        """The events position of each name."""
+        query = (
+            "SELECT instance_name, stream_id FROM federation_stream_position"
+            " WHERE type = ? ORDER BY instance_name"
+        )
+        return dict(self._rows(HOMESERVER, query, "events"))
+
+    def mark_of(self, name: str) -> str | None:
+        """The mark that a sender has made as it last took the homeserver's database over."""
+        query = "SELECT mark FROM generation WHERE instance_name = ?"
+        rows = self._rows(SENDER, query, name)
+        return str(rows[0][0]) if rows else None
+
+    def paused(self) -> list[str]:
+        """The servers to which nothing is sent."""
+        query = "SELECT destination FROM server_states WHERE paused IS NOT NULL ORDER BY 1"
+        return [name for (name,) in self._rows(SENDER, query)]
+
     def close(self) -> None:
         for connection in self._shared.values():
             connection.close()
@@ -190,6 +285,10 @@ class SharedObservations(Observations):
         self._when: dict[str, list[tuple[int, float]]] = {}
         # Servers whose sender was killed, frozen or cut off, and has no successor yet.
         self._left: dict[str, Process] = {}
+        # Who runs since before a failover; what was true until then, if the leases are void, too.
+        self._unaware: dict[Process, tuple[Failover, Standing | None]] = {}
+        # Servers whose sender has not noticed one.
+        self._set_back: set[str] = set()
         super().__init__(base.homeserver, base.views, base.trace, disk)
         self.secrets = base.secrets
         self.tails = self.tail = _Tails()
@@ -235,6 +334,23 @@ class SharedObservations(Observations):
         times = () if process is None else self._when.get(process.name, ())
         return next((at for position, at in times if position >= token), None)
 
+    def back_to(self, _: int) -> None:
+        self._positions = self.shared_disk.positions()
+        for name, times in self._when.items():
+            upto = self._positions.get(name, -1)
+            self._when[name] = [entry for entry in times if entry[0] <= upto]
+        self.crashed_at.append(trio.current_time())
+
+    @property
+    def failover(self) -> Failover | None:
+        """The one that whoever acts has not noticed."""
+        process = acting()
+        found = None if process is None else self._unaware.get(process)
+        return None if found is None else found[0]
+
+    @failover.setter
+    def failover(self, _: Failover | None) -> None: ...
+
     def noted_upto(self, server: str) -> int:
         process = acting()
         walk = None if process is None else self.shared_disk.walk(process.name)
@@ -255,6 +371,7 @@ class SharedObservations(Observations):
                 last = self._left.pop(server)
                 self.counts["taken over"] += last.machine is not process.machine
                 self._forget(self.views.of[server])
+        self._notice(process)
         self.on_opened(process)
 
     def left(self, process: Process) -> None:
@@ -263,6 +380,48 @@ class SharedObservations(Observations):
             if process.handles(server):
                 self._left[server] = process
                 self._forget(view)
+
+    def fail_over(self, processes: Iterable[Process], copies: Mapping[str, Copy]) -> None:
+        """A replica takes over that has not more than these copies."""
+        disk, void = self.shared_disk, SENDER in copies
+        had = disk.positions()
+        for process in processes:
+            failover = Failover(trio.current_time(), disk.mark_of(process.name))
+            known, before = self._unaware.get(process, (failover, None))
+            if void and before is None:
+                known, before = failover, disk.standing(process.name)
+            self._unaware[process] = known, before
+            process.lose_sessions()
+        disk.fail_over(copies)
+        self._set_back.update(self.views.of)
+        self.counts["failovers"] += 1
+        self.counts["commits lost"] += disk.positions() != had
+        self.anew_at = trio.current_time()
+        self.trace.note("failover", *had.items(), *disk.positions().items())
+
+    def look_for_takeover(self) -> None:
+        """Whether whoever acts has begun anew under its lease."""
+        process = acting()
+        found = None if process is None else self._unaware.get(process)
+        if process is None or found is None or found[1] is not None:
+            return
+        if self.shared_disk.mark_of(process.name) != found[0].taken_over:
+            self._notice(process)
+
+    def _notice(self, process: Process) -> None:
+        if self._unaware.pop(process, None) is not None:
+            self.counts["failovers noticed"] += 1
+            self.anew_at = trio.current_time()
+        marks = self.shared_disk.marks()
+        for server in filter(process.handles, sorted(self._set_back)):
+            self._set_back.remove(server)
+            view = self.views.of[server]
+            view.go_back(marks.get(server, 0), None)
+            self._forget(view)
+
+    def is_unaware(self, process: Process) -> bool:
+        """Whether it runs since before a failover."""
+        return process in self._unaware
 
     def drained(self, process: Process) -> None:
         """It has ended in order."""
@@ -295,8 +454,14 @@ class SharedObservations(Observations):
         """A process has begun a request."""
         if process.crashed or process.frozen:
             return
-        holder, stopped = self.shared_disk.holder(process.name)
-        names, change = self.shared_disk.senders()
+        failover, standing = self._unaware.get(process, (None, None))
+        if process.cut and standing is not None:
+            failover = None  # It cannot know, and its lease may not end.
+        if standing is None:
+            standing = self.shared_disk.standing(process.name)
+        elif failover is not None and trio.current_time() > failover.at + LEASE_S:
+            self.fail("one", f"{process} sends to {server} by what a failover has made void")
+        holder, stopped, names, change = standing
         owner = names[shard_of(server, len(names))]
         if holder != process.boot_id or owner != process.name:
             whose = f"{owner}'s, the lease of {process.name} {holder or 'nobody'}'s"
@@ -319,6 +484,10 @@ class SharedCommits(CommitChecks):
     def _concerns(self, server: str) -> bool:
         process = acting()
         return process is not None and process.handles(server)
+
+    def _look_for_takeover(self, disk: Disk) -> None:
+        assert isinstance(self._observed, SharedObservations)
+        self._observed.look_for_takeover()
 
 
 class SharedWire(WireChecks):
@@ -638,6 +807,8 @@ class SendersScenario(Scenario):
             await trio.sleep_until(since + after_s)
             if process.daemon is not daemon or process.draining or not process.well:
                 return
+            if self.observed.is_unaware(process):
+                return
             assert daemon is not None
             check.look(daemon)
 
@@ -695,6 +866,7 @@ class SendersScenario(Scenario):
             nursery.start_soon(self._write_to_devices)
             nursery.start_soon(self._trouble_homeserver, self._world.size.seconds / 4)
             nursery.start_soon(self._change_lists)
+            nursery.start_soon(self._fail_over_now_and_then)
             for _ in range(2):
                 nursery.start_soon(self._trouble)
 
@@ -745,17 +917,33 @@ class SendersScenario(Scenario):
         if not processes:
             return
         process, seconds = rng.choice(processes), rng.choice((2.0, 5.0, 8.0, 30.0))
-        match rng.choice(("kill", "freeze", "cut")):
+        match rng.choice(("kill", "freeze", "cut", "lose an answer")):
             case "kill":
                 process.crash("any point")
             case "freeze":
                 process.freeze()
                 await trio.sleep(seconds * rng.uniform(0.5, 1.5))
                 process.thaw()
+            case "lose an answer":
+                process.lose_answer()
             case _:
                 process.cut_off()
                 await trio.sleep(seconds * rng.uniform(0.5, 1.5))
                 process.mend()
+
+    async def _fail_over_now_and_then(self) -> None:
+        """A replica that is some seconds behind takes over: of both databases, or the
+        homeserver's alone."""
+        rng, observed = derived(self._world.size.seed, "failovers"), self.observed
+        while True:
+            await trio.sleep(rng.uniform(0.2, 1.2) * FAILOVER_EVERY_S)
+            copies = observed.shared_disk.copy()
+            await trio.sleep(rng.uniform(0, MOST_LOST_S))
+            if rng.random() < 0.5:
+                copies = {HOMESERVER: copies[HOMESERVER]}
+            observed.fail_over(self._processes(), copies)
+            self._world.commits.lost_commits()
+            self._operator.paused = observed.shared_disk.paused()
 
     def _look_once(self) -> None:
         for process in self.open_ones():
