@@ -15,7 +15,7 @@ has come in, or for which something else than the ledger says otherwise (`_touch
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from operator import itemgetter, or_
@@ -40,7 +40,7 @@ from fedsender_pipeline import (
     schemas,
 )
 from fedsender_pipeline.fates import EVERYWHERE, Days
-from fedsender_pipeline.intervals import Keys, among, among_rows, few, near, servers_of
+from fedsender_pipeline.intervals import Keys, among, among_rows, few, near
 from fedsender_pipeline.lake import LET_GO, Commit, Lake, empty_frame, listed
 from fedsender_pipeline.notes import HOLDERS, NOTE_RANGE, RANK, SenderList, Senders
 from fedsender_pipeline.schemas import FATES, LakeTable
@@ -628,15 +628,17 @@ class View:
             among(claims.where("room_id is not null"), rooms)
         )
         self._claims = self.keep(of_rooms.withColumn("kind", F.expr("split(kind, ' ')[0]")))
-        self._spans = self._expected(look, rooms)
+        spans = intervals.current(spark, lake, rooms)
+        spans, self._servers = intervals.sent_to(spans, self._judges)
+        self._spans = self._expected(spans)
 
     def keep(self, rows: DataFrame) -> DataFrame:
         """Rows that are used several times: few are computed now, which makes later plans small."""
         return rows.persist() if self.look.is_whole else kept(rows)
 
-    def _expected(self, look: Look, rooms: Keys | None) -> DataFrame:
-        """room_id, server, first, last: the part of `intervals` that is looked at."""
-        spans = intervals.sent_to(intervals.current(self._spark, self._lake, rooms), self._judges)
+    def _expected(self, spans: DataFrame) -> DataFrame:
+        """room_id, server, first, last: the part of these `intervals` that is looked at."""
+        look = self.look
         newer = spans.where(F.col("last").isNull() | (F.col("last") > look.after)).withColumn(
             "first", F.greatest("first", F.lit(look.after + 1))
         )
@@ -658,10 +660,10 @@ class View:
 
     def stretches(self) -> DataFrame:
         """Stretches of all expected places, with their fates."""
-        servers = servers_of(self._spans)
+        servers = self._servers
         spans = (
             self._spans.withColumn("kind", F.lit(fates.EXPECTED))
-            .unionByName(self._before_ledger(servers))
+            .unionByName(self._before_ledger())
             .unionByName(fates.stood_in(self.pdus))
             .unionByName(fates.claimed(self._claims, self._spans))
         )
@@ -676,14 +678,16 @@ class View:
         ends = fates.ends_in_places(spans, self.places)
         return fates.stretches(ends.unionByName(proven).unionByName(said))
 
-    def _before_ledger(self, servers: Sequence[str]) -> DataFrame:
+    def _before_ledger(self) -> DataFrame:
         """The ranges before the ledger's start: their events may have been delivered before it.
 
         It starts with its note that the stream became ours, or with its first live event, or after
         the lines that the lake has let go.
         """
         let_go = self._lake.position(LET_GO)
-        lasts = {name: self._senders.began(name) if let_go < 0 else let_go for name in servers}
+        lasts = {
+            name: self._senders.began(name) if let_go < 0 else let_go for name in self._servers
+        }
         spans = self._spans.withColumn("kind", F.lit("before_ledger"))
         rows = [{"server": name, "last": last} for name, last in lasts.items()]
         ends = listed(self._spark, rows, "server: STRING, last: BIGINT")
@@ -700,7 +704,7 @@ class View:
         """
         spark, lake, look = self._spark, self._lake, self.look
         odd = every.where(f"fate in ('{fates.STRAY}', 'delivered_again')")
-        events = fates.events_of(intervals.sent_to(odd, self._judges), self.places)
+        events = fates.events_of(intervals.sent_to(odd, self._judges)[0], self.places)
         newer = events.where(f"stream_ordering > {look.after}")
         if look.units is not None:
             older = events.where(f"stream_ordering <= {look.after}")

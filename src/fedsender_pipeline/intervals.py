@@ -42,18 +42,17 @@ def server_of(user: str) -> str:
     return f"if({user} like '%:%', nullif(substr({user}, instr({user}, ':') + 1), ''), null)"
 
 
-def servers_of(rows: DataFrame) -> list[str]:
-    """Their servers; some ten thousand at most."""
-    return [row["server"] for row in rows.select("server").distinct().toLocalIterator()]
+def sent_to(rows: DataFrame, may: Callable[[str], bool]) -> tuple[DataFrame, list[str]]:
+    """The rows with a `server` that may be sent to, and these servers, some ten thousand at most.
 
-
-def sent_to(rows: DataFrame, may: Callable[[str], bool]) -> DataFrame:
-    """The rows with a `server` that may be sent to; each server is asked about once."""
-    barred = [{"server": name} for name in servers_of(rows) if not may(name)]
-    if not barred:
-        return rows
-    table = listed(rows.sparkSession, barred, "server: STRING")
-    return rows.join(F.broadcast(table), on="server", how="left_anti")
+    Each server is asked about once.
+    """
+    servers = [row["server"] for row in rows.select("server").distinct().toLocalIterator()]
+    allowed = list(filter(may, servers))
+    if barred := [{"server": name} for name in sorted({*servers} - {*allowed})]:
+        table = listed(rows.sparkSession, barred, "server: STRING")
+        rows = rows.join(F.broadcast(table), on="server", how="left_anti")
+    return rows, allowed
 
 
 ANYBODY: Final = "*"

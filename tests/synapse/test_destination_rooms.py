@@ -71,7 +71,7 @@ def newest_expected(
         if row["stream_ordering"] not in unknown:
             of_room.setdefault(row["room_id"], []).append(row["stream_ordering"])
     newest: Rows = {}
-    for span in intervals.sent_to(intervals.current(spark, lake), config.allows).collect():
+    for span in intervals.sent_to(intervals.current(spark, lake), config.allows)[0].collect():
         last = math.inf if span["last"] is None else span["last"]
         key = (span["server"], span["room_id"])
         within = [at for at in of_room.get(span["room_id"], ()) if span["first"] <= at <= last]
