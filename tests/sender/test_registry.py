@@ -7,6 +7,7 @@ import trio
 from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
+from fedsender.sender.destination import Destination
 from fedsender.sender.sender import Progress, Sender
 
 R1, R2 = "!1:hs.example", "!2:hs.example"
@@ -153,3 +154,17 @@ async def test_servers_that_have_not_answered_for_what_is_delivered_are_counted(
                 check(sender)
                 assert progress(sender) == (world.token, world.token, 6, 0)
     assert moved
+
+
+async def test_who_hurries_does_so_in_an_order_that_hangs_on_no_set(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a simulated run would differ from process to process."""
+    async with world.run() as sender:
+        await world.join(R1, A, B, C, D)
+        await world.say(R1, "to all")
+        await trio.sleep(1)
+        hurried: list[str] = []
+        monkeypatch.setattr(Destination, "hurry", lambda self: hurried.append(self.name))
+        sender.registry.hurry([C, A, D, B])
+        assert hurried == [A, B, C, D]
