@@ -46,7 +46,7 @@ async def restart(options: Options) -> dict[str, Any]:
 
     Of 100 servers 95 answer, 3 refuse connections, and 2 accept them and never answer. It ends when
     each has been tried. No server had failed before, so that nothing tells good servers from bad.
-    The stores are opened in it. Nothing is imported in it: `fedsender run` does that before.
+    The stores are opened in it; nothing is imported in it (0.2 s of CPU, once, as a daemon starts).
     """
     refusing, silent = options.servers * 3 // 100, options.servers * 2 // 100
     groups = [
