@@ -1,6 +1,7 @@
 """Watermarks; slots and seats: who gets the next one; and tries that are repeated."""
 
 import random
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -14,12 +15,14 @@ from fedsender.waiting import (
     STEPS_AT_ONCE,
     Alarm,
     Alarms,
+    BeginAnew,
     Seats,
     Signal,
     Slots,
     Steps,
     Watermark,
     again,
+    attempted,
     doubling,
     in_background,
     right_of_way,
@@ -474,3 +477,24 @@ async def test_alarms_of_thousands_of_servers_do_not_all_ring_in_one_step(
         trio.lowlevel.remove_instrument(begins)
     assert sum(rang) == 1000
     assert max(rang) <= LOOKS_AT_ONCE
+
+
+async def test_what_is_void_is_no_crash_also_in_a_nursery() -> None:
+    """A lease that ended while two tasks of one nursery wrote was logged as a fault of ours."""
+    crashes: list[str] = []
+
+    async def void() -> None:
+        raise BeginAnew("the lease has ended")
+
+    async def wrong() -> None:
+        raise ValueError("no")
+
+    async def together(*tasks: Callable[[], Awaitable[None]]) -> None:
+        async with trio.open_nursery() as nursery:
+            for task in tasks:
+                nursery.start_soon(task)
+
+    for tasks, count in (((void,), 0), ((void, void), 0), ((void, wrong), 1), ((wrong,), 2)):
+        crashed = partial(crashes.append, "crashed")
+        assert not await attempted(partial(together, *tasks), "task", crashed)
+        assert len(crashes) == count

@@ -108,7 +108,9 @@ def _loaded(config: Path, *, signs: bool = True) -> "tuple[Config, Runtime]":
 
 def _explain(error: Exception) -> int:
     """Print errors with words for an operator, and return the exit code; raise any other again."""
-    found = _leaves(error)
+    from fedsender.waiting import leaves
+
+    found = leaves(error)
     codes = [_code_of(each) for each in found]
     if None in codes:
         raise error
@@ -122,13 +124,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The single errors in the groups that a nursery has made."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for each in error.exceptions for leaf in _leaves(each)]
 
 
 def _code_of(error: BaseException) -> int | None:

@@ -541,6 +541,18 @@ async def again(
 class BeginAnew(Exception):
     """What this task knows is void, and another task sees to it that all begins anew."""
 
+    @classmethod
+    def alone(cls, error: BaseException) -> bool:
+        """Whether nothing else ended a task, nor one of its nursery."""
+        return all(isinstance(each, cls) for each in leaves(error))
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The single errors in the groups that a nursery has made."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in leaves(each)]
+
 
 async def attempted(
     task: Callable[[], Awaitable[None]], name: str, crashed: Callable[[], object]
@@ -548,12 +560,12 @@ async def attempted(
     """Run `task` once; return False if it raised. The error is logged, and `crashed` called."""
     try:
         await task()
-    except BeginAnew as reason:
-        log.warning("task_restarts", task=name, reason=str(reason))
-        return False
-    except Exception:
-        log.exception("task_failed", task=name)
-        crashed()
+    except Exception as error:
+        if BeginAnew.alone(error):
+            log.warning("task_restarts", task=name, reason=str(leaves(error)[0]))
+        else:
+            log.exception("task_failed", task=name)
+            crashed()
         return False
     return True
 

@@ -67,7 +67,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
-from fedsender.waiting import Alarm, Alarms, BeginAnew, Signal, Steps
+from fedsender.waiting import Alarm, Alarms, BeginAnew, Signal, Steps, leaves
 
 log = structlog.get_logger()
 
@@ -398,9 +398,11 @@ class Destination:
         """
         try:
             await self._live(frozen=frozen)
-        except BeginAnew as reason:
-            log.info("destination_restarts", destination=self.name, reason=str(reason))
         except Exception as error:
+            if BeginAnew.alone(error):
+                reason = str(leaves(error)[0])
+                log.info("destination_restarts", destination=self.name, reason=reason)
+                return
             log.exception("destination_crashed", destination=self.name)
             self._context.metrics.crashes.inc()
             self._crashed(error)

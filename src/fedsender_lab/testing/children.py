@@ -18,6 +18,7 @@ import trio
 from fedsender.config import Log
 from fedsender.runtime import real_runtime
 from fedsender.telemetry import configure_logging
+from fedsender.waiting import leaves
 
 Order = dict[str, Any]
 Handler = Callable[..., Awaitable[Order]]
@@ -29,10 +30,7 @@ class BenchFailed(Exception):
 
 def texts_of(group: BaseExceptionGroup[BaseException]) -> list[str]:
     """The text of each exception in it."""
-    found: list[str] = []
-    for error in group.exceptions:
-        found += texts_of(error) if isinstance(error, BaseExceptionGroup) else [str(error)]
-    return found
+    return [str(error) for error in leaves(group)]
 
 
 MAX_LINE = 64 * 2**20
