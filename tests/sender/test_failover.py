@@ -206,6 +206,7 @@ async def test_a_position_that_a_failover_took_begins_with_those_of_others(
     near = world.servers[NEAR]
     with trio.fail_after(60), capture_logs() as logs:
         async with world.run() as sender:
+            world.store.homeserver.use_list(("fedsender", "other"), None)
             before = sender.fan_out.position
             world.told(ELSEWHERE, 3, "lost with our position")
             await until(lambda: near.got == ["lost with our position"])
@@ -216,7 +217,7 @@ async def test_a_position_that_a_failover_took_begins_with_those_of_others(
                 )
             world.told(ELSEWHERE, 3, "second")
             await until(lambda: near.got[-1] == "second")
-            assert "other" not in await world.store.homeserver.senders()
+            assert {"fedsender", "other"} == (await world.store.homeserver.senders()).keys()
     assert "database_moved" in {each["event"] for each in logs}
     assert not [each for each in logs if each["log_level"] in ("error", "critical")]
 

@@ -17,7 +17,7 @@ from fedsender.store import debts, edus, event_rows, positions, tables
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
 from fedsender.store.leases import LeaseLost
-from fedsender.store.positions import NEVER_ACKED, NotAsLeft
+from fedsender.store.positions import NEVER_ACKED, NotAsLeft, SetBack
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
 from fedsender.store.synapse import SynapseEdus, SynapseStore
 
@@ -313,6 +313,20 @@ async def test_whoever_moved_our_position_may_have_our_lease(
             await synapse.store.check_left()
         synapse.store.name_is_ours = is_anothers
         with pytest.raises(LeaseLost):
+            await synapse.store.check_left()
+
+
+@pytest.mark.parametrize(("put", "raised"), [("fed2", SetBack), ("other", NotAsLeft)])
+async def test_our_position_is_gone_and_one_of_the_list_or_a_strangers_is_there(
+    open_synapse: OpenSynapse, put: str, raised: type[Exception]
+) -> None:
+    """A Synapse that was told of other senders puts theirs in the place of ours, and they send."""
+    async with open_synapse(instance="master", instances=("master", "fed2")) as synapse:
+        await synapse.store.events_position()
+        await synapse.database.write(
+            lambda connection: connection.execute(update(POSITIONS).values(instance_name=put))
+        )
+        with pytest.raises(raised):
             await synapse.store.check_left()
 
 

@@ -234,7 +234,8 @@ class HomeserverStore(ABC):
                 raise
 
     def _check_as_left(self, connection: Connection) -> None:
-        positions.check_left(connection, self._settings.instance, lambda: self._left)
+        instance, listed = self._settings.instance, self._settings.instances
+        positions.check_left(connection, instance, lambda: self._left, listed)
         if self._has_timeline is None:
             self._has_timeline = positions.has_timeline(connection)
         if self._has_timeline:
@@ -565,7 +566,8 @@ class HomeserverStore(ABC):
             gone, locked = debts.record_owed(connection, owed, first or {})
             if locked:
                 raise RoomsLocked(locked)
-            positions.advance_events(connection, instance, left, position)
+            listed = self._settings.instances
+            positions.advance_events(connection, instance, left, position, listed)
             return gone
 
         # Stays so after an error: a try before the last one may have been committed unheard.

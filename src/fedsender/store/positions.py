@@ -93,8 +93,7 @@ class SetBack(StoreError, BeginAnew):
 
 
 class NotAsLeft(StoreError):
-    """Our events position is gone with all others, or further than we left it: somebody else moves
-    it."""
+    """Our events position is gone, or further than we left it: somebody else moves it."""
 
 
 def has_timeline(connection: Connection) -> bool:
@@ -139,25 +138,34 @@ def set_position(connection: Connection, kind: str, instance: str, stream_id: in
     replace_rows(connection, positions, ("type", "instance_name"), [row])
 
 
-def check_left(connection: Connection, instance: str, where: Callable[[], Collection[int]]) -> None:
+def check_left(
+    connection: Connection,
+    instance: str,
+    where: Callable[[], Collection[int]],
+    listed: Collection[str],
+) -> None:
     """Raise an error if our events position is not where we left it.
+
+    `listed`: the names in the list of senders.
 
     `where`: gives where we know it to be, and the furthest that commits of ours lead whose answers
     we lack: it is between the two. Empty: we do not know yet, and nothing is checked. It is asked
     before and after the position is read, which a commit of ours may move meanwhile.
 
-    Raises SetBack if it is lower, or gone and those of other senders are there: before their list
-    had us. Raises NotAsLeft if it is higher, or gone with all others.
+    Raises SetBack if it is lower, or gone and there are none but those of others of the list: it is
+    from before the list had us. Raises NotAsLeft if it is higher, or gone in another way: whoever
+    else sends, such as a Synapse that was told of other senders, put its own in the place of ours.
     """
     before = where()
     if not before:
         return
     found = connection.execute(_POSITION, {"kind": "events", "instance": instance}).scalar()
     if found is None:
-        if senders(connection):
+        there = senders(connection).keys()
+        if there and there <= set(listed):
             raise SetBack(
-                "our events position is gone, and other senders' are there: the homeserver's"
-                " database is in an earlier state, from before we were in their list"
+                "our events position is gone, and those of other senders of the list are there:"
+                " the homeserver's database is in an earlier state, from before we were in it"
             )
         raise no_position(instance)
     left = {*before, *where()}
@@ -175,7 +183,11 @@ def check_left(connection: Connection, instance: str, where: Callable[[], Collec
 
 
 def advance_events(
-    connection: Connection, instance: str, left: Collection[int], position: int
+    connection: Connection,
+    instance: str,
+    left: Collection[int],
+    position: int,
+    listed: Collection[str],
 ) -> None:
     """Move our events position from where we left it to `position`; raises as `check_left` does.
 
@@ -187,7 +199,7 @@ def advance_events(
     if connection.execute(_ADVANCE, given | {"instance": instance}).rowcount == len(SHARED):
         return
     if read_position(connection, "events", instance) != position:
-        check_left(connection, instance, lambda: places)
+        check_left(connection, instance, lambda: places, listed)
     for kind in SHARED:
         set_position(connection, kind, instance, position)
 
