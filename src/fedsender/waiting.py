@@ -541,17 +541,18 @@ async def again(
 class BeginAnew(Exception):
     """What this task knows is void, and another task sees to it that all begins anew."""
 
-    @classmethod
-    def alone(cls, error: BaseException) -> bool:
-        """Whether nothing else ended a task, nor one of its nursery."""
-        return all(isinstance(each, cls) for each in leaves(error))
-
 
 def leaves(error: BaseException) -> list[BaseException]:
     """The single errors in the groups that a nursery has made."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for each in error.exceptions for leaf in leaves(each)]
+
+
+def voided(error: BaseException) -> str | None:
+    """Why all begins anew, if nothing else ended a task or those of its nursery."""
+    found = leaves(error)
+    return str(found[0]) if all(isinstance(each, BeginAnew) for each in found) else None
 
 
 async def attempted(
@@ -561,8 +562,8 @@ async def attempted(
     try:
         await task()
     except Exception as error:
-        if BeginAnew.alone(error):
-            log.warning("task_restarts", task=name, reason=str(leaves(error)[0]))
+        if (reason := voided(error)) is not None:
+            log.warning("task_restarts", task=name, reason=reason)
         else:
             log.exception("task_failed", task=name)
             crashed()

@@ -67,7 +67,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
-from fedsender.waiting import Alarm, Alarms, BeginAnew, Signal, Steps, leaves
+from fedsender.waiting import Alarm, Alarms, Signal, Steps, voided
 
 log = structlog.get_logger()
 
@@ -399,8 +399,7 @@ class Destination:
         try:
             await self._live(frozen=frozen)
         except Exception as error:
-            if BeginAnew.alone(error):
-                reason = str(leaves(error)[0])
+            if (reason := voided(error)) is not None:
                 log.info("destination_restarts", destination=self.name, reason=reason)
                 return
             log.exception("destination_crashed", destination=self.name)
