@@ -47,8 +47,8 @@ async def take_over(
     Void ones are discarded, each with a line in the ledger.
     """
     store.homeserver.begin_anew()
-    takeover = _Recovery(store, ledger, runtime, in_our_shard)
-    await takeover.note_cut_off(instance)
+    takeover = _Recovery(store, ledger, runtime, instance, in_our_shard)
+    await takeover.note_cut_off()
     left = await store.sender.load_generation(instance)
     frozen, newest = await takeover.look_at_frozen()
     moved = await takeover.moved_without_us(left, newest)
@@ -59,10 +59,10 @@ async def take_over(
         await _for_each(ours, takeover.settle)
     else:
         await takeover.note_other_sender(left, newest)
-        await takeover.void(moved, len(ledger.last_words), instance)
+        await takeover.void(moved, len(ledger.last_words))
     ledger.close_torn()
     valid = await takeover.sift(frozen, moved)
-    await takeover.own(instance, left.mark if left is not None and moved is None else None)
+    await takeover.own(left.mark if left is not None and moved is None else None)
     return valid
 
 
@@ -79,11 +79,11 @@ async def begin_anew(
     Returns its events position. As at a start after the database has moved without us, the frozen
     transactions are void, and so are the answers that the databases do not know of.
     """
-    takeover = _Recovery(store, ledger, runtime, in_our_shard)
+    takeover = _Recovery(store, ledger, runtime, instance, in_our_shard)
     frozen, _ = await takeover.look_at_frozen()
-    await takeover.void(reason, ledger.void(), instance)
+    await takeover.void(reason, ledger.void())
     await takeover.sift(frozen, reason)
-    return await takeover.own(instance, None)
+    return await takeover.own(None)
 
 
 async def hand_over(store: Store, instance: str) -> None:
@@ -148,12 +148,13 @@ class _Recovery:
     store: Store
     ledger: Ledger
     runtime: Runtime
+    instance: str
     in_our_shard: Callable[[str], bool]
 
-    async def note_cut_off(self, instance: str) -> None:
+    async def note_cut_off(self) -> None:
         """Write a line for each attempt that was under way when the last daemon was killed (I9)."""
         limiter = trio.CapacityLimiter(1)
-        find = partial(cut_off, self.ledger.directory, instance, list(self.ledger.torn))
+        find = partial(cut_off, self.ledger.directory, self.instance, list(self.ledger.torn))
         lines, files = await self.runtime.run_sync(find, limiter=limiter)
         for line in lines:
             self.ledger.record(line)
@@ -247,7 +248,7 @@ class _Recovery:
         if record is not None and record.transaction_id == line["transaction_id"]:
             await store.sender.drop_frozen(name)
 
-    async def void(self, reason: str, answers: int, instance: str) -> None:
+    async def void(self, reason: str, answers: int) -> None:
         """Give up the answers of all catch-ups: the database has moved without us.
 
         `answers`: how many other servers have answers in the ledger that are void, for the log.
@@ -260,17 +261,17 @@ class _Recovery:
         floors = await self.store.sender.catch_up_floors()
         await _for_each([name for name in floors if self.in_our_shard(name)], self.catch_up_anew)
         there = await self.store.homeserver.senders()
-        if there.keys() - {instance}:
+        if there.keys() - {self.instance}:
             places = {name: each.position for name, each in there.items()}
             await self.store.sender.senders.walk_anew(places)
             self.store.homeserver.begin_at(max(places.values()))
 
-    async def own(self, instance: str, mark: str | None) -> int:
+    async def own(self, mark: str | None) -> int:
         """Accept the database as it is; returns its events position. `mark`: None: a new one."""
         mark = mark or self.runtime.entropy(8).hex()
         # Ours first: a crash between the two is taken for a move, with nothing left to discard.
         position = await self.store.homeserver.events_position()
-        await self.store.sender.save_generation(instance, position, mark)
+        await self.store.sender.save_generation(self.instance, position, mark)
         await self.store.homeserver.adopt_generation(mark)
         line = Line(self.runtime.now_ms(), EVERY_SERVER, "owned", position=position)
         self.ledger.record(line)
