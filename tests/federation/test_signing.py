@@ -87,6 +87,15 @@ def test_request_without_a_body_is_signed_without_content() -> None:
     assert header_fields(header)["sig"] == signed["signatures"]["a"]["ed25519:1"]
 
 
+@pytest.mark.parametrize("size", [12_287, 12_288, 64_000])
+def test_a_large_request_has_the_signature_that_a_small_one_would_have(size: int) -> None:
+    key = signing_key_from_seed("1", SEED)
+    oracle = signedjson.key.decode_signing_key_base64("ed25519", "1", ENCODED)
+    message = b"x" * size
+
+    assert key.sign(message) == b64encode(oracle.sign(message).signature).decode().rstrip("=")
+
+
 @pytest.mark.parametrize("name", ['b"', "b\\", "b\r\nX: y", "b c", "b\u00fc"])
 def test_name_that_would_break_the_header_is_refused(name: str) -> None:
     key = signing_key_from_seed("1", SEED)

@@ -168,8 +168,9 @@ class AttemptTimer(Alarm):
 
     def look_again(self, *, first: bool = False) -> None:
         """Have the task look again: an item may be due now. `first`: as of `Steps`."""
-        self._news = True
-        self._wake(first=first)
+        if first or not self._news:
+            self._news = True
+            self._wake(first=first)
 
     def ring(self) -> None:
         """Wake the task: its alarm has gone off."""

@@ -496,19 +496,17 @@ class EduFlow:
         while True:
             self._unsaved.clear()
             await trio.sleep(SAVE_EVERY_S)
+            # What comes from here on is heard of; an answer, or a turn, is not.
+            on_their_way = bool(self._later)
             active = list(self._registry.active.values())
             async for destination in self._context.runtime.turns.with_breaks(active):
+                waiting = destination.outbox.receipts
                 if not destination.state.healthy:
-                    destination.outbox.receipts.give_up()
+                    waiting.give_up()
+                on_their_way = on_their_way or waiting.owed_above is not None
             await self.save()
-            if not self._receipts_on_their_way:
+            if not on_their_way:
                 await self._unsaved.wait()
-
-    @property
-    def _receipts_on_their_way(self) -> bool:
-        """Whether owed receipts may change without notice: by an answer, or when a turn comes."""
-        owed = (item.outbox.receipts.owed_above for item in self._registry.active.values())
-        return bool(self._later) or any(above is not None for above in owed)
 
     async def save(self) -> None:
         """Write the receipts that are owed down, if they have changed."""
@@ -518,6 +516,8 @@ class EduFlow:
             self._saved = owed
 
     def _owed(self) -> OwedReceipts:
+        # Without a break, which is 7 ms for 10,000 servers: what went from a queue to the debts
+        # meanwhile, with a server that leaves memory, would be found in neither.
         position, debts = min([self._seen, *self._late_receipts]), dict(self._debts)
         for waiting in self._later.values():
             ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))
