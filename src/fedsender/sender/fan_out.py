@@ -38,7 +38,6 @@ from fedsender.store.engine import StoreError
 from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
 from fedsender.store.membership import Walk
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
-from fedsender.store.statements import in_chunks
 from fedsender.waiting import BeginAnew, Watermark, right_of_way
 
 log = structlog.get_logger()
@@ -398,11 +397,12 @@ class FanOut:
         if users:
             targets += self._pool.sent_by(users)
         queued = [target for target in targets if target in self._pool]
-        for chunk in in_chunks(queued, CHUNK):
-            found = await self._homeserver.events_by_id(chunk)
+        while queued:
+            found = await self._homeserver.events_by_id(queued[:CHUNK])
             async for event_id, row in self._context.runtime.turns.with_breaks(found.items()):
                 if row.redacted:
                     self._pool.redact(event_id, parse_row(row))
+            del queued[:CHUNK]
         self._redacted.difference_update(told)
 
     def redacted(self, event_ids: Collection[str]) -> None:

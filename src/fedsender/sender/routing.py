@@ -39,6 +39,7 @@ from fedsender.matrix import (
 from fedsender.store.event_rows import membership_in
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, Hosts, HostsUnknown
+from fedsender.store.statements import in_chunks
 from fedsender.waiting import Locks, again, doubling
 
 FIRST_WAIT_S = 0.1
@@ -46,6 +47,9 @@ FIRST_WAIT_S = 0.1
 REMEMBERED_S = 300.0
 """The time for which a route is remembered. Servers that catch up ask for the same events within
 minutes of each other; older routes would only fill memory, slowly, up to the bound."""
+
+JUDGED_AT_ONCE = 1_000
+"""The servers held against the policies in one go: 1 us each."""
 
 
 def supersedes(mark: int | None, stream_ordering: int) -> tuple[int, int] | None:
@@ -226,7 +230,8 @@ class Router:
         pdus: dict[str, Pdu] = {}
         good: list[EventRow] = []
         # To parse a user's event of 64 KiB may take 8 ms.
-        async for row in self._turns.with_breaks(filter(self.is_ours, rows)):
+        ours = [row for row in rows if self.is_ours(row)]
+        async for row in self._turns.with_breaks(ours):
             try:
                 pdus[row.event_id] = self.pdu_of(row)
             except BadEvent as error:
@@ -258,7 +263,7 @@ class Router:
                 known[row.event_id] = cached
         before = await self._servers_before(fresh, known_before or {})
         memberships = await self._memberships_before(fresh)
-        async for row in self._turns.with_breaks(fresh):
+        for row in fresh:
             servers = before[row.event_id]
             if isinstance(servers, HostsUnknown):
                 known[row.event_id] = bad(row, f"servers before it are unknown: {servers.reason}")
@@ -266,23 +271,29 @@ class Router:
             target = _target_outside(row, memberships.get(row.event_id))
             if target is not None:
                 servers |= {target}
-            goes = Goes(
-                self._narrow(servers, row.internal_metadata.get("send_on_behalf_of")), row.mark
-            )
+            behalf = row.internal_metadata.get("send_on_behalf_of")
+            goes = Goes(await self._narrow(servers, behalf), row.mark)
             known[row.event_id] = goes
             if self._cleared == cleared:
                 with suppress(ValueError):  # It alone is larger than the cache.
                     self._goes[(row.event_id, row.partial)] = goes
         return known
 
-    def _narrow(self, servers: frozenset[str], behalf: object) -> frozenset[str]:
+    async def _narrow(self, servers: frozenset[str], behalf: object) -> frozenset[str]:
         narrowed = self._narrowed.get((servers, behalf))
         if narrowed is None:
-            narrowed = self._narrowed[servers, behalf] = frozenset(
-                server
-                for server in servers
-                if server not in (self.server_name, behalf) and self.may_send_to(server)
+            cleared = self._cleared
+            parts = self._turns.with_breaks(in_chunks(servers, JUDGED_AT_ONCE))
+            narrowed = frozenset(
+                [
+                    server
+                    async for part in parts
+                    for server in part
+                    if server not in (self.server_name, behalf) and self.may_send_to(server)
+                ]
             )
+            if self._cleared == cleared:
+                self._narrowed[servers, behalf] = narrowed
         return narrowed
 
     async def _memberships_before(self, rows: Sequence[EventRow]) -> Mapping[str, str]:
