@@ -54,6 +54,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "path": Bench("fedsender_lab.bench.path", servers=1, events=40, rounds=1),
     "slow": Bench("fedsender_lab.bench.steady", servers=620, events=300, rounds=1),
     "restart": Bench("fedsender_lab.bench.backlog", servers=10_000, events=1, rounds=1),
+    "start": Bench("fedsender_lab.bench.backlog", servers=10_000, events=1, rounds=1),
     "overview": Bench("fedsender_lab.bench.backlog", servers=10_000, events=1, rounds=1),
     "replay": Bench("fedsender_lab.bench.backlog", servers=415, events=4_500, rounds=1),
     # Servers: those that come back; events: those of the room that they have missed.

@@ -13,6 +13,7 @@ from fedsender.admin.client import AdminClient
 from fedsender.daemon import Daemon
 from fedsender.embedded.store import own_store
 from fedsender.store import open_store, store_config
+from fedsender.store.records import Settlement
 from fedsender.streams import FeedRow, HostsRow, PduRow
 from fedsender_lab.bench.floor import open_floor
 from fedsender_lab.bench.homeserver import ROOM_VERSION, Room, signer
@@ -34,6 +35,10 @@ RESTART: dict[str, dict[str, Any]] = {
 }
 """By default at most 50 connections a second are opened: kinder, but 200 s for 10,000 servers."""
 ASKED = 20
+START_LOOK_SECONDS = 0.05
+SETTLED_SECONDS = 20.0
+"""After a start, until what it has begun has ended."""
+IDLE_SECONDS = 60.0
 REPLAY_ROOMS = 9
 FLOOR_EXCHANGES = 1_000
 
@@ -81,8 +86,11 @@ async def restart(options: Options) -> dict[str, Any]:
     }
 
 
-async def _fill(stage: Stage, messages: int) -> None:
-    """The state that an earlier daemon has left: a room with all servers, and messages."""
+async def _fill(stage: Stage, messages: int, *, behind: bool = True) -> None:
+    """The state that an earlier daemon has left: a room with all servers, and messages.
+
+    `behind`: whether all of them are owed the messages; else they were answered.
+    """
     runtime = stage.runtime
     room = Room(0, signer(stage.seed), runtime.now_ms())
     tokens: list[tuple[int, Sequence[FeedRow]]] = [
@@ -99,6 +107,8 @@ async def _fill(stage: Stage, messages: int) -> None:
         await own_store(store.homeserver).apply_feed_batch(tokens)
         owed = dict.fromkeys(((name, room.room_id) for name in stage.names), newest)
         await store.homeserver.commit_fan_out(newest, owed, dict.fromkeys(stage.names, 2))
+        if not behind:
+            await store.homeserver.settle([Settlement(name, newest) for name in stage.names])
 
 
 async def _all_attempted(stage: Stage, daemon: Daemon, meter: Meter) -> dict[str, float]:
@@ -123,6 +133,40 @@ async def _all_attempted(stage: Stage, daemon: Daemon, meter: Meter) -> dict[str
 def _was_tried(daemon: Daemon, name: str) -> bool:
     status = daemon.sender.registry.status(name)
     return status is not None and status.state.failures > 0
+
+
+# --- start ----------------------------------------------------------------------------------------
+
+
+async def start(options: Options) -> dict[str, Any]:
+    """From `fedsender run` until `/ready` says yes, with so many known servers: none is behind; all
+    are, and refuse. With none behind, also the CPU of a minute in which nothing happens."""
+    figures: dict[str, Any] = {"servers": options.servers}
+    for name, behind in (("none_behind", False), ("all_behind", True)):
+        async with open_stage(
+            [Servers(options.servers, listens=False)],
+            rooms=lambda _names: [],
+            settings={**RESTART, "destinations": {"defaults": {"backoff": {"first": "1h"}}}},
+        ) as stage:
+            await _fill(stage, options.events, behind=behind)
+            began = trio.current_time()
+            async with open_process(stage) as pid:
+                client = AdminClient.of(stage.config)
+                with trio.fail_after(PATIENCE_SECONDS):
+                    while True:
+                        if not await trio.to_thread.run_sync(client.problems):
+                            break
+                        await trio.sleep(START_LOOK_SECONDS)
+                figures[f"{name}_ready_s"] = round(trio.current_time() - began, 2)
+                figures[f"{name}_cpu_s"] = round(cpu_s_of(pid), 2)
+                if not behind:
+                    await trio.sleep(SETTLED_SECONDS)
+                    cpu_s = cpu_s_of(pid)
+                    await trio.sleep(IDLE_SECONDS)
+                    idle_s = cpu_s_of(pid) - cpu_s
+                    figures["idle_cpu_ms_per_min"] = round(idle_s * 60_000 / IDLE_SECONDS)
+    goal = {"none_behind_ready_s": 3, "all_behind_ready_s": 6, "idle_cpu_ms_per_min": 100}
+    return {**figures, "goal": goal, "broken": []}
 
 
 # --- overview -------------------------------------------------------------------------------------

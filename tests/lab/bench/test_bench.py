@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fedsender_lab.bench import main
+from fedsender_lab.bench import backlog, main
 
 pytestmark = pytest.mark.long
 
@@ -81,6 +81,18 @@ def test_restart_ends_when_good_refusing_and_silent_servers_were_tried(
     figures = figures_of(capfd, "restart", *tiny(50, 1))
     assert figures["servers"] == [48, 1, 1]
     assert figures["all_attempted_s"] > 0
+
+
+def test_start_tells_when_it_is_ready_and_what_an_idle_minute_costs(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "SETTLED_SECONDS", 0.5)
+    monkeypatch.setattr(backlog, "IDLE_SECONDS", 1.0)
+    figures = figures_of(capfd, "start", *tiny(20, 1))
+    for state in ("none_behind", "all_behind"):
+        assert figures[f"{state}_cpu_s"] > 0
+        assert figures[f"{state}_ready_s"] > 0
+    assert figures["idle_cpu_ms_per_min"] >= 0
 
 
 def test_overview_tells_the_time_of_each_screen(capfd: pytest.CaptureFixture[str]) -> None:
