@@ -538,6 +538,26 @@ async def test_events_are_parsed_with_breaks(
     assert world.servers[A].got == [*map(str, range(20))]
 
 
+async def test_the_servers_of_one_event_are_judged_with_breaks(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hold 10,000 servers against the policies takes 10 ms, for each event that has its own."""
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    monkeypatch.setattr(routing, "JUDGED_AT_ONCE", 1)
+    steps = StepsOf()
+    async with world.open():
+        await world.join(R1, A, B, C)
+        await world.say(R1, "1")
+    async with world.run() as sender:
+        trio.lowlevel.add_instrument(steps)
+        router = sender.context.router
+        monkeypatch.setattr(router, "may_send_to", steps.counting(router.may_send_to))
+        await settle()
+
+    assert steps.most == 1
+    assert [world.servers[name].got for name in (A, B, C)] == [["1"]] * 3
+
+
 async def test_the_step_that_offers_an_event_finds_out_no_sites(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
