@@ -61,6 +61,7 @@ async def _run(size: Size, directory: Path, stop_at: str | None) -> Report:
         with log_goes_to(partial(_hear, observed)):
             await Scenario(world).run()
         nursery.cancel_scope.cancel()
+    observed.disk.close()
     return _report(size, world)
 
 

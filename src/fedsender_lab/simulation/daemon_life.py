@@ -25,7 +25,6 @@ from fedsender.store import StoreConfig, store_config
 from fedsender.store.homeserver import HomeserverStore, RoomsLocked
 from fedsender.telemetry import Metrics
 from fedsender_lab.simulation.checks import CommitChecks, WireChecks
-from fedsender_lab.simulation.disk import Disk
 from fedsender_lab.simulation.observations import Observations
 from fedsender_lab.simulation.others import answer_as_synapse
 from fedsender_lab.testing.clock import derived, virtual_runtime
@@ -174,7 +173,7 @@ class Life:
         """From start to end, however it ends. Raises an error that ends it and should not."""
         observed = self._observed
         observed.life, observed.alive = self.number, True
-        observed.disk = Disk(self.directory, observed.orderings)
+        observed.disk.look_at(self.directory)
         observed.trace.note("life", self.number)
         SPEAKER.set(observed)
         try:
@@ -304,8 +303,7 @@ class Life:
         copy_files(self.directory, self.image)
         self._network.die()
         observed.tail.forget()
-        observed.disk.close()
-        observed.disk = Disk(self.image, observed.orderings)
+        observed.disk.look_at(self.image)
         self._wire.crashed()
         self._scope.cancel()
 

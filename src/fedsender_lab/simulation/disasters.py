@@ -319,7 +319,8 @@ class Backup:
         copies = Disk(self._directory)
         copies.back_up(directory, HOMESERVER, SENDER)
         copies.close()
-        observed.disk = disk = Disk(directory, observed.orderings)
+        disk = observed.disk
+        disk.look_at(directory)
         observed.counts["restores"] += 1
         observed.trace.note("restored", disk.position())
         self._operator.paused = list(self._paused)

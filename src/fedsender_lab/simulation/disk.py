@@ -58,7 +58,7 @@ class Orderings:
 
 
 class Disk:
-    """The files of one life of the daemon.
+    """The files of one life of the daemon at a time.
 
     Positions are given as tokens of the homeserver.
     """
@@ -69,6 +69,13 @@ class Disk:
         self._connections: dict[str, sqlite3.Connection] = {}
         self._quarantine: list[QuarantinedItem] | None = None
         self._by_event: dict[tuple[str | None, str], QuarantinedItem] = {}
+
+    def look_at(self, directory: Path) -> None:
+        """From now on, the files of another life."""
+        self.close()
+        self.directory = directory
+        self._quarantine = None
+        self._by_event = {}
 
     def back_up(self, to: Path, *names: str) -> None:
         """Copy these databases as they are, as `sqlite3 FILE .backup` does."""

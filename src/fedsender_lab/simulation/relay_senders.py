@@ -136,6 +136,7 @@ async def _run(size: Size, directory: Path) -> Report:
         with log_goes_to(partial(_hear, views, world.sender.observed)):
             await world.run()
         nursery.cancel_scope.cancel()
+    world.sender.observed.disk.close()
     counts = Counter(world.sender.observed.counts)
     counts["events"] = len(world.sender.homeserver.steps)
     counts.update({f"relay: {name}": count for name, count in views.counts.items()})

@@ -21,7 +21,7 @@ from fedsender_lab.simulation.checks import (
 )
 from fedsender_lab.simulation.daemon_life import CrashPlan, Life
 from fedsender_lab.simulation.disasters import SECRET_CONTENT
-from fedsender_lab.simulation.disk import Disk
+from fedsender_lab.simulation.disk import Disk, Orderings
 from fedsender_lab.simulation.observations import Observations, ServerViews
 from fedsender_lab.simulation.outbox import PushFront
 from fedsender_lab.simulation.receiver import Inspector, RemoteServer, Site, make_site, publish
@@ -200,7 +200,9 @@ def people(
     """
     homeserver = origins.homeserver
     views = ServerViews([site.name for site in sites.values()])
-    observed = Observations(homeserver, views, Trace(), Disk(directory))
+    orderings = Orderings()
+    disk = Disk(directory, orderings)
+    observed = Observations(homeserver, views, Trace(), disk, orderings=orderings)
     observed.secrets = origins.secrets
     observed = make_observed(observed)
     ledger = LedgerChecks(observed)
