@@ -139,11 +139,11 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {transport._ANSWER_BYTES_PER_PDU // kib} KiB more",
         f"{transport._PARTS:,} of the characters `[` `{{` `,` and {transport._PARTS_PER_PDU} more",
         f"{bounds.framing_bytes // kib} KiB in all and {bounds.headers} headers;"
-        f" {transport._PIECE_BYTES} bytes are counted for each piece",
+        f" {transport._PIECE_BYTES} bytes at least are counted for each piece",
         f"{tls.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
         f" {tls.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
         f"{tls.MAX_TLS_RECORDS} records, {tls.MAX_TLS_BYTES // kib} KiB, without data between two"
-        f" requests, and {tls.MAX_TLS_PIECES:,} pieces that complete no record",
+        f" requests, and {tls.MAX_SMALL_PIECES} pieces of less than {tls.SMALL_PIECE_BYTES} bytes",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
         f"`request_timeout` ({Policy().request_timeout:.0f} s)",

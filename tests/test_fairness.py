@@ -281,6 +281,26 @@ async def test_what_fails_or_is_cancelled_is_charged_and_in_nobodys_way(
     await loop.take("honest.example", 0.001)
 
 
+@pytest.mark.parametrize("usual", [False, True])
+async def test_what_is_never_usual_is_charged_however_cheap_one_step_is(
+    autojump_clock: MockClock, usual: bool
+) -> None:
+    """The pieces of an answer: 1,000 of them cost what 300 honest answers do."""
+    loop = Loop()
+    kind = loop.turns.answer if usual else None
+
+    async def drip() -> None:
+        while True:
+            await loop.turns.take(("evil.example",), kind, partial(loop.work, 0.0009))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(100):
+            nursery.start_soon(drip)
+        await loop.until(lambda: loop.cpu_s > 1)
+        nursery.cancel_scope.cancel()
+    assert (loop.turns.accounts.mark(("evil.example",)) == 0) is usual
+
+
 async def test_who_leads_may_be_cancelled(autojump_clock: MockClock) -> None:
     loop, had = Loop(), []
 

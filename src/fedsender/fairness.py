@@ -428,7 +428,7 @@ class _Turn(Generic[T]):
     __slots__ = ("args", "body", "called", "error", "had", "payers", "result", "since", "usual")
 
     def __init__(
-        self, payers: Payers, usual: Usual, body: Callable[..., T], args: tuple[object, ...]
+        self, payers: Payers, usual: Usual | None, body: Callable[..., T], args: tuple[object, ...]
     ) -> None:
         self.payers, self.usual, self.body, self.args = payers, usual, body, args
         self.since = trio.current_time()
@@ -498,8 +498,13 @@ class Turns(trio.abc.Instrument):
         """Note that a pass of the loop has ended."""
         self._spent_s = 0.0
 
-    async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
-        """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait."""
+    async def take(
+        self, payers: Payers, usual: Usual | None, body: Callable[..., T], *args: object
+    ) -> T:
+        """What `body` returns or raises, called in a turn; a checkpoint only if there is a wait.
+
+        `usual`: the cost that is not charged; None: all of it is.
+        """
         if self._spent_s < PASS_S and not self.accounts.waiting:
             return self._have(payers, usual, body, args)
         with for_us():
@@ -515,7 +520,7 @@ class Turns(trio.abc.Instrument):
         return _WithBreaks(iter(items), self._cpu_s)
 
     def _have(
-        self, payers: Payers, usual: Usual, body: Callable[..., T], args: tuple[object, ...]
+        self, payers: Payers, usual: Usual | None, body: Callable[..., T], args: tuple[object, ...]
     ) -> T:
         began = self._cpu_s()
         try:
@@ -524,9 +529,10 @@ class Turns(trio.abc.Instrument):
             cost = self._cpu_s() - began
             self._spent_s += cost
             if self.accounts.calm:
-                usual.vote(payers[0], cost)
+                if usual is not None:
+                    usual.vote(payers[0], cost)
             else:
-                above = cost - usual.cost
+                above = cost if usual is None else cost - usual.cost
                 self.accounts.charge(payers, cost, above)
                 if above > 0:
                     self._note(payers[0], above)

@@ -42,7 +42,7 @@ _TARGET: Final = re.compile(r"/[!-~]*", re.ASCII)
 _TELLING: Final = frozenset((b"content-encoding", b"transfer-encoding", b"content-length"))
 _HEADER_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 MAX_TEXT: Final = 300
-_PIECE_BYTES: Final = 32
+_PIECE_BYTES: Final = 256
 # Answers of this size are always read: there are only so many connections.
 _UNCOUNTED_BYTES: Final = 16_384
 _COUNTED_BYTES: Final = 32 * 1024 * 1024
@@ -63,8 +63,8 @@ class Bounds(NamedTuple):
 
     Attributes:
         body_bytes: its body.
-        framing_bytes: all else: status line, headers, chunk sizes, trailers and 1xx answers; and 32
-            bytes for each piece in which it arrives, because a piece costs work too.
+        framing_bytes: all else: status line, headers, chunk sizes, trailers and 1xx answers; a
+            piece in which it arrives counts as 256 bytes at least, because it costs work too.
         headers: the most headers in one answer, trailers included.
     """
 
@@ -174,7 +174,7 @@ class ResponseReader:
 
     def feed(self, data: bytes | bytearray) -> None:
         """Take bytes from the peer; raises ExchangeFailed."""
-        self._framing += len(data) + _PIECE_BYTES
+        self._framing += max(len(data), _PIECE_BYTES)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:

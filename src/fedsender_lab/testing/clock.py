@@ -84,13 +84,20 @@ class TurnsByTable(Turns):
         super().__init__(lambda: self._worked_s)
         self._worked_s = self._passed_s = 0.0
         # As measured; a handshake takes two or three.
-        self._costs_s = {self.handshake: 0.001, self.lookup: 0.0002, self.answer: 0.0001}
+        self._costs_s = {
+            self.handshake: 0.001,
+            self.lookup: 0.0002,
+            self.answer: 0.0001,
+            None: 0.00002,  # The rest of an answer.
+        }
 
     def work(self, seconds: float) -> None:
         """What one turn costs beyond that; called in it."""
         self._worked_s += seconds
 
-    async def take(self, payers: Payers, usual: Usual, body: Callable[..., T], *args: object) -> T:
+    async def take(
+        self, payers: Payers, usual: Usual | None, body: Callable[..., T], *args: object
+    ) -> T:
         def charged() -> T:
             self.work(self._costs_s[usual])
             return body(*args)
