@@ -589,6 +589,19 @@ def test_openapi_and_the_unit_are_printed(capsys: pytest.CaptureFixture[str]) ->
     assert "ExecStart=/opt/fedsender run -c /etc/f.yaml\n" in capsys.readouterr().out
 
 
+def test_an_empty_argument_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So pasted lines with a variable that is not set do not read or write what lies there."""
+    (tmp_path / "homeserver.yaml").write_text("server_name: a.example\n")
+    monkeypatch.chdir(tmp_path)
+    for words in (["homeserver.yaml", ""], ["homeserver.yaml", "--secrets", ""]):
+        assert run_command(["config", "from-synapse", *words]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("fedsender: an argument is empty")
+        assert said.out == ""
+
+
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["--version"]) == 0
     assert capsys.readouterr().out == f"fedsender {version()}\n"

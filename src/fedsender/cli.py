@@ -80,6 +80,9 @@ def run_command(arguments: Sequence[str]) -> int:
     if not arguments:
         app(args=["--help"], prog_name="fedsender", standalone_mode=False)
         return USAGE
+    if "" in arguments:
+        # As a path it would be the current directory.
+        return _complain("an argument is empty: a variable of the shell that is not set?", USAGE)
     try:
         code = app(args=list(arguments), prog_name="fedsender", standalone_mode=False)
     except (TyperException, Mistake) as error:
