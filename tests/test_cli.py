@@ -366,6 +366,8 @@ async def test_quarantine_is_listed_released_and_dropped(
         assert [item["id"] for item in shell.lines] == [pdu, edu]
         assert await shell("quarantine", "list", "--server", B, "--json") == 0
         assert shell.lines == []
+        assert await shell("quarantine", "list", "--server", B) == 0
+        assert shell.out == "nothing in quarantine\n"
 
         assert await shell("quarantine", "release", str(pdu), str(edu)) == 1
         assert f"released: {pdu}" in shell.out

@@ -443,7 +443,7 @@ async def test_somebody_else_under_our_name_stops_us(autojump_clock: Clock, line
         await until_stopped()
     taken = caught.value.subgroup(InstanceTaken)
     assert taken is not None
-    assert "our instance name" in str(_leaves(taken)[0])
+    assert "our instance name: stop it" in str(_leaves(taken)[0])
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 from tests.sender.harness import World
 from tests.sender.test_recovery import A, B, a_store, fan_out_upto, start
 from trio.testing import MockClock
@@ -64,10 +65,14 @@ async def test_where_another_sender_went_on_unasked_the_stream_was_handed_over(
         await fan_out_upto(store, 30)
         await hand_over(store, "fed1")
         await move_on(store, 60, acked=acked)
-        await start(store, tmp_path, "b2", lambda server: server == A)
+        with capture_logs() as logged:
+            await start(store, tmp_path, "b2", lambda server: server == A)
         # A backup that came back is no other sender's doing.
         await move_on(store, 50)
         await start(store, tmp_path, "b3")
+    if acked is not None:
+        (moved,) = [entry for entry in logged if entry["event"] == "database_moved"]
+        assert moved["reason"] == "another sender has been at work: the events position is 60"
     assert notes(tmp_path / "ledger") == [
         ("owned", "*", 20, None),
         ("handed_over", A, 30, 7),

@@ -442,11 +442,13 @@ def quarantine_list(
 
     pages = _client(config).pages("quarantine", destination=server, limit=1000)
     entries = (item for page in pages for item in page["items"])
-    if not as_json:
-        show(display.quarantine(entries))
-        return DONE
-    for entry in entries:
-        say_json(entry)
+    if as_json:
+        for entry in entries:
+            say_json(entry)
+    elif found := list(entries):
+        show(display.quarantine(found))
+    else:
+        say("nothing in quarantine")
     return DONE
 
 

@@ -276,8 +276,8 @@ class SynapseFeed(Feed):
                 if self._echoes.is_ours(SPOKEN.format(command)):
                     return True
                 raise InstanceTaken(
-                    f"somebody else says {type(command).__name__.upper()} as"
-                    f" {self._instance!r}, our instance name"
+                    f"another sender, perhaps Synapse's own worker, runs as {self._instance!r},"
+                    f" our instance name: stop it (it said {type(command).__name__.upper()})"
                 )
         return False
 

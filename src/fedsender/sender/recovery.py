@@ -187,7 +187,8 @@ class _Recovery:
         if left.restored is not None:
             return f"a backup of {left.restored} was restored"
         if there.ours is not None and there.ours != there.position:
-            return f"the events position is {there.position}, and was {there.ours} when we left it"
+            # Synapse's sender leaves 0 where our position was.
+            return f"another sender has been at work: the events position is {there.position}"
         if there.mark is not None and there.mark != left.mark:
             return "the homeserver's database is not the one that we left"
         known = max(left.events_position, newest_frozen, await self._newest_settled())
