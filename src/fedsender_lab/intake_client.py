@@ -240,13 +240,15 @@ class IntakeClient:
         tokens: list[int | None] = (await self._append(records, epoch))["tokens"]
         return tokens
 
-    async def append_to_sign(self, records: Sequence[NewRecord]) -> list[dict[str, Any] | None]:
-        """The same at a sender with `sign_events`; the event of each record as it is stored.
+    async def append_to_sign(
+        self, records: Sequence[NewRecord], *, epoch: str | None = None
+    ) -> list[tuple[int | None, dict[str, Any] | None]]:
+        """The same at a sender with `sign_events`; the token of each record, and its event.
 
         `event_id`, `hashes` and `signatures` of it; None for a record without an event.
         """
-        events: list[dict[str, Any] | None] = (await self._append(records))["events"]
-        return events
+        answer = await self._append(records, epoch)
+        return list(zip(answer["tokens"], answer["events"], strict=True))
 
     async def _append(
         self, records: Sequence[NewRecord], epoch: str | None = None

@@ -31,7 +31,7 @@ from fedsender.matrix import ROOM_VERSIONS, redact
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
 from fedsender_lab.demo import process
-from fedsender_lab.intake_client import NewRecord
+from fedsender_lab.intake_client import EpochOver, NewRecord
 from fedsender_lab.testing.appends import append_of
 from fedsender_lab.testing.clock import until
 from fedsender_lab.testing.rules import ReceivedPdu, pdu_reader
@@ -219,8 +219,12 @@ async def test_what_is_signed_arrives_and_its_receiver_can_check_it(tmp_path: Pa
             NewRecord([["hosts", [room_id, [server.name], []]]], "hosts"),
             NewRecord([["pdu", [room_id, None, event, {"room_version": "11"}]]], "one"),
         ]
-        _, shown = await client.append_to_sign(records)
-        assert (await client.append_to_sign(records))[1] == shown
+        with pytest.raises(EpochOver):
+            await client.append_to_sign(records, epoch="another")
+        epoch = (await client.position()).epoch
+        first, (token, shown) = await client.append_to_sign(records, epoch=epoch)
+        assert (first, token) == ((1, None), 2)
+        assert (await client.append_to_sign(records))[1] == (token, shown)
         await until(lambda: arrived)
     ((received, pdu),) = arrived
     assert shown is not None
