@@ -605,6 +605,7 @@ async def test_one_of_several_senders_hands_back_what_is_its_own(
         assert len(refused.losses) == len(of_a) + 1
         assert len(refused.repeats) == len(of_a)
         said = " ".join((*refused.losses, *refused.repeats))
+        assert "was sent and had no 200" in said
         assert f"all servers, room {ROOM}: 2 in quarantine" in said
         assert all(name in said for name in of_a)
         assert not any(name in said for name in of_b)

@@ -213,9 +213,9 @@ async def _unanswered(store: Store, name: str, next_sender: str) -> str:
     sent = TransactionRecord.from_json(record.manifest)
     rooms = ", ".join(sorted({pdu.room_id for pdu in sent.pdus}))
     return (
-        f"{name}: transaction {record.transaction_id} ({len(sent.pdus)} events"
-        f"{' of ' + rooms if rooms else ''}, {sum(sent.edus.values())} EDUs) was sent and not"
-        f" answered; {next_sender} will send the newest event of each room, to-device messages and"
+        f"{name}: transaction {record.transaction_id} (PDUs: {len(sent.pdus)}"
+        f"{', of ' + rooms if rooms else ''}; EDUs: {sum(sent.edus.values())}) was sent and had no"
+        f" 200; {next_sender} will send the newest event of each room, to-device messages and"
         " device lists again, and no receipts"
     )
 
