@@ -73,28 +73,32 @@ def standing(main: Source, own: Source | None, config: Config) -> Standing:
     Raises:
         PipelineError: the homeserver has no position at all.
     """
-    names, ours, walked, since = config.senders, [config.instance_name], list[int](), None
+    names, ours, since = config.senders, [config.instance_name], None
+    walks: Sequence[tuple[str, int, int]] = ()
     table = tables.federation_stream_position.c
     query = sa.select(table.instance_name, table.stream_id).where(table.type == "events")
 
     def look_at_senders(
         connection: Connection,
-    ) -> tuple[Sequence[str] | None, int | None, set[str], list[int]]:
+    ) -> tuple[Sequence[str] | None, int | None, set[str], Sequence[tuple[str, int, int]]]:
         found = sa.select(tables.sender_list.c.in_force, tables.sender_list.c.since)
         in_force, since = connection.execute(found).one_or_none() or (None, None)
         ran = connection.execute(sa.select(tables.leases.c.instance_name)).scalars()
-        walks = connection.execute(sa.select(tables.walks.c.after)).scalars()
-        return in_force, since, set(ran), list(walks)
+        walk = tables.walks.c
+        walks = connection.execute(sa.select(walk.instance_name, walk.after, walk.upto))
+        return in_force, since, set(ran), [(name, after, upto) for name, after, upto in walks]
 
     # Before the walks: a list that comes into force meanwhile has a walk from the lowest of these.
     places = dict(main.read(lambda found: found.execute(query).all()))
     if not places:
         raise PipelineError("homeserver database: federation_stream_position has no row 'events'")
     if own is not None and not own.is_file:
-        in_force, since, ran, walked = own.read(look_at_senders)
+        in_force, since, ran, walks = own.read(look_at_senders)
         names = tuple(in_force or names)
         ours = [name for name in names if name in ran] or ours
     there = [places[name] for name in ours if name in places] or [min(places.values())]
+    # A sender whose position is past its walk has ended it.
+    walked = [after for name, after, upto in walks if places.get(name, -1) <= upto]
     upto, newest = max(0, min(there + walked)), max(there + walked)
     return Standing(names, tuple(ours), upto, newest, since)
 

@@ -1,7 +1,9 @@
 """The homeserver's PostgreSQL fails over, while we run, to a replica that was behind."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -13,6 +15,7 @@ from tests.sender.test_locked_rooms import ALICE, NEAR, OLD, OTHER, PURGED, Post
 from tests.servers import Databases, Postgres, open_postgres
 from tests.store import synapse_schema
 
+from fedsender.sender.fan_out import FanOut
 from fedsender.store import StoreError, tables
 from fedsender.store.positions import SetBack
 from fedsender.store.records import Settlement
@@ -299,3 +302,93 @@ async def test_an_event_that_a_failover_takes_before_its_commit_hides_no_other(
                 connection.execute("SELECT nextval('events_stream_seq')")
             world.told(ELSEWHERE, 3, "new")
             await until(lambda: near.got == ["first", "new"])
+
+
+async def test_what_a_walk_had_noted_and_a_failover_takes_is_noted_again(
+    tmp_path: Path, server: Postgres
+) -> None:
+    """I2: the copy is from before the walk's end, and our position there is as we left it."""
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
+    await world.found()
+    near, down = world.servers[NEAR], world.servers[DOWN]
+    near.down = down.down = True
+    async with world.open() as opened:
+        for room_id, group, text in ((ROOM, 1, "one"), (ELSEWHERE, 3, "two"), (ROOM, 1, "three")):
+            world.told(room_id, group, text, tell=False)
+        await opened.homeserver.events_position()
+        move(server, world, world.token)
+        # All servers were another sender's, which has noted nothing of this.
+        places = {"fedsender": world.token, "other": 0}
+        await opened.sender.senders.follow(("fedsender",), places)
+    await trio.to_thread.run_sync(server.copy)
+    with trio.fail_after(60):
+        async with world.run() as sender:
+            await until(lambda: rows(server, world, "destination_rooms") == 2)
+            await until(lambda: sender.fan_out.position == world.token)
+            await trio.to_thread.run_sync(server.fail_over)
+            world.told(ELSEWHERE, 3, "four")
+            await until(lambda: sender.fan_out.position == world.token)
+            near.down = down.down = False
+            sender.registry.wake([DOWN, NEAR], by_admin=True)
+            await until(lambda: near.got == ["two", "four"])
+            await until(lambda: down.got == ["one", "three"])
+
+
+async def test_an_event_that_gets_the_id_of_one_that_was_to_be_walked_is_not_passed(
+    tmp_path: Path, server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I1: the copy ends before the walk does, and what comes then is for the fan-out."""
+    runs, run = list[FanOut](), FanOut.run
+
+    async def run_after_the_walk(fan_out: FanOut, *rest: Any) -> None:
+        runs.append(fan_out)
+        await run(fan_out, *rest)
+
+    monkeypatch.setattr(FanOut, "run", run_after_the_walk)
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
+    await world.found()
+    near = world.servers[NEAR]
+    async with world.open() as opened:
+        world.told(ELSEWHERE, 3, "one", tell=False)
+        await opened.homeserver.events_position()
+        move(server, world, 1)
+    await trio.to_thread.run_sync(server.copy)
+    async with world.open() as opened:
+        world.told(ELSEWHERE, 3, "lost", tell=False)
+        await opened.sender.senders.follow(("fedsender",), {"fedsender": 1, "other": 2})
+    with trio.fail_after(60):
+        async with world.run():
+            await until(lambda: near.got == ["lost"])
+            await trio.to_thread.run_sync(server.fail_over)
+            with suppress(SetBack):
+                await world.store.homeserver.check_left()
+            await until(lambda: len(runs) == 2)
+            world.token -= 1
+            world.told(ELSEWHERE, 3, "new")
+            await until(lambda: near.got == ["lost", "new"])
+
+
+async def test_a_failover_to_before_our_first_position_is_no_stranger_in_our_place(
+    tmp_path: Path, server: Postgres
+) -> None:
+    """All servers were another sender's until a change of the list, of which the copy has nothing;
+    that sender is in the list no more."""
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
+    await world.found()
+    near = world.servers[NEAR]
+    async with world.open() as opened:
+        await opened.homeserver.events_position()
+        with server.connect(world.url.rpartition("/")[2]) as connection:
+            connection.execute(
+                "UPDATE federation_stream_position SET instance_name = 'other', stream_id = 0"
+            )
+        world.told(ELSEWHERE, 3, "one", tell=False)
+        await trio.to_thread.run_sync(server.copy)
+        await opened.sender.senders.follow(("fedsender",), {"other": 0})
+    with trio.fail_after(60):
+        async with world.run():
+            await until(lambda: near.got == ["one"])
+            await trio.to_thread.run_sync(server.fail_over)
+            world.told(ELSEWHERE, 3, "two")
+            await until(lambda: near.got[-1] == "two")
+            assert (await world.store.homeserver.senders()).keys() == {"fedsender"}

@@ -116,12 +116,14 @@ async def test_who_has_not_walked_to_the_end_begins_where_it_was_and_for_all_ser
     """The next change comes before fed2 has ended its walk; fed3 is new."""
     one, two, other = three
     await change(*three, places={"fed1": 3, "fed2": 9}, to=("fed2", "fed1"))
-    await one.sender.senders.end_walk()
-    await two.sender.senders.walked(4)
-    await two.sender.senders.walked(2)
-    assert await change(*three, places={"fed1": 20, "fed2": 20}, to=BC)
-    assert await two.sender.senders.walk() == Walk(4, 20, None)
-    assert await other.sender.senders.walk() == Walk(4, 20, ("fed2", "fed1"))
+    assert await change(*three, places={"fed1": 20, "fed2": 9}, to=BC)
+    assert await two.sender.senders.walk() == Walk(3, 20, None)
+    assert await other.sender.senders.walk() == Walk(3, 20, ("fed2", "fed1"))
+    assert await change(*three, places={"fed2": 21}, to=AB)
+    assert await one.sender.senders.walk() == Walk(3, 21, BC)
+    assert await two.sender.senders.walk() == Walk(3, 21, BC)
+    assert await change(*three, places={"fed1": 22, "fed2": 22}, to=BC)
+    assert await two.sender.senders.walk() == Walk(22, 22, AB)
 
 
 async def test_a_lease_that_nobody_renews_lapses_and_is_void(
@@ -282,5 +284,10 @@ async def test_all_is_walked_for_when_the_homeservers_database_was_set_back(
     members = three[0].sender.senders
     await members.walk_anew({"fed1": 7, "fed2": 4})
     assert await members.walk() == Walk(4, 7, None)
+    # Set back once more: to before that walk's end, to before our position, and to after its end.
     await members.walk_anew({"fed1": 6, "fed2": 6})
     assert await members.walk() == Walk(4, 7, None)
+    await members.walk_anew({"fed2": 9})
+    assert await members.walk() == Walk(4, 9, None)
+    await members.walk_anew({"fed1": 12, "fed2": 11})
+    assert await members.walk() == Walk(11, 12, None)

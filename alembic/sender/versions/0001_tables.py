@@ -287,7 +287,7 @@ def upgrade() -> None:
             "after",
             sa.BigInteger(),
             nullable=False,
-            comment="up to here all is noted as owed",
+            comment="up to here all was noted as owed before",
         ),
         sa.Column(
             "upto",

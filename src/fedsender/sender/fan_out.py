@@ -90,6 +90,7 @@ class FanOut:
         self._pool = context.pdu_pool
         # Events up to `upto` of the servers that it has gained are noted as owed by the walk alone.
         self._walk: Walk | None = None
+        self._walked = -1
         self._gained: Callable[[str], bool] = lambda _: False
         self._walks = False
         # Held by a step, while an event is passed over, and while a room is freed.
@@ -133,7 +134,6 @@ class FanOut:
         try:
             await self.look_again()
             while True:
-                await self._end_walk()
                 if events.value <= self.position:
                     self._behind_since = None
                 upto = await events.wait_past(self.position)
@@ -154,31 +154,28 @@ class FanOut:
         The sender that had them may not have been as far as another one. Nothing is sent before:
         what is noted as owed later would be passed. May be repeated.
         """
-        senders, position = self._context.store.senders, await self._at()
-        walk = await senders.walk()
-        self._walk, self._gained = walk, lambda _: False
-        if walk is None:
+        position, walk = await self._at(), await self._context.store.senders.walk()
+        if walk is None or position > walk.upto:
+            self._walk, self._gained = None, lambda _: False
             return
-        self._gained = walk.of(self._context.instance)
-        if walk.after < walk.upto:
-            log.info("walk_begun", after=walk.after, upto=walk.upto, position=position)
-        self._walks, self.position = True, walk.after
+        # A failover may have taken the last of these events, and new ones get their ids.
+        walk = walk._replace(upto=min(walk.upto, await self._homeserver.newest_event()))
+        self._walk, self._gained = walk, walk.of(self._context.instance)
+        after = max(walk.after, self._walked)
+        if after < walk.upto:
+            log.info("walk_begun", after=after, upto=walk.upto, position=position)
+        self._walks, self.position = True, after
         try:
             await self.look_again()
             while self.position < walk.upto:
                 async with self._turn:
                     await self._step_or_stand(walk.upto)
         finally:
+            self._walked = self.position
             self._walks, self.position = False, -1
 
     async def _at(self) -> int:
         return (await self._homeserver.generation()).position
-
-    async def _end_walk(self) -> None:
-        """Forget the walk once our own position is past it."""
-        if self._walk is not None and self.position >= self._walk.upto:
-            await self._context.store.senders.end_walk()
-            self._walk = None
 
     async def _note(
         self,
@@ -190,10 +187,8 @@ class FanOut:
         """Commit what is owed, and how far we are; returns the rooms that are gone."""
         if not self._walks:
             return await self._homeserver.commit_fan_out(position, owed, first, newest)
-        # Our events position stays: the walk has one of its own, and may be repeated from there.
-        gone = await self._homeserver.commit_fan_out(await self._at(), owed, first, newest)
-        await self._context.store.senders.walked(position)
-        return gone
+        # Our events position stays: the walk has one of its own, in memory.
+        return await self._homeserver.commit_fan_out(await self._at(), owed, first, newest)
 
     async def _hear_anew(self, events: Watermark, reason: NotGiven) -> None:
         """Let go of the position that we heard of, and have the feed ask for the present ones.
@@ -210,7 +205,7 @@ class FanOut:
         """Go back to this position: the database was set back. `run` does not run now."""
         # Else an operator's skip could move the position, by a token that is void.
         async with self._turn:
-            self.position = position
+            self.position, self._walked = position, -1
             self._one_by_one, self.standstill = 0, None
             self._behind_since = self._received_ms = None
             self._emptied += 1

@@ -191,10 +191,12 @@ class _Recovery:
             return f"another sender has been at work: the events position is {there.position}"
         if there.mark is not None and there.mark != left.mark:
             return "the homeserver's database is not the one that we left"
-        known = max(left.events_position, newest_frozen, await self._newest_settled())
+        known = max(newest_frozen, await self._newest_settled())
         # Who had servers of ours before may have been ahead of us.
         walk = await self.store.sender.senders.walk()
-        if max(there.position, -1 if walk is None else walk.upto) < known:
+        ahead = max(there.position, -1 if walk is None else walk.upto)
+        if there.position < left.events_position or ahead < known:
+            known = max(known, left.events_position)
             return f"the events position went back to {there.position} from {known}"
         return None
 

@@ -234,8 +234,12 @@ class HomeserverStore(ABC):
                 raise
 
     def _check_as_left(self, connection: Connection) -> None:
+        # First: a failover may explain what the positions do not.
+        self._check_timeline(connection)
         instance, listed = self._settings.instance, self._settings.instances
         positions.check_left(connection, instance, lambda: self._left, listed)
+
+    def _check_timeline(self, connection: Connection) -> None:
         if self._has_timeline is None:
             self._has_timeline = positions.has_timeline(connection)
         if self._has_timeline:
@@ -366,6 +370,11 @@ class HomeserverStore(ABC):
         1) never come.
         """
         return event_rows.read_events(connection, after, upto, limit, schema=self._schema)
+
+    @reading
+    def newest_event(self, connection: Connection) -> int:
+        """The highest stream ordering of an event; 0: there is none."""
+        return event_rows.newest(connection)
 
     @reading_together()
     def room_events(
@@ -560,6 +569,8 @@ class HomeserverStore(ABC):
         instance, left = self._settings.instance, self._left
 
         def commit(connection: Connection) -> set[str]:
+            # A walk's notes may be gone, and our position as we left it: it is not to move on then.
+            self._check_timeline(connection)
             self._check_stored(connection, position)
             if newest is not None and not connection.scalar(_IS_THERE, {"event_id": newest}):
                 raise NotThere

@@ -3,10 +3,12 @@
 A change of it is one at a time, by compare-and-swap on that row. `switching.senders` has the steps.
 Whoever gains servers by a change gets a *walk*: the servers' events from the lowest position of any
 sender of the old list on may not be noted as owed to them, because the sender that had them was not
-so far.
+so far. It has ended once its sender's events position, in the homeserver's database, is past it.
+That database may be set back alone, with all that the walk has noted there: so its row says where
+it begins, and stays until the list changes again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -49,7 +51,7 @@ class Walk(NamedTuple):
     """The events that the servers that a sender has gained may lack.
 
     Attributes:
-        after: up to here all that they are owed is noted.
+        after: up to here all that they are owed was noted before.
         upto: the last of them, a stream ordering.
         before: the list by which it is seen what was gained; None: everything was.
     """
@@ -240,12 +242,17 @@ class Membership:
         if any(name in rows and rows[name].sends(standing.change) for name in standing.in_force):
             return False
         old, new = standing.in_force, standing.wanted
-        unfinished = list(connection.execute(select(walks.c.after, walks.c.upto)))
+        # Whoever is no further than its walk may not have ended it.
+        unfinished = {
+            row.instance_name: row
+            for row in connection.execute(select(walks))
+            if places.get(row.instance_name, -1) <= row.upto
+        }
         there = [places[name] for name in old if name in places]
-        lowest = min([*there, *(after for after, _ in unfinished)], default=None)
-        highest = max([*there, *(upto for _, upto in unfinished)], default=None)
+        lowest = min([*there, *(row.after for row in unfinished.values())], default=None)
+        highest = max([*there, *(row.upto for row in unfinished.values())], default=None)
         if lowest is not None and highest is not None:
-            _send_to_walk(connection, new, lowest, highest, old)
+            _send_to_walk(connection, new, lowest, highest, old, unfinished)
         # What a name left behind when it was in the list before says nothing of it now.
         fresh = [name for name in new if name not in old]
         generation = tables.generation
@@ -262,7 +269,7 @@ class Membership:
 
     @reading
     def walk(self, connection: Connection) -> Walk | None:
-        """Our walk; None: it has ended."""
+        """Our walk by the list in force, also if it has ended; None: we gained nothing."""
         row = connection.execute(
             select(walks.c.after, walks.c.upto, walks.c.before).where(
                 walks.c.instance_name == self._instance
@@ -278,21 +285,14 @@ class Membership:
 
         `places`: the events position of each sender.
         """
-        query = select(walks.c.after, walks.c.upto).where(walks.c.instance_name == self._instance)
-        far = [*places.values(), *(at for row in connection.execute(query) for at in row)]
-        row = {"instance_name": self._instance, "after": min(far), "upto": max(far), "before": None}
+        query = select(walks).where(walks.c.instance_name == self._instance)
+        unfinished = connection.execute(
+            query.where(walks.c.upto >= places.get(self._instance, -1))
+        ).all()
+        after = min([*places.values(), *(row.after for row in unfinished)])
+        upto = max([*places.values(), *(row.upto for row in unfinished)])
+        row = {"instance_name": self._instance, "after": after, "upto": upto, "before": None}
         replace_rows(connection, walks, ("instance_name",), [row])
-
-    @writing
-    def walked(self, connection: Connection, after: int) -> None:
-        """Note that all up to here is noted as owed; upwards only."""
-        query = update(walks).where(walks.c.instance_name == self._instance, walks.c.after < after)
-        connection.execute(query.values(after=after))
-
-    @writing
-    def end_walk(self, connection: Connection) -> None:
-        """Note that our walk has ended, and that our events position is past it."""
-        connection.execute(delete(walks).where(walks.c.instance_name == self._instance))
 
     @reading
     def holders(self, connection: Connection) -> dict[str, Holder]:
@@ -326,7 +326,7 @@ def _walk_if_others_sent(
 ) -> None:
     """Write walks for all servers, unless it is these senders that have sent so far."""
     if places and set(senders) != set(places):
-        _send_to_walk(connection, senders, min(places.values()), max(places.values()), None)
+        _send_to_walk(connection, senders, min(places.values()), max(places.values()), None, ())
 
 
 def _send_to_walk(
@@ -335,10 +335,10 @@ def _send_to_walk(
     after: int,
     upto: int,
     before: Sequence[str] | None,
+    unfinished: Collection[str],
 ) -> None:
     """Write a walk for each of them. Whoever has one that is unfinished walks for all its servers:
     some of them are from the list before that one."""
-    unfinished = set(connection.execute(select(walks.c.instance_name)).scalars())
     connection.execute(delete(walks))
     rows = [
         {

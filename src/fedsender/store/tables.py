@@ -444,7 +444,7 @@ walks = Table(
     "walks",
     sender,
     Column("instance_name", Text, primary_key=True, comment="who gained servers"),
-    Column("after", BigInteger, nullable=False, comment="up to here all is noted as owed"),
+    Column("after", BigInteger, nullable=False, comment="up to here all was noted as owed before"),
     Column("upto", BigInteger, nullable=False, comment="the last event that it has to look at"),
     Column(
         "before",

@@ -159,8 +159,13 @@ class SharedDisk(Disk):
         owed = (at for name, at in self._rows(HOMESERVER, query) if process.handles(name))
         return max((at for at in owed if at > upto), default=0)
 
+    def newest_noted(self, server: str) -> int:
+        """The newest event that is on record as owed to this server, answered or not."""
+        query = "SELECT max(stream_ordering) FROM destination_rooms WHERE destination = ?"
+        return self._rows(HOMESERVER, query, server)[0][0] or -1
+
     def walk(self, name: str) -> Walk | None:
-        """The walk of this name, also one whose end its position has not passed."""
+        """The walk of this name, also one that has ended."""
         query = "SELECT after, upto, before FROM walks WHERE instance_name = ?"
         for after, upto, before in self._rows(SENDER, query, name):
             return Walk(after, upto, None if before is None else tuple(before))
@@ -354,9 +359,10 @@ class SharedObservations(Observations):
     def noted_upto(self, server: str) -> int:
         process = acting()
         walk = None if process is None else self.shared_disk.walk(process.name)
-        if process is None or walk is None or not walk.of(process.name)(server):
+        if process is None or walk is None or self.position > walk.upto:
             return self.position
-        return walk.after if walk.after < walk.upto else max(walk.upto, self.position)
+        gained = walk.of(process.name)(server)
+        return self.shared_disk.newest_noted(server) if gained else self.position
 
     # --- who sends --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from tests.servers import Databases
 
 from fedsender.store import membership, positions
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.leases import Lease
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.senders import simulate_senders
@@ -65,8 +66,8 @@ def test_one_a_lease_that_does_not_end(
 def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
     send_to_walk = membership._send_to_walk
 
-    def nowhere(connection: Connection, senders: Any, _: int, upto: int, before: Any) -> None:
-        send_to_walk(connection, senders, upto, upto, before)
+    def nowhere(connection: Connection, senders: Any, _: int, upto: int, *rest: Any) -> None:
+        send_to_walk(connection, senders, upto, upto, *rest)
 
     monkeypatch.setattr(membership, "_send_to_walk", nowhere)
 
@@ -87,6 +88,8 @@ def test_bug_a_position_that_a_failover_took_is_missed(
             raise
 
     monkeypatch.setattr(positions, "check_left", miss_it)
+    # It explains the same.
+    monkeypatch.setattr(HomeserverStore, "_check_timeline", lambda *_: None)
 
     report = play(postgres, 412, 0.005, "bug")
     assert any("an operator has deleted it" in each.text for each in report.violations)
