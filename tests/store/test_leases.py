@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import trio
@@ -287,6 +287,30 @@ async def test_one_that_was_given_back_is_taken_at_once(
     began = trio.current_time()
     await q.stand_by()
     assert trio.current_time() == began
+
+
+async def test_a_lease_that_was_taken_unheard_is_ours(
+    autojump_clock: MockClock, two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database has it, its answer was lost, and no file says who ran here."""
+    p, _ = two
+    monkeypatch.setattr(p.lease._here, "_path", None)
+    write = p.lease._write
+
+    async def unheard(*args: Any, **rest: Any) -> None:
+        await write(*args, **rest)
+        raise LockUnknown("connection reset")
+
+    async def alone() -> None: ...
+
+    with monkeypatch.context() as broken:
+        broken.setattr(p.lease, "_write", unheard)
+        with pytest.raises(LockUnknown):
+            await p.lease.take("P", None, alone, ends=True)
+    assert p.lease.has_ended()
+    await p.lease.take("P", None, alone, ends=True)
+    assert not p.lease.has_ended()
+    assert trio.current_time() == 0
 
 
 async def test_who_has_watched_for_long_does_not_take_what_was_renewed_just_now(

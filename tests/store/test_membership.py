@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import trio
+from sqlalchemy import text
 from tests.servers import Databases
 from tests.store.ready_made import lay
 from tests.store.test_sender import config
 
 from fedsender.matrix import shard_of
 from fedsender.runtime import real_runtime
-from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store import HomeserverSettings, Store, StoreConfig, membership, open_store
 from fedsender.store.leases import DRIFT_S, LEASE_S, LeaseLost
 from fedsender.store.membership import Missing, Standing, Walk
 from fedsender.store.sender import OwedReceipts
@@ -154,6 +155,31 @@ async def test_a_lease_that_nobody_renews_lapses_and_is_void(
     clock[0] += LEASE_S + DRIFT_S
     await members.void((await members.missing(standing, {})).lapsed)
     assert await members.put_in_force(standing, {})
+
+
+async def test_after_a_failover_no_row_says_that_nobody_sends_for_six_seconds(
+    three: tuple[Store, Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fed1 has stopped and fed2 has gone, in the copy. Since then they may have begun again."""
+    one, two, other = three
+    members, clock = other.sender.senders, [0.0]
+    monkeypatch.setattr(members, "_runtime", replace(real_runtime(), elapsed_s=lambda: clock[0]))
+    await one.sender.let_lease_end()
+    assert await members.want("x", AB, ["fed3"])
+    await members.note_stopped("x")
+    await one.sender.senders.note_stopped("x")
+    await two.sender.give_lock_back()
+    assert not await members.acts("fed2")
+    standing = Standing(AB, "x", ("fed3",))
+    monkeypatch.setattr(membership, "PLACE", text("SELECT 'the replica'"))
+    for clock[0] in (1.0, LEASE_S):
+        missing = await members.missing(standing, {})
+        assert (missing.running, missing.lapsed) == (["fed1", "fed2"], {})
+        assert await members.acts("fed2")
+    assert not await members.put_in_force(standing, {})
+    clock[0] = 1.0 + LEASE_S + DRIFT_S
+    missing = await members.missing(standing, {})
+    assert (missing.running, list(missing.lapsed)) == ([], ["fed1", "fed2"])
 
 
 async def test_a_name_has_ended_once_nobody_can_write_under_it(

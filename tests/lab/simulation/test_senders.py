@@ -10,8 +10,7 @@ import trio
 from sqlalchemy import Connection
 from tests.servers import Databases
 
-from fedsender.store import membership, positions
-from fedsender.store.homeserver import HomeserverStore
+from fedsender.store import membership
 from fedsender.store.leases import Lease
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.senders import simulate_senders
@@ -72,24 +71,3 @@ def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(membership, "_send_to_walk", nowhere)
 
     assert goes_red(postgres, "I2", 4)
-
-
-def test_bug_a_position_that_a_failover_took_is_missed(
-    postgres: Databases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_left = positions.check_left
-
-    def miss_it(*args: Any) -> None:
-        try:
-            check_left(*args)
-        except positions.SetBack as error:
-            if "is gone" in str(error):
-                raise positions.NotAsLeft("an operator has deleted it") from None
-            raise
-
-    monkeypatch.setattr(positions, "check_left", miss_it)
-    # It explains the same.
-    monkeypatch.setattr(HomeserverStore, "_check_timeline", lambda *_: None)
-
-    report = play(postgres, 412, 0.005, "bug")
-    assert any("an operator has deleted it" in each.text for each in report.violations)
