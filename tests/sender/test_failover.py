@@ -392,3 +392,23 @@ async def test_a_failover_to_before_our_first_position_is_no_stranger_in_our_pla
             world.told(ELSEWHERE, 3, "two")
             await until(lambda: near.got[-1] == "two")
             assert (await world.store.homeserver.senders()).keys() == {"fedsender"}
+
+
+async def test_a_start_sees_that_our_position_went_back_by_less_than_a_walk(
+    tmp_path: Path, server: Postgres
+) -> None:
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
+    await world.found()
+    async with world.open() as opened:
+        for text in ("one", "two"):
+            world.told(ELSEWHERE, 3, text, tell=False)
+        await opened.homeserver.events_position()
+        move(server, world, 2)
+        await opened.sender.senders.follow(("fedsender",), {"fedsender": 2, "other": 0})
+    with trio.fail_after(60), capture_logs() as logs:
+        async with world.run():
+            await until(lambda: world.servers[NEAR].got == ["one", "two"])
+        move(server, world, 1)
+        async with world.run():
+            pass
+    assert "database_moved" in {each["event"] for each in logs}
