@@ -41,7 +41,7 @@ from fedsender_pipeline import (
 )
 from fedsender_pipeline.fates import EVERYWHERE, Days
 from fedsender_pipeline.intervals import Keys, among, among_rows, few, near
-from fedsender_pipeline.lake import LET_GO, Commit, Lake, empty_frame, listed
+from fedsender_pipeline.lake import LET_GO, Commit, Lake, empty_frame, grouped, listed
 from fedsender_pipeline.notes import HOLDERS, NOTE_RANGE, RANK, SenderList, Senders
 from fedsender_pipeline.schemas import FATES, LakeTable
 from fedsender_pipeline.session import Steps, kept
@@ -736,16 +736,13 @@ class View:
         )
         newest: dict[str, int] = {}
         first = from_here
-        for batch in batches:
-            ends = [("at", "min"), ("at", "max"), ("live", "min")]
-            for row in (
-                pa.Table.from_batches([batch]).group_by("instance").aggregate(ends).to_pylist()
-            ):
-                source = f"line of {row['instance']}"
-                newest[source] = max(newest.get(source, 0), row["at_max"])
-                if row["at_min"] <= lake.position(source):
-                    first = 0
-                first = min(first, from_here if row["live_min"] is None else row["live_min"])
+        ends = ("at", "min"), ("at", "max"), ("live", "min")
+        for row in grouped(batches, "instance", *ends):
+            source = f"line of {row['instance']}"
+            newest[source] = max(newest.get(source, 0), row["at_max"])
+            if row["at_min"] <= lake.position(source):
+                first = 0
+            first = min(first, from_here if row["live_min"] is None else row["live_min"])
         none = empty_frame(self._spark, schemas.STRAY)
         if not newest:
             return {}, first, none

@@ -139,7 +139,9 @@ def update(spark: SparkSession, lake: Lake) -> None:
         for table in (schemas.ATTEMPTS, schemas.PDUS)
     )
     sent = lake.dataset(schemas.PDUS, lake.files(schemas.PDUS, in_days(days)))
-    first = pc.min(sent.to_table(columns=["stream_ordering"])["stream_ordering"]).as_py() or 0
+    batches = sent.to_batches(columns=["stream_ordering"])
+    firsts = (pc.min(rows["stream_ordering"]).as_py() for rows in batches if rows.num_rows)
+    first = min(firsts, default=0)
     events = lake.frame(
         spark, schemas.EVENTS, lambda part: int(part) >= first // schemas.EVENTS_PER_PART
     )

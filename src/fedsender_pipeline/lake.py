@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -385,6 +385,18 @@ def literal(rows: Sequence[Mapping[str, object]], columns: str) -> Column:
 def listed(spark: SparkSession, rows: Sequence[Mapping[str, object]], columns: str) -> DataFrame:
     """A frame of a few thousand rows from Python (`literal`)."""
     return spark.range(1).select(F.inline(literal(rows, columns)))
+
+
+def grouped(
+    batches: Iterable[pa.RecordBatch], key: str, *ends: tuple[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Aggregates of each batch by `key`, so that the rows are never in memory together.
+
+    Args:
+        ends: (column, "min" or "max").
+    """
+    for batch in batches:
+        yield from pa.Table.from_batches([batch]).group_by(key).aggregate([*ends]).to_pylist()
 
 
 def _in_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:

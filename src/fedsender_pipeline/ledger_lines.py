@@ -24,7 +24,7 @@ from fedsender.config import Config
 from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.segments import open_segment, segments, whole_bytes
 from fedsender_pipeline import PipelineError, latest_ms, schemas
-from fedsender_pipeline.lake import Commit, Lake, in_days
+from fedsender_pipeline.lake import Commit, Lake, grouped, in_days
 from fedsender_pipeline.session import Steps
 
 Batch = Mapping[Path, int]
@@ -200,13 +200,15 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
     counts = commit.written(schemas.ATTEMPTS).to_table(columns=["pdu_count"])
     if (told := pc.sum(counts["pdu_count"]).as_py() or 0) != pdus:
         raise PipelineError(f"{pdus} PDUs became rows, of {told} in the lines")
-    live = commit.written(schemas.PDUS).to_table(
+    live = commit.written(schemas.PDUS).to_batches(
         columns=["instance", "stream_ordering"], filter=ds.field("lane") == "live"
     )
-    firsts = live.group_by("instance").aggregate([("stream_ordering", "min")])
-    for row in firsts.to_pylist():
+    firsts: dict[str, int] = {}
+    for row in grouped(live, "instance", ("stream_ordering", "min")):
         source, first = f"{FIRST_LIVE}{row['instance']}", row["stream_ordering_min"]
-        commit.set_position(source, min(first, lake.position(source, first)))
+        firsts[source] = min(first, firsts.get(source, lake.position(source, first)))
+    for source, first in firsts.items():
+        commit.set_position(source, first)
     sizes = [{"name": f"{path.stem}.jsonl", "bytes": size} for path, size in batch.items()]
     # An open one is read again and again.
     others = ~ds.field("name").isin([row["name"] for row in sizes])
