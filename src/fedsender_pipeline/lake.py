@@ -288,7 +288,9 @@ class Lake:
         found, number = [], 0
         if table.part is None and sum(file.rows for file in files) > MOST_PASSED:
             return self.frame(spark, table)
-        for batch in self.dataset(table, files).to_batches(filter=wanted):
+        # A file is in memory nearly whole while it is read, so they are read one after the other.
+        batches = self.dataset(table, files).to_batches(filter=wanted, fragment_readahead=1)
+        for batch in batches:
             found.append(batch)
             number += batch.num_rows
             if number > MOST_WANTED:
