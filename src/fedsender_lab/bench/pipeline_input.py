@@ -458,11 +458,12 @@ def _lines(pdus: "DataFrame", shape: Shape, ms: str) -> "DataFrame":
 
 
 def _segments(lines: "DataFrame", directory: Path, name: str) -> None:
-    """Closed segments, named as the daemon names them."""
+    """Closed segments, named and numbered on as the daemon does it."""
     staging = directory.with_name("ledger-staging")
     lines.write.text(str(staging))
     directory.mkdir(exist_ok=True)
-    for index, path in enumerate(sorted(staging.glob("part-*")), 1):
+    there = len(list(directory.iterdir()))
+    for index, path in enumerate(sorted(staging.glob("part-*")), there + 1):
         os.replace(path, directory / f"{name}.{index:06d}.jsonl")
     shutil.rmtree(staging)
 
