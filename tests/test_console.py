@@ -96,6 +96,7 @@ def test_what_an_audit_names(
 
     monkeypatch.setattr(pipeline_commands, "job", job)
     monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
+    monkeypatch.setattr(ledger_lines, "fetched", lambda *_: [])
     monkeypatch.setattr(audit, "audit", lambda *_: found)
     assert run_command(["pipeline", "audit", "-c", config]) == 1
     check(capsys.readouterr().out)

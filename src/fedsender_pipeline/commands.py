@@ -149,12 +149,14 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     """Bring new rows of the homeserver's database, and new ledger lines, into the lake."""
     from fedsender_pipeline import ingest as module
+    from fedsender_pipeline.ledger_lines import fetched
 
     with opened("ingest", config, create=True) as (lake, loaded, steps):
         before = lake.manifest.commit
         module.read_databases(lake, loaded, steps)
+        ledgers = fetched(loaded)
         with spark_for("ingest", lake, loaded, steps) as spark:
-            module.take_in(spark, lake, loaded, steps)
+            module.take_in(spark, lake, loaded.server_name, ledgers, steps)
         new, position = module.new_rows(lake, before, *COUNTED), lake.position("events")
         said = f"{new['events']} events up to {position}, {new['attempts']} attempts with"
         said += f" {new['pdus']} PDUs, {new['rejects']} lines rejected"
@@ -195,14 +197,14 @@ def audit(
     from fedsender_pipeline import accepted
     from fedsender_pipeline import audit as module
     from fedsender_pipeline import repair as repair_module
-    from fedsender_pipeline.ledger_lines import read_ledger
+    from fedsender_pipeline.ledger_lines import fetched, read_ledger
 
     repaired = failed = None
     rows = None if accept is None else accepted.read_accepted(accept)
     with job("audit", config) as (spark, lake, loaded, steps):
         if rows is not None:
             accepted.accept(lake, rows)
-        read_ledger(spark, lake, loaded, steps)
+        read_ledger(spark, lake, fetched(loaded), steps)
         found = module.audit(spark, lake, loaded, steps)
         if repair:
             try:
@@ -230,10 +232,10 @@ def audit(
 def health(config: ConfigFile, as_json: AsJson = False) -> int:
     """Compute the health of the servers from the ledger, for the daemon."""
     from fedsender_pipeline import health as module
-    from fedsender_pipeline.ledger_lines import read_ledger
+    from fedsender_pipeline.ledger_lines import fetched, read_ledger
 
     with job("health", config) as (spark, lake, loaded, steps):
-        read_ledger(spark, lake, loaded, steps)
+        read_ledger(spark, lake, fetched(loaded), steps)
         known = module.health(spark, lake, steps)
         with steps.step("the week"):
             level = module.service_level(spark, lake)
@@ -307,7 +309,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         from fedsender_pipeline import report as report_module
 
         with spark_for("run", lake, loaded, steps) as spark:
-            ingest_module.take_in(spark, lake, loaded, steps, ledgers)
+            ingest_module.take_in(spark, lake, loaded.server_name, ledgers, steps)
             found = audit_module.audit(spark, lake, loaded, steps)
             if not as_json:
                 say(str(found))

@@ -85,7 +85,7 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Non
         PipelineError: a source cannot be read; earlier commits stay.
     """
     read_databases(lake, config, steps)
-    take_in(spark, lake, config, steps)
+    take_in(spark, lake, config.server_name, ledger_lines.fetched(config), steps)
 
 
 def read_databases(lake: Lake, config: Config, steps: Steps) -> None:
@@ -99,15 +99,11 @@ def read_databases(lake: Lake, config: Config, steps: Steps) -> None:
 
 
 def take_in(
-    spark: SparkSession,
-    lake: Lake,
-    config: Config,
-    steps: Steps,
-    ledgers: Sequence[Path] | None = None,
+    spark: SparkSession, lake: Lake, server_name: str, ledgers: Sequence[Path], steps: Steps
 ) -> None:
     """Bring what is new in the ledgers into the lake, and derive who should get each event."""
-    ledger_lines.read_ledger(spark, lake, config, steps, ledgers)
-    derive(spark, lake, config.server_name, steps)
+    ledger_lines.read_ledger(spark, lake, ledgers, steps)
+    derive(spark, lake, server_name, steps)
 
 
 def note_senders(lake: Lake, now: sources.Standing) -> None:

@@ -80,25 +80,18 @@ def fetched(config: Config) -> list[Path]:
     return list(found.values())
 
 
-def read_ledger(
-    spark: SparkSession,
-    lake: Lake,
-    config: Config,
-    steps: Steps,
-    ledgers: Sequence[Path] | None = None,
-) -> None:
+def read_ledger(spark: SparkSession, lake: Lake, ledgers: Sequence[Path], steps: Steps) -> None:
     """Bring the ledgers' new lines into the lake: those of an audit or health that comes next.
 
     It is read again where a segment has gone: the daemon gives a segment that it closes another
     name, and deletes segments by age.
 
     Args:
-        ledgers: their directories, if they are `fetched` already.
+        ledgers: their directories (`fetched`).
 
     Raises:
         PipelineError: the ledger cannot be read.
     """
-    ledgers = ledgers or fetched(config)
     tables = (schemas.ATTEMPTS, schemas.PDUS, schemas.REJECTS)
     before = list(map(lake.rows, tables))
     with steps.step("ledger") as step:

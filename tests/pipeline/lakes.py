@@ -11,7 +11,7 @@ from fedsender.config import Config, from_values
 from fedsender.ledger import LINE_VERSION
 from fedsender_pipeline import schemas
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.ledger_lines import read_ledger
+from fedsender_pipeline.ledger_lines import fetched, read_ledger
 from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
@@ -138,4 +138,4 @@ def write(directory: Path, name: str, *lines: dict[str, Any] | str) -> Path:
 def ingest_ledger(spark: "SparkSession", lake: Lake, directory: Path) -> None:
     """Read what is new in the ledger of this directory into the lake, as a job does it."""
     steps = Steps(quiet=True)
-    read_ledger(spark, lake, config_of(directory), steps)
+    read_ledger(spark, lake, fetched(config_of(directory)), steps)

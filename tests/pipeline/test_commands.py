@@ -340,6 +340,7 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     found = audit.Audited(upto=7, expected=3, counts=counts, unknown_hosts=0, shown=[])
     monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext())
     monkeypatch.setattr(ledger_lines, "read_ledger", lambda *_: None)
+    monkeypatch.setattr(ledger_lines, "fetched", lambda *_: [])
     monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
     config = config_file(tmp_path)
     lost = {"server": "a.example", "room_id": "!r", "stream_ordering": 1, "event_id": "$1"}

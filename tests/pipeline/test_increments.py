@@ -26,7 +26,7 @@ from fedsender_pipeline import lake as lake_module
 from fedsender_pipeline.accepted import accept
 from fedsender_pipeline.audit import audit
 from fedsender_pipeline.lake import Lake, open_lake, write_manifest
-from fedsender_pipeline.ledger_lines import read_ledger
+from fedsender_pipeline.ledger_lines import fetched, read_ledger
 from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Life:
 
     def read_ledger(self, spark: "SparkSession", lake: Lake) -> None:
         steps = Steps(quiet=True)
-        read_ledger(spark, lake, self.config, steps)
+        read_ledger(spark, lake, fetched(self.config), steps)
 
     def audit(self, spark: "SparkSession", lake: Lake) -> None:
         steps = Steps(quiet=True)
@@ -341,12 +341,12 @@ def test_late_lines_have_their_own_server_room_and_day_looked_at_and_no_later_da
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines.values())
     config = from_values({"server_name": US, "signing_key": "key"}, directory=tmp_path)
     steps = Steps(quiet=True)
-    read_ledger(spark, lake, config, steps)
+    read_ledger(spark, lake, fetched(config), steps)
     told = audit(spark, lake, config, steps)
     assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (596, 1, 3)
     week_later = START_MS + 200 * EVENT_MS
     write(tmp_path / "ledger", "f.b.000002.jsonl", late[0][0] | {"ms": week_later})
-    read_ledger(spark, lake, config, steps)
+    read_ledger(spark, lake, fetched(config), steps)
     days = module.read_days(lake)
     claims = module.read_claims(spark, lake, module.read_senders(lake, config))
     named = module.read_named(spark, lake, lake.position("audit"))
@@ -355,6 +355,6 @@ def test_late_lines_have_their_own_server_room_and_day_looked_at_and_no_later_da
     assert [tuple(row) for row in units.frame.collect()] == [(one, "!r", datetime.date(2026, 1, 1))]
     monkeypatch.setattr(intervals, "MOST_KEYS", 3)
     write(tmp_path / "ledger", "f.b.000003.jsonl", *late[1])
-    read_ledger(spark, lake, config, steps)
+    read_ledger(spark, lake, fetched(config), steps)
     told = audit(spark, lake, config, steps)
     assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (599, 1, 0)

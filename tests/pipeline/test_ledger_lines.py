@@ -19,7 +19,7 @@ from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
 from fedsender.segments import segments
 from fedsender_pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.ledger_lines import FIELDS, new_segments, read_ledger
+from fedsender_pipeline.ledger_lines import FIELDS, fetched, new_segments, read_ledger
 from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read(spark: "SparkSession", lake: Lake, directory: Path) -> tuple[int, ...]:
     values = {"server_name": US, "signing_key": "key", "ledger": {"directory": str(directory)}}
     config = from_values(values, directory=directory.parent)
     steps = Steps(quiet=True)
-    read_ledger(spark, lake, config, steps)
+    read_ledger(spark, lake, fetched(config), steps)
     return tuple(lake.rows(table) - rows for table, rows in zip(NEW, before, strict=True))
 
 

@@ -16,7 +16,7 @@ from fedsender.store import tables
 from fedsender_pipeline import PipelineError, ingest, schemas, sources
 from fedsender_pipeline.audit import Audited, audit, summed_up
 from fedsender_pipeline.lake import Lake, open_lake
-from fedsender_pipeline.ledger_lines import read_ledger
+from fedsender_pipeline.ledger_lines import fetched, read_ledger
 from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def judged(spark: "SparkSession", lake: Lake, config: Config, upto: int) -> Audi
     with lake.commit() as commit:
         commit.set_position("events", upto)
         commit.set_position("intervals", upto)
-    read_ledger(spark, lake, config, steps)
+    read_ledger(spark, lake, fetched(config), steps)
     return audit(spark, lake, config, steps)
 
 
@@ -188,16 +188,16 @@ def test_the_other_ledgers_are_fetched_before_they_are_read(
     (tmp_path / "ledger1").mkdir()
     steps = Steps(quiet=True)
     with pytest.raises(PipelineError, match=r"^pipeline.fetch: .*Permission denied"):
-        read_ledger(spark, lake, config, steps)
+        read_ledger(spark, lake, fetched(config), steps)
     program.chmod(0o700)
     with pytest.raises(PipelineError, match=r"^pipeline.fetch: .*exited with 1: cp: .*far"):
-        read_ledger(spark, lake, config, steps)
+        read_ledger(spark, lake, fetched(config), steps)
     program.write_text("#!/bin/sh\n")
     with pytest.raises(PipelineError, match=r"^pipeline.ledgers.0: .*near: is not a directory"):
-        read_ledger(spark, lake, config, steps)
+        read_ledger(spark, lake, fetched(config), steps)
     program.write_text(f"#!/bin/sh\ncp -r {tmp_path}/far/. {tmp_path}/near\n")
     write(tmp_path / "far", "fed2.b.000001.jsonl", *lines_of("fed2", 9, 9))
-    read_ledger(spark, lake, config, steps)
+    read_ledger(spark, lake, fetched(config), steps)
     assert lake.rows(schemas.SEGMENTS) == 1
 
 

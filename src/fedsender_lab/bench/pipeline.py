@@ -128,7 +128,7 @@ def _measure_hour(
         with meter.job("owed"):
             _read_owed(lake, config, steps)
         with meter.job("ledger"):
-            ledger_lines.read_ledger(spark, lake, config, steps)
+            ledger_lines.read_ledger(spark, lake, [config.ledger.directory], steps)
         with meter.job("derive"):
             ingest.derive(spark, lake, US, steps)
         with meter.job("audit"):
@@ -164,7 +164,7 @@ def _jobs(
     with meter.job("owed"):
         _read_owed(lake, config, steps)
     with meter.job("ledger"):
-        ledger_lines.read_ledger(spark, lake, config, steps)
+        ledger_lines.read_ledger(spark, lake, [config.ledger.directory], steps)
     with meter.job("derive"):
         ingest.derive(spark, lake, US, steps)
     with meter.job("audit"):
