@@ -500,9 +500,9 @@ def test_record_in_tiny_pieces_is_refused(tmp_path: Path) -> None:
     ends.shake_hands()
     ends.it.write(bytes(16_384))
     ends._piece = 1
-    with pytest.raises(trio.BrokenResourceError, match="more than 128 pieces of less than 512"):
+    with pytest.raises(trio.BrokenResourceError, match="more than 256 pieces of less than 512"):
         ends.read()
-    assert ends._from_it.pending == 16_384 + 22 - 129
+    assert ends._from_it.pending == 16_384 + 22 - 257
 
 
 def test_tiny_records_are_refused_unless_they_come_together(tmp_path: Path) -> None:
@@ -512,10 +512,10 @@ def test_tiny_records_are_refused_unless_they_come_together(tmp_path: Path) -> N
     for _ in range(900):
         ends.it.write(b" ")
     assert ends.read() == b" " * 900
-    for _ in range(129):
+    for _ in range(257):
         ends.it.write(b" ")
     ends._piece = 23
-    with pytest.raises(trio.BrokenResourceError, match="more than 128 pieces of less than 512"):
+    with pytest.raises(trio.BrokenResourceError, match="more than 256 pieces of less than 512"):
         ends.read()
 
 

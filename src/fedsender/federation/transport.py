@@ -42,7 +42,7 @@ _TARGET: Final = re.compile(r"/[!-~]*", re.ASCII)
 _TELLING: Final = frozenset((b"content-encoding", b"transfer-encoding", b"content-length"))
 _HEADER_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 MAX_TEXT: Final = 300
-_PIECE_BYTES: Final = 256
+_PIECE_BYTES: Final = 128
 # Answers of this size are always read: there are only so many connections.
 _UNCOUNTED_BYTES: Final = 16_384
 _COUNTED_BYTES: Final = 32 * 1024 * 1024
@@ -64,7 +64,7 @@ class Bounds(NamedTuple):
     Attributes:
         body_bytes: its body.
         framing_bytes: all else: status line, headers, chunk sizes, trailers and 1xx answers; a
-            piece in which it arrives counts as 256 bytes at least, because it costs work too.
+            piece in which it arrives counts as 128 bytes at least, because it costs work too.
         headers: the most headers in one answer, trailers included.
     """
 
