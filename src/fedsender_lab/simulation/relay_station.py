@@ -12,14 +12,19 @@ import errno
 import json
 import os
 import shutil
+import sqlite3
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final, TypeVar
 
 import trio
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
 from fedsender.config import Config
 from fedsender.runtime import Limiter, real_runtime
@@ -213,6 +218,29 @@ COPY_EVERY_S: Final = 600.0
 PLENTY: Final = 2**40
 
 
+_SESSIONS: ContextVar[list[sqlite3.Connection]] = ContextVar("_SESSIONS")
+
+
+@contextmanager
+def _sessions_end() -> Iterator[None]:
+    """At the end, close what this life has opened and left open: whoever is killed does not."""
+    ours: list[sqlite3.Connection] = []
+    token = _SESSIONS.set(ours)
+
+    def opened(session: sqlite3.Connection, _record: object) -> None:
+        if _SESSIONS.get(None) is ours:
+            ours.append(session)
+
+    event.listen(Pool, "connect", opened)
+    try:
+        yield
+    finally:
+        event.remove(Pool, "connect", opened)
+        _SESSIONS.reset(token)
+        for session in ours:
+            session.close()
+
+
 class RelayStation:
     """The relay's lives, one after the other, on the files of one directory.
 
@@ -262,7 +290,7 @@ class RelayStation:
                     self._steps.cut_at = self._steps.count + self._draw(STEPS)
                     self._steps.cut_in = self._random.choice(("", *KINDS))
                 try:
-                    with self._scope:
+                    with _sessions_end(), self._scope:
                         await self._live()
                 except BaseException as ending:
                     self._bury(ending)
