@@ -38,6 +38,7 @@ from fedsender.store.engine import StoreError
 from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
 from fedsender.store.membership import Walk
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
+from fedsender.store.statements import in_chunks
 from fedsender.waiting import BeginAnew, Watermark, right_of_way
 
 log = structlog.get_logger()
@@ -392,13 +393,16 @@ class FanOut:
         if users:
             targets += self._pool.sent_by(users)
         queued = [target for target in targets if target in self._pool]
-        while queued:
-            found = await self._homeserver.events_by_id(queued[:CHUNK])
+        if queued:
+            await self._redact(queued)
+        self._redacted.difference_update(told)
+
+    async def _redact(self, event_ids: Sequence[str]) -> None:
+        for chunk in in_chunks(event_ids, CHUNK):
+            found = await self._homeserver.events_by_id(chunk)
             async for event_id, row in self._context.runtime.turns.with_breaks(found.items()):
                 if row.redacted:
                     self._pool.redact(event_id, parse_row(row))
-            del queued[:CHUNK]
-        self._redacted.difference_update(told)
 
     def redacted(self, event_ids: Collection[str]) -> None:
         """Note that these events were redacted: the next chunk redacts those that are queued."""

@@ -284,23 +284,26 @@ class RelayStation:
         """One life after the other, until cancelled."""
         try:
             while True:
-                self._steps.begin()
-                self._scope = trio.CancelScope()
-                if not self._calmed.is_set() and self._random.random() < 0.8:
-                    self._steps.cut_at = self._steps.count + self._draw(STEPS)
-                    self._steps.cut_in = self._random.choice(("", *KINDS))
-                try:
-                    with _sessions_end(), self._scope:
-                        await self._live()
-                except BaseException as ending:
-                    self._bury(ending)
-                if not self._steps.over:
-                    self._views.counts["orderly stops"] += 1
+                await self._one_life()
                 self._move_on()
                 with trio.move_on_after(self._random.expovariate(1 / 10)):
                     await self._calmed.wait()
         finally:
             self._files.close()
+
+    async def _one_life(self) -> None:
+        self._steps.begin()
+        self._scope = trio.CancelScope()
+        if not self._calmed.is_set() and self._random.random() < 0.8:
+            self._steps.cut_at = self._steps.count + self._draw(STEPS)
+            self._steps.cut_in = self._random.choice(("", *KINDS))
+        try:
+            with _sessions_end(), self._scope:
+                await self._live()
+        except BaseException as ending:
+            self._bury(ending)
+        if not self._steps.over:
+            self._views.counts["orderly stops"] += 1
 
     def _draw(self, mean: float) -> int:
         return round(self._random.expovariate(1 / mean))
