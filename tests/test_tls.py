@@ -19,7 +19,7 @@ import fedsender.runtime
 from fedsender.fairness import PASS_S, Payer, Turns
 from fedsender.federation.dialing import TlsPolicy
 from fedsender.runtime import RealNetwork
-from fedsender.tls import TlsStream
+from fedsender.tls import MeteredTls, TlsStream
 from fedsender_lab.testing.clock import turns_cpu
 from fedsender_lab.testing.tls_records import DATA, HANDSHAKE, Sealer, secret_in
 
@@ -528,3 +528,89 @@ def test_handshake_that_is_long_or_in_tiny_pieces_is_refused(
     ends = Handshake(tmp_path, tickets=0, piece=piece, names=names)
     with pytest.raises(trio.BrokenResourceError, match="a handshake of more than 32768 bytes, or"):
         ends.shake_hands()
+
+
+def test_certificate_with_a_curve_of_its_own_is_refused_unread() -> None:
+    """43 of them, in 30 KB, took one step of 10 s: OpenSSL reads all keys before it checks one."""
+    context = TlsPolicy().context()
+    ours = context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=NAME)
+    assert isinstance(ours, MeteredTls)
+    with suppress(ssl.SSLWantReadError):
+        ours.do_handshake()
+    ours.feed(flight_of_tls_1_2(certificate_of(dear_key())))
+    with pytest.raises(ssl.SSLError, match="length mismatch"):
+        ours.do_handshake()
+
+
+@VERSIONS
+@pytest.mark.program("openssl", "openssl")
+def test_well_known_curve_that_is_written_out_is_refused_too(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, cwd=tmp_path, capture_output=True)
+
+    written_out = ("-name", "prime256v1", "-param_enc", "explicit")
+    openssl("ecparam", "-genkey", "-noout", *written_out, "-out", "key.pem")
+    openssl("req", "-x509", "-key", "key.pem", "-subj", f"/CN={NAME}", "-out", "chain.pem")
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(tmp_path / "chain.pem", tmp_path / "key.pem")
+    theirs.maximum_version = version
+    to_them, from_them, from_us = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
+    them = theirs.wrap_bio(to_them, from_them, server_side=True)
+    us = TlsPolicy(verify=False).context().wrap_bio(ssl.MemoryBIO(), from_us, server_hostname=NAME)
+    assert isinstance(us, MeteredTls)
+    with suppress(ssl.SSLWantReadError):
+        us.do_handshake()
+    to_them.write(from_us.read())
+    with suppress(ssl.SSLWantReadError):
+        them.do_handshake()
+    us.feed(from_them.read())
+    with pytest.raises(ssl.SSLError, match="length mismatch"):
+        us.do_handshake()
+
+
+def der(tag: int, *parts: bytes) -> bytes:
+    """One value of ASN.1."""
+    content = b"".join(parts)
+    size = b"" if len(content) < 128 else len(content).to_bytes(2, "big")
+    return bytes([tag, 0x80 | len(size) if size else len(content)]) + size + content
+
+
+def number(value: int) -> bytes:
+    return der(0x02, value.to_bytes(value.bit_length() // 8 + 1, "big"))
+
+
+def dear_key() -> bytes:
+    """A key on a curve of its own. A square root there takes 640 steps with 640 products each."""
+    prime = 141 * 2**640 + 1
+    size = (prime.bit_length() + 7) // 8
+    # y^2 = x^3 + b has the point (2, 5) for this b; of a point x and the parity of y are told.
+    b = 25 - 8
+    point = b"\x03" + (2).to_bytes(size, "big")
+    field = der(0x30, bytes.fromhex("06072a8648ce3d0101"), number(prime))
+    curve = der(0x30, *(der(0x04, each.to_bytes(size, "big")) for each in (0, b)))
+    own = der(0x30, number(1), field, curve, der(0x04, point), number(prime - 2), number(1))
+    algorithm = der(0x30, bytes.fromhex("06072a8648ce3d0201"), own)
+    return der(0x30, algorithm, der(0x03, b"\0", point))
+
+
+def certificate_of(key: bytes) -> bytes:
+    """A certificate for a key in DER, which nobody has signed."""
+    name = der(0x30, der(0x31, der(0x30, bytes.fromhex("0603550403"), der(0x0C, b"d.example"))))
+    algorithm = der(0x30, bytes.fromhex("06092a864886f70d01010b"), der(0x05))
+    life = der(0x30, der(0x17, b"200101000000Z"), der(0x17, b"490101000000Z"))
+    told = der(0x30, der(0xA0, number(2)), number(1), algorithm, name, life, name, key)
+    return der(0x30, told, algorithm, der(0x03, b"\0" + bytes(32)))
+
+
+def flight_of_tls_1_2(certificate: bytes) -> bytes:
+    """A server's hello and its certificate (RFC 5246, section 7.4), which come in clear there."""
+
+    def with_size(content: bytes) -> bytes:
+        return len(content).to_bytes(3, "big") + content
+
+    # ECDHE-RSA-AES128-GCM-SHA256, and renegotiation_info.
+    hello = b"\x03\x03" + bytes(32) + bytes.fromhex("00c02f000005ff01000100")
+    flight = b"\x02" + with_size(hello) + b"\x0b" + with_size(with_size(with_size(certificate)))
+    return b"\x16\x03\x03" + len(flight).to_bytes(2, "big") + flight

@@ -64,6 +64,14 @@ TLS_PIECE_BYTES = 256
 
 # SSL_CTRL_SET_GROUPS_LIST of OpenSSL's ssl.h.
 _SET_GROUPS_LIST: Final = 92
+# SSL3_RT_HANDSHAKE and SSL3_MT_CERTIFICATE of ssl3.h.
+_HANDSHAKE: Final = 22
+_CERTIFICATE: Final = 11
+# SSL_OP_NO_RX_CERTIFICATE_COMPRESSION of ssl.h, from 3.2 on; others ignore it.
+_NO_COMPRESSED_CERTIFICATES: Final = 1 << 33
+# The identifier of each kind of field, 1.2.840.10045.1 (RFC 3279, section 2.3.5): a key has it only
+# if it brings a curve of its own. However it is encoded, these bytes stay together.
+_OWN_CURVE: Final = b"\x2a\x86\x48\xce\x3d\x01"
 # The data of one record of ours: the largest that there is (RFC 8446, section 5.1).
 _RECORD_BYTES: Final = 16_384
 # So much is given to the kernel at a time.
@@ -89,20 +97,70 @@ def client_context(
 def set_groups(context: ssl.SSLContext, groups: str) -> bool:
     """Have TLS agree on none but these groups; False: this Python has no way to.
 
-    Python has a method for it from 3.15 on. Before that we hand OpenSSL the list ourselves; its
-    context is what Python's has first. A file named by OPENSSL_CONF would replace the system's.
+    Python has a method for it from 3.15 on. Before that we hand OpenSSL the list ourselves. A file
+    named by OPENSSL_CONF would replace the system's.
     """
     if hasattr(context, "set_groups"):
         context.set_groups(groups)
         return True
+    control = _openssl("SSL_CTX_ctrl", ctypes.c_int, ctypes.c_long, ctypes.c_char_p)
+    if control is None:
+        return False
+    return bool(control(_openssls(context), _SET_GROUPS_LIST, 0, groups.encode()) == 1)
+
+
+def refuse_own_curves(context: ssl.SSLContext) -> bool:
+    """Take no certificate whose key brings a curve of its own; False: we have no way to.
+
+    OpenSSL reads the keys of all certificates before it checks the first, and a compressed point
+    takes a square root: 100 ms of the loop each, on a curve that was chosen for that. No authority
+    issues such a certificate (RFC 5480, section 2.1.1). OpenSSL has no setting for it. But it shows
+    each message before it reads it.
+    """
+    context.options |= _NO_COMPRESSED_CERTIFICATES
+    show = _openssl("SSL_CTX_set_msg_callback", ctypes.c_void_p)
+    if show is None or _look_at is None:
+        return False
+    show(_openssls(context), _look_at)
+    return True
+
+
+def _openssl(name: str, *types: type) -> Callable[..., Any] | None:
+    """OpenSSL's function for a context and arguments of these types; None: it was linked into the
+    interpreter, where we cannot find it."""
     try:
-        control = ctypes.CDLL(getattr(_ssl, "__file__", None)).SSL_CTX_ctrl
+        function = getattr(ctypes.CDLL(getattr(_ssl, "__file__", None)), name)
     except (OSError, AttributeError):
-        return False  # An OpenSSL that was linked into the interpreter.
-    control.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_char_p)
-    control.restype = ctypes.c_long
-    openssls = ctypes.c_void_p.from_address(id(context) + object.__basicsize__)
-    return bool(control(openssls, _SET_GROUPS_LIST, 0, groups.encode()) == 1)
+        return None
+    function.argtypes = (ctypes.c_void_p, *types)
+    function.restype = ctypes.c_long
+    return function  # type: ignore[no-any-return]
+
+
+def _openssls(context: ssl.SSLContext) -> ctypes.c_void_p:
+    """OpenSSL's context, which is what Python's has first."""
+    return ctypes.c_void_p.from_address(id(context) + object.__basicsize__)
+
+
+def _spoil_own_curve(
+    sent: int, _version: int, kind: int, message: int, size: int, _ssl: object, _ours: object
+) -> None:
+    """Overwrite the certificates of the peer, if one has a curve of its own: no more is read."""
+    if kind == _HANDSHAKE and not sent:
+        text = ctypes.string_at(message, size)
+        if text[0] == _CERTIFICATE and _OWN_CURVE in text:
+            # All but its kind and its size, by which OpenSSL found it.
+            ctypes.memset(message + 4, 0xFF, size - 4)
+
+
+_look_at: Any = None
+# Some builds of libffi need memory for it that can be written and run, which the unit forbids.
+with suppress(MemoryError):
+    _look_at = ctypes.CFUNCTYPE(
+        None,
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+    )(_spoil_own_curve)
 
 
 class MeteredTls(ssl.SSLObject):
