@@ -306,6 +306,14 @@ def close_now(stream: trio.abc.Stream) -> None:
         close_now(stream.transport_stream)
 
 
+async def receive_into(stream: trio.abc.Stream, take: Callable[[bytes], None]) -> None:
+    """Call `take` with some data of the stream, as `TlsStream.receive_into` does."""
+    if isinstance(stream, TlsStream):
+        await stream.receive_into(take)
+    else:
+        take(bytes(await stream.receive_some()))
+
+
 async def _now(step: Callable[..., T], *args: object) -> T:
     return step(*args)
 
@@ -413,10 +421,25 @@ class TlsStream(Stream):
         """
         if max_bytes is not None and operator.index(max_bytes) < 1:
             raise ValueError("max_bytes must be >= 1")
+        most = _RECEIVE_BYTES if max_bytes is None else max_bytes
+        return await self._receive(most, bytes)
+
+    async def receive_into(self, take: Callable[[bytes], None]) -> None:
+        """Call `take` with some data, or b"" at the end; raises as `receive_some`, and its errors.
+
+        It is called in the same turn: what the peer sends may be dear to parse, too.
+        """
+        await self._receive(_RECEIVE_BYTES, take)
+
+    async def _receive(self, most: int, take: Callable[[bytes], T]) -> T:
         if self._receiving:
             raise trio.BusyResourceError("another task is receiving")
         self._check_open()
-        most = _RECEIVE_BYTES if max_bytes is None else max_bytes
+
+        def read() -> tuple[T] | None:
+            data = self._read(most)
+            return None if data is None else (take(data),)
+
         self._receiving = True
         try:
             here = self._ended or self._tls.fed
@@ -428,10 +451,10 @@ class TlsStream(Stream):
                     self._take_in()
                 # An answer in many pieces is no usual one.
                 usual = None if self._heard else self._turns.answer
-                data = await self._in_turn(usual, self._read, most)
+                taken = await self._in_turn(usual, read)
                 self._heard = True
-                if data is not None:
-                    return data
+                if taken is not None:
+                    return taken[0]
                 here = False
         finally:
             self._receiving = False

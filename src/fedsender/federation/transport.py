@@ -28,7 +28,7 @@ import httpx
 import orjson
 import trio
 
-from fedsender.tls import close_now
+from fedsender.tls import close_now, receive_into
 
 Header = tuple[bytes, bytes]
 FailureKind = Literal["timeout", "closed", "protocol", "too_large", "crowded"]
@@ -386,16 +386,18 @@ class Connection:
         reader.keep_alive &= written
 
     async def _read(self, reader: ResponseReader, memory: AnswerMemory) -> None:
+        def take(data: bytes) -> None:
+            if not data:
+                reader.end()
+                return
+            self.heard = True
+            reader.feed(data)
+            if not reader.complete:
+                memory.grown(self, reader.size)
+
         try:
             while not reader.complete:
-                data = await self.stream.receive_some()
-                if not data:
-                    reader.end()
-                    return
-                self.heard = True
-                reader.feed(data)
-                if not reader.complete:
-                    memory.grown(self, reader.size)
+                await receive_into(self.stream, take)
         finally:
             memory.ended(self)
 
