@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import termios
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.test_cli import open_shell
 from trio.testing import MockClock
 
 from fedsender.admin.context import remember_for_ever
-from fedsender.admin.destinations import groups_here
+from fedsender.admin.destinations import as_people_count, groups_here
 from fedsender.admin.display import overview_facts
 from fedsender.admin.top import drawing
 from fedsender.daemon import watch_lag
@@ -389,6 +390,18 @@ async def test_names_are_sorted_as_people_count_and_who_began_to_fail_last_is_fi
             "127.0.0.10",
             "b.example",
         ]
+
+
+def test_odd_names_take_little_memory_in_a_list() -> None:
+    """A remote user chooses them: 10,000 of many numbers each took 139 MB for each look."""
+    names = [f"{number}.{'.'.join(['1a' * 31] * 3)}.example" for number in range(1000)]
+    tracemalloc.start()
+    try:
+        keys = [as_people_count(name) for name in names]
+        assert tracemalloc.get_traced_memory()[0] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    assert sorted(keys) == keys
 
 
 async def test_servers_are_counted_by_what_they_share(
