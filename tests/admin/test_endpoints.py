@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import trio
+from pydantic import ValidationError
 from tests.admin.desk import Desk, checked, open_desk
 from tests.sender.harness import Request, World, answer, ok
 from trio.testing import MockClock
 
 import fedsender
-from fedsender.admin.bodies import Servers
+from fedsender.admin.bodies import Pairs, Servers
 from fedsender.admin.endpoints import notify_remote_server_up
 from fedsender.federation.client import Answer
+from fedsender.http.application import Body
 from fedsender.segments import segments
 from fedsender.store.records import FrozenRecord
 
@@ -147,6 +149,22 @@ async def test_a_pattern_wakes_those_it_covers_whatever_their_case(
 
 
 # --- looking --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (Servers, {"servers": ["no name"] * 100}),
+        (Pairs, {"pairs": [["no name", "no event"]] * 100}),
+    ],
+)
+def test_of_a_long_list_only_the_first_mistake_is_looked_for(
+    kind: type[Body], content: dict[str, object]
+) -> None:
+    """10,000 pairs with mistakes took one step of 165 ms."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(content)
+    assert refused.value.error_count() <= 2
 
 
 async def test_destinations_are_listed_in_pages_that_do_not_overlap(

@@ -48,7 +48,11 @@ class Servers(Body):
     """Either servers by name, or every known server that a pattern covers."""
 
     servers: list[ServerName] | None = Field(
-        default=None, min_length=1, max_length=MAX_SERVERS, description="Server names."
+        default=None,
+        min_length=1,
+        max_length=MAX_SERVERS,
+        fail_fast=True,
+        description="Server names.",
     )
     pattern: ServerPattern | None = Field(
         default=None, description="A name or a pattern with * and ?; case is ignored."
@@ -152,5 +156,5 @@ class Pairs(Body):
     """Events, each with the server that is to get it again."""
 
     pairs: list[tuple[ServerName, EventId]] = Field(
-        min_length=1, max_length=MAX_PAIRS, description="[[server, event id], ...]"
+        min_length=1, max_length=MAX_PAIRS, fail_fast=True, description="[[server, event id], ...]"
     )
