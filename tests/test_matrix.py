@@ -4,6 +4,7 @@ import base64
 import hashlib
 import ipaddress
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsender import matrix
-from fedsender.config import from_values
+from fedsender.config import Config, from_values
 from fedsender.matrix import (
     MAX_INTEGER,
     MAX_PDU_BYTES,
@@ -211,7 +212,7 @@ GLOBS = st.sampled_from(
 @given(st.lists(NAMES | GLOBS, max_size=12), NAMES)
 def test_a_list_covers_what_its_patterns_do_one_by_one(patterns: list[str], server: str) -> None:
     found = [place for place, each in enumerate(patterns) if matrix.matches(each, server)]
-    assert matrix.matching(tuple(patterns), server) == found
+    assert matrix.Patterns(patterns).matching(server) == found
 
 
 def test_a_long_list_is_looked_up_and_not_read_for_each_server(
@@ -243,6 +244,42 @@ def test_a_long_list_is_looked_up_and_not_read_for_each_server(
         assert not config.allows(f"x.BAD{number}.example:443")
         assert not config.allows(f"bad{number}.example.")
     assert len(asked) < 1_000
+
+
+def test_a_long_list_is_not_read_anew_for_each_server() -> None:
+    """Beside 10,000 overrides each took 0.7 ms, and a reload with 50,000 servers one step of 37 s.
+
+    Globs are tried together: 1,000 took 2.2 ms for each server.
+    """
+    names = [f"bad{number}.example" for number in range(2_000)]
+    config = from_values(
+        {
+            "server_name": "hs.example",
+            "signing_key": "key",
+            "deny": [f"*evil{number}*" for number in range(2_000)] + names,
+            "destinations": {"overrides": [{"match": name, "max_pdus": 1} for name in names]},
+        },
+        directory=Path(),
+    )
+    calls: list[object] = []
+    config.policy_for("other.example")  # Now the lists are known.
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+    try:
+        assert config.allows("good.example")
+        assert config.policy_for("good.example") is config.destinations.defaults
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 100
+
+
+def test_a_reload_takes_its_own_lists_along() -> None:
+    def denying(*names: str) -> Config:
+        values = {"server_name": "hs.example", "signing_key": "key", "deny": names}
+        return from_values(values, directory=Path())
+
+    one, two = denying("a.example"), denying("b.example")
+    assert not one.allows("a.example")
+    assert not one.with_reloadable(two).allows("b.example")
 
 
 def test_a_pattern_of_many_stars_is_still_fast() -> None:

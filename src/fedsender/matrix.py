@@ -9,7 +9,8 @@ import ipaddress
 import json
 import re
 from base64 import b64encode, urlsafe_b64encode
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -29,6 +30,7 @@ __all__ = [
     "ROOM_VERSIONS",
     "BadEvent",
     "JsonObject",
+    "Patterns",
     "Pdu",
     "RoomVersion",
     "canonical_json",
@@ -38,7 +40,6 @@ __all__ = [
     "make_pdu",
     "make_redacted_pdu",
     "matches",
-    "matching",
     "parse_server_name",
     "redact",
     "room_version_of",
@@ -198,46 +199,56 @@ def _covers(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=4_096)
 def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(_translated(pattern))
+
+
+def _translated(pattern: str) -> str:
     # fnmatch knows a third special character, which opens the IPv6 literals of server names; and
     # its expressions take linear time, however many stars there are.
-    return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
+    return fnmatch.translate(pattern.replace("[", "[[]"))
 
 
-def matching(patterns: tuple[str, ...], server: str) -> list[int]:
-    """The indexes, ascending, of the names and globs that cover a server according to `matches`.
+class Patterns(tuple[str, ...]):
+    """Names and globs that are held against many servers.
 
-    A list has thousands of them and is searched for each server. So plain names, and globs that
-    are `*.` and a name, are looked up.
+    There may be thousands of them. So plain names, and globs that are `*.` and a name, are looked
+    up, and other globs are tried together.
     """
-    if not patterns:
-        return []
-    named, below, others = _looked_up(patterns)
-    found = set(others)
-    for host in _spellings(host_and_port(server)[0]):
-        found.update(named.get(host, ()))
-        dot = host.find(".")
-        while dot >= 0:
-            found.update(below.get(host[dot + 1 :], ()))
-            dot = host.find(".", dot + 1)
-    return [place for place in sorted(found) if matches(patterns[place], server)]
 
+    def __init__(self, _: Iterable[str] = ()) -> None:
+        # By name the places of plain names; of those of `*.name`; of IPs; and of all other globs.
+        self._named: defaultdict[str, list[int]] = defaultdict(list)
+        self._below: defaultdict[str, list[int]] = defaultdict(list)
+        self._ips: list[int] = []
+        self._globs: list[int] = []
+        translated: list[str] = []
+        for place, pattern in enumerate(self):
+            host = host_and_port(pattern)[0]
+            suffix = host.removeprefix("*.")
+            if address_of(host) is not None:
+                self._ips.append(place)
+            elif "*" in suffix or "?" in suffix or address_of(suffix) is not None:
+                self._globs.append(place)
+                translated.append(_translated(host))
+            else:
+                (self._named if suffix == host else self._below)[suffix].append(place)
+        self._any_glob = re.compile("|".join(translated))
 
-@lru_cache(maxsize=16)
-def _looked_up(
-    patterns: tuple[str, ...],
-) -> tuple[dict[str, list[int]], dict[str, list[int]], list[int]]:
-    """The indexes of plain names, by name; those of `*.name`, by name; and those of all others."""
-    named: dict[str, list[int]] = {}
-    below: dict[str, list[int]] = {}
-    others: list[int] = []
-    for place, pattern in enumerate(patterns):
-        host = host_and_port(pattern)[0]
-        suffix = host.removeprefix("*.")
-        if "*" in suffix or "?" in suffix or address_of(suffix) is not None:
-            others.append(place)
-        else:
-            (named if suffix == host else below).setdefault(suffix, []).append(place)
-    return named, below, others
+    def matching(self, server: str) -> list[int]:
+        """The places, ascending, of those that cover a server according to `matches`."""
+        if not self:
+            return []
+        hosts = _spellings(host_and_port(server)[0])
+        found = set(self._ips) if len(hosts) > 1 else set()
+        for host in hosts:
+            found.update(self._named.get(host, ()))
+            dot = host.find(".")
+            while dot >= 0:
+                found.update(self._below.get(host[dot + 1 :], ()))
+                dot = host.find(".", dot + 1)
+            if self._globs and self._any_glob.match(host):
+                found.update(self._globs)
+        return [place for place in sorted(found) if matches(self[place], server)]
 
 
 def server_of(mxid: str) -> str:

@@ -13,12 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
 import orjson
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetPydanticSchema,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from fedsender.config.document import (
     ConfigError,
@@ -70,7 +78,7 @@ from fedsender.config.values import (
     read_secret,
     read_text,
 )
-from fedsender.matrix import matching, shard_of
+from fedsender.matrix import Patterns, shard_of
 
 __all__ = [
     "Address",
@@ -120,6 +128,16 @@ class PolicyLine:
     source: str
 
 
+_ServerPatterns = Annotated[
+    Patterns,
+    GetPydanticSchema(
+        lambda _, schema_of: no_info_after_validator_function(
+            Patterns, schema_of(tuple[ServerPattern, ...])
+        )
+    ),
+]
+
+
 class Config(Section):
     """Everything an operator decides."""
 
@@ -149,13 +167,13 @@ class Config(Section):
     feed: Feed = Field(default_factory=Feed)
     federation: Federation = Field(default_factory=Federation)
     sending: Sending = Field(default_factory=Sending)
-    allow: tuple[ServerPattern, ...] = Field(
-        default=("*",),
+    allow: _ServerPatterns = Field(
+        default=Patterns(("*",)),
         description="Send only to servers that match one of these names or patterns (Synapse's"
         " federation_domain_whitelist).",
     )
-    deny: tuple[ServerPattern, ...] = Field(
-        default=(),
+    deny: _ServerPatterns = Field(
+        default=Patterns(),
         description="Never send to servers that match one of these, whatever allows them."
         " evil.example is also evil.example:443, and *.evil.example all below it.",
     )
@@ -170,13 +188,13 @@ class Config(Section):
     _document: Document = PrivateAttr(default_factory=lambda: _NO_FILE)
 
     def policy_for(self, server: str) -> Policy:
-        """How `server` is treated. Worth remembering: this reads every override."""
+        """How `server` is treated. Worth remembering."""
         return self.destinations.policy_for(server)
 
     def allows(self, server: str) -> bool:
         """Whether anything may be sent to `server`: not us, allowed and not denied.
 
-        Worth remembering: this reads both lists.
+        Worth remembering.
         """
         return self.refusal(server) is None
 
@@ -184,9 +202,9 @@ class Config(Section):
         """Why nothing may be sent to `server`, in a few words; None: it may."""
         if server == self.server_name:
             return "it is our own server_name"
-        if denied := matching(self.deny, server):
+        if denied := self.deny.matching(server):
             return f"deny has {self.deny[denied[0]]}"
-        return None if matching(self.allow, server) else "allow does not have it"
+        return None if self.allow.matching(server) else "allow does not have it"
 
     def lists(self) -> dict[str, Any]:
         """The lists that `allows` goes by, as values of a configuration; empty: all are allowed."""
@@ -523,7 +541,7 @@ def _names_at(location: tuple[str | int, ...]) -> list[str]:
 
 
 class Policies:
-    """The configuration's answers about one server, cached: to read them costs every override.
+    """The configuration's answers about one server, cached.
 
     Its methods may be handed on: they follow the configuration that is in use when they are called.
     """

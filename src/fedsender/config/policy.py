@@ -7,13 +7,14 @@ from the defaults), so that every back-off that can take effect is checked when 
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedsender.config.document import Location
 from fedsender.config.values import Bytes, FilePath, FixedAddress, Seconds, ServerPattern
-from fedsender.matrix import MAX_PDUS, matching
+from fedsender.matrix import MAX_PDUS, Patterns
 
 MAX_DAILY_ATTEMPTS: Final = 60
 """Attempts in any 24 h to a server that never answers, by our own timers (I5)."""
@@ -215,14 +216,15 @@ class Destinations(Section):
     )
 
     def policy_for(self, server: str) -> Policy:
-        """The policy that holds for `server`. Worth remembering: this reads every override."""
+        """The policy that holds for `server`. Worth remembering."""
         policy = self.defaults
-        for place in self._matching(server):
+        for place in self._matches.matching(server):
             policy = self._apply(policy, self.overrides[place])
         return policy
 
-    def _matching(self, server: str) -> list[int]:
-        return matching(tuple(each.match for each in self.overrides), server)
+    @cached_property
+    def _matches(self) -> Patterns:
+        return Patterns(each.match for each in self.overrides)
 
     def _apply(self, policy: Policy, override: Override) -> Policy:
         changes: dict[str, Any] = {
@@ -240,7 +242,7 @@ class Destinations(Section):
         The last item lists places below `destinations`, strongest first; the first of them that
         the file has is the one that set the value.
         """
-        found = self._matching(server)
+        found = self._matches.matching(server)
         policy = self.policy_for(server)
         backoffs = [i for i in found if "backoff" in self.overrides[i].model_fields_set][-1:]
         for path, value in leaves(policy):

@@ -48,8 +48,8 @@ REMEMBERED_S = 300.0
 """The time for which a route is remembered. Servers that catch up ask for the same events within
 minutes of each other; older routes would only fill memory, slowly, up to the bound."""
 
-JUDGED_AT_ONCE = 1_000
-"""The servers held against the policies in one go: 1 us each."""
+JUDGED_AT_ONCE = 100
+"""The servers held against the policies in one go: 7 us each, beside 1,000 globs up to 0.4 ms."""
 
 
 def supersedes(mark: int | None, stream_ordering: int) -> tuple[int, int] | None:
