@@ -1120,6 +1120,28 @@ async def test_thousands_of_servers_with_keys_are_reached_with_breaks(
     assert all(len(world.servers[name].requests[0].edus) == 1 for name in servers)
 
 
+async def test_what_is_sent_again_to_thousands_makes_them_with_breaks(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10,000 servers that were not in memory that was one step of 0.5 s."""
+    monkeypatch.setattr("fedsender.sender.registry.MADE_AT_ONCE", 10)
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
+    async with world.run() as sender:
+        await world.join(R1, *servers)
+        event = world.pdu(R1, "one")
+        await world.apply(event)
+        await trio.sleep(2 * sender.context.sending.idle_destination)
+        assert not sender.active
+        trio.lowlevel.add_instrument(steps)
+        monkeypatch.setattr(Destination, "__init__", steps.counting(Destination.__init__))
+        await sender.operations.redeliver([(name, event.event_id) for name in servers])
+        await settle()
+
+    assert steps.most == 1
+    assert all(world.servers[name].got == ["one", "one"] for name in servers)
+
+
 async def test_a_start_puts_thousands_of_servers_in_line_with_breaks(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ class Operations:
     async def _queue(self, accepted: Sequence[Redelivery], released: Sequence[int] = ()) -> None:
         await self._context.store.add_redeliveries(accepted, released=released)
         events = Counter(item.destination for item in accepted)
+        await self._registry.make_ready(events)
         self._context.debts.add_again(events, self._context.runtime.now_ms())
         self._registry.owe_redeliveries(events)
 

@@ -323,8 +323,8 @@ class Registry:
     async def make_ready(self, servers: Iterable[str]) -> None:
         """Make the destinations that these servers lack, in steps, if that takes long.
 
-        They are about to be offered an event, and between offers nothing may wait. Whoever is
-        behind stays so.
+        They are about to be offered an event, or owed redeliveries, and meanwhile nothing may wait.
+        Whoever is behind stays so.
         """
         lack = [server for server in servers if server not in self.active]
         if len(lack) <= MADE_AT_ONCE or not self.complete.is_set():

@@ -195,6 +195,7 @@ class Sender:
         }
         self.context.debts.count_anew(found, again)
         # Who set some aside may not have come so far as to tell.
+        await self.registry.make_ready(again)
         self.registry.owe_redeliveries(again)
         self.quarantine_items = await self.context.store.quarantine_size()
         self.context.metrics.quarantine_items.set(self.quarantine_items)
