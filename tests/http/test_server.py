@@ -11,6 +11,7 @@ import trio
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trio.testing import MockClock, lockstep_stream_pair
 
+from fedsender.fairness import PASS_S, Turns
 from fedsender.http.server import (
     GRACE_SECONDS,
     HEAD_BYTES,
@@ -20,6 +21,7 @@ from fedsender.http.server import (
     SEND_SECONDS,
     serve_http,
 )
+from fedsender_lab.testing.clock import turns_cpu
 
 GET = b"GET /x%20y?a=b HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MOST = 4
@@ -47,13 +49,24 @@ class Door(trio.abc.Listener[Any]):
 
 
 @asynccontextmanager
-async def served(app: ASGIApp) -> AsyncIterator[Door]:
+async def served(app: ASGIApp, turns: Turns | None = None) -> AsyncIterator[Door]:
     async def load() -> ASGIApp:
         return app
 
     door: Any = Door()
-    async with serve_http(load, [door], ("127.0.0.1", 9009), now_ms=lambda: 0, most=MOST):
+    turns, server = turns or Turns(turns_cpu()), ("127.0.0.1", 9009)
+    async with serve_http(load, [door], server, now_ms=lambda: 0, turns=turns, most=MOST):
         yield door
+
+
+async def test_requests_are_read_in_turns() -> None:
+    """One with 3,900 headers takes 9 ms: 64 clients took one pass of 460 ms."""
+    turns = Turns(turns_cpu(2 * PASS_S))
+    async with served(greet, turns) as door:
+        stream = door.connect()
+        await stream.send_all(GET)
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
+    assert turns.waited
 
 
 async def answer_of(stream: Any) -> bytes:
@@ -427,7 +440,8 @@ async def test_a_lack_of_descriptors_is_told_once_and_who_connects_waits(
     door: Any = Poor()
     stream = door.connect()
     with structlog.testing.capture_logs() as logs:
-        async with serve_http(load, [door], ("127.0.0.1", 1), now_ms=lambda: 0, most=MOST):
+        turns, server = Turns(turns_cpu()), ("127.0.0.1", 1)
+        async with serve_http(load, [door], server, now_ms=lambda: 0, turns=turns, most=MOST):
             await stream.send_all(GET)
             assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
             await stream.aclose()

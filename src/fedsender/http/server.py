@@ -31,6 +31,7 @@ import trio
 
 from fedsender.config import Address, TcpAddress, UnixAddress, read_secret
 from fedsender.config.document import OUR_LACK
+from fedsender.fairness import Turns
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 from fedsender.store.engine import WRITTEN
@@ -71,6 +72,8 @@ LARGE_BYTES: Final = 32 * 2**20
 """Bodies of all requests under way, beyond the first `SMALL_BODY` bytes of each. Once it is parsed
 a body takes ten times its bytes."""
 _LONGEST: Final = 500
+_CLIENTS: Final = ("clients of our own endpoints",)
+"""They share one account of the loop's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,7 @@ async def serve_app(
             listeners,
             _server_of(admin.address),
             now_ms=runtime.now_ms,
+            turns=runtime.turns,
             most=bounds.connections,
             tls=admin.tls,
         ):
@@ -527,6 +531,7 @@ async def serve_http(
     server: Server,
     *,
     now_ms: Callable[[], int],
+    turns: Turns,
     most: int,
     tls: Callable[[], ssl.SSLContext | None] = lambda: None,
 ) -> AsyncIterator[None]:
@@ -534,6 +539,7 @@ async def serve_http(
 
     Args:
         load: gives the application. It is called for every request.
+        turns: in which requests are read: one with thousands of headers takes 9 ms.
         most: connections at once. One more takes the seat of the one with the client that has
             kept us waiting the longest. While there is none, it waits in the system's queue, and
             every answer is its connection's last: no client can keep others out by asking without
@@ -544,7 +550,7 @@ async def serve_http(
     seats: _Seats = Seats(most, lambda each: each.scope.cancel(), patience_s=PATIENCE_SECONDS)
 
     async def converse(stream: trio.abc.HalfCloseableStream) -> None:
-        connection = _Connection(stream, server, now_ms, seats, tls())
+        connection = _Connection(stream, server, now_ms, turns, seats, tls())
         open_connections.add(connection)
         try:
             with connection.scope:
@@ -616,6 +622,7 @@ class _Connection:
         stream: trio.abc.HalfCloseableStream,
         server: Server,
         now_ms: Callable[[], int],
+        turns: Turns,
         seats: "_Seats",
         tls: ssl.SSLContext | None,
     ) -> None:
@@ -628,6 +635,7 @@ class _Connection:
         self._scheme = "http" if tls is None else "https"
         self._server = server
         self._now_ms = now_ms
+        self._turns = turns
         self._seats = seats
         self._wire = h11.Connection(h11.SERVER, max_incomplete_event_size=_READ_BYTES)
         self._between_requests = False
@@ -677,17 +685,23 @@ class _Connection:
             Malformed: what it sends is no HTTP.
         """
         try:
-            if (event := self._wire.next_event()) is h11.NEED_DATA:
+            if (event := await self._in_turn(self._wire.next_event)) is h11.NEED_DATA:
                 with self._client_within(seconds):
                     while event is h11.NEED_DATA:
-                        data = await self._stream.receive_some(_READ_BYTES)
-                        self._wire.receive_data(bytes(data))
-                        event = self._wire.next_event()
+                        data = bytes(await self._stream.receive_some(_READ_BYTES))
+                        event = await self._in_turn(self._event_after, data)
         except h11.RemoteProtocolError as error:
             raise Malformed("not a request of HTTP/1.1", error.error_status_hint) from None
         # A thousand tiny chunks in one piece are a thousand events.
         await trio.lowlevel.checkpoint()
         return event
+
+    def _event_after(self, data: bytes) -> object:
+        self._wire.receive_data(data)
+        return self._wire.next_event()
+
+    def _in_turn(self, step: Callable[..., object], *args: object) -> Awaitable[object]:
+        return self._turns.take(_CLIENTS, self._turns.answer, step, *args)
 
     async def _receive(self) -> "Message":
         """ASGI's: the next part of the body. Its size and time are for the application to bound."""
