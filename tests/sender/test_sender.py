@@ -541,12 +541,12 @@ async def test_events_are_parsed_with_breaks(
 async def test_the_servers_of_one_event_are_judged_with_breaks(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To hold 10,000 servers against the policies takes 10 ms, for each event that has its own."""
+    """To hold 10,000 servers against the policies takes 70 ms, for each event that has its own."""
     monkeypatch.setattr(fairness, "PASS_S", 0.0)
     monkeypatch.setattr(routing, "JUDGED_AT_ONCE", 1)
-    steps = StepsOf()
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
     async with world.open():
-        await world.join(R1, A, B, C)
+        await world.join(R1, *servers)
         await world.say(R1, "1")
     async with world.run() as sender:
         trio.lowlevel.add_instrument(steps)
@@ -554,8 +554,33 @@ async def test_the_servers_of_one_event_are_judged_with_breaks(
         monkeypatch.setattr(router, "may_send_to", steps.counting(router.may_send_to))
         await settle()
 
+    assert steps.most < 5  # A server's own task asks more than once.
+    assert all(world.servers[name].got == ["1"] for name in servers)
+
+
+async def test_a_reload_reaches_thousands_of_servers_with_breaks_and_denies_at_once(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 50,000 it was one step of 0.4 s."""
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
+    async with world.run() as sender:
+        await world.join(R1, *servers)
+        await world.say(R1, "one")
+        await settle()
+        trio.lowlevel.add_instrument(steps)
+        monkeypatch.setattr(Destination, "use_policy", steps.counting(Destination.use_policy))
+        sender.context.admission.gate.shut()
+        await world.say(R1, "two")
+        await settle()
+        world.settings["deny"] = servers[:1]
+        world.reload(sender)
+        sender.context.admission.gate.reopen()
+        await settle()
+
     assert steps.most == 1
-    assert [world.servers[name].got for name in (A, B, C)] == [["1"]] * 3
+    assert world.servers[servers[0]].got == ["one"]
+    assert world.servers[servers[1]].got == ["one", "two"]
 
 
 async def test_the_step_that_offers_an_event_finds_out_no_sites(

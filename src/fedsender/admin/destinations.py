@@ -207,7 +207,7 @@ def _addresses(context: AdminContext, name: str) -> list[str]:
 
 async def known_names(context: AdminContext, pattern: str) -> list[str]:
     """Every server of ours that we know of and `pattern` covers, by name."""
-    names = set(context.sender.registry.known("*"))
+    names = context.sender.registry.names()
     after = ""
     while rows := await context.homeserver.known_destinations(after, ROWS):
         names.update(ours(context, rows))

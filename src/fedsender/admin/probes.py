@@ -64,7 +64,7 @@ async def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     metrics.pending_pdus.set(sum(one.outbox.queued for one in active))
     metrics.pending_edus.set(sum(one.outbox.edus_waiting for one in active))
     metrics.in_flight.set(sender.context.admission.in_flight)
-    # With 50,000 servers each of these looks takes 50 ms.
+    # With 50,000 servers each of these looks takes 70 to 140 ms.
     await trio.lowlevel.checkpoint()
     counts = sender.registry.counts()
     for standing in Standing:
@@ -72,6 +72,7 @@ async def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     await trio.lowlevel.checkpoint()
     for result, servers in sender.registry.lately()._asdict().items():
         metrics.servers_lately.labels(result).set(servers)
+    await trio.lowlevel.checkpoint()
     owed = await sender.owed()
     metrics.owed_rooms.set(owed.rooms)
     metrics.owed_redeliveries.set(owed.redeliveries)

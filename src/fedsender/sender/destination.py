@@ -369,11 +369,9 @@ class Destination:
         self.state = state
         self._look_up()
 
-    def use_policy(self, policy: Policy, *, allowed: bool) -> None:
-        """Use this policy from the next attempt on; leave if nothing may be sent under it."""
+    def use_policy(self, policy: Policy) -> None:
+        """Use this policy from the next attempt on; leave if nothing may be sent any more."""
         self.policy = policy
-        if not allowed:
-            self._draining = True
         self._look_up()
 
     def begin_drain(self) -> None:
@@ -454,7 +452,9 @@ class Destination:
     @property
     def _held(self) -> bool:
         """Whether an operator, or the end of the daemon, keeps it from sending."""
-        return bool(self._draining or self.state.paused or self.state.parked)
+        if self._draining or self.state.paused or self.state.parked:
+            return True
+        return not self._context.router.may_send_to(self.name)
 
     async def _wait_turn(self) -> bool:
         """Wait until there is something to send and it may be sent. False: leave.

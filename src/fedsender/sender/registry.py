@@ -21,7 +21,7 @@ import structlog
 import trio
 
 from fedsender.config import Policies
-from fedsender.matrix import Pdu, matches
+from fedsender.matrix import Pdu
 from fedsender.sender.admission import FEW, Pace
 from fedsender.sender.context import Context, Phase
 from fedsender.sender.destination import LEAVE_AFTER_S, Destination
@@ -147,10 +147,6 @@ class Registry:
     def told_of(self) -> list[str]:
         """The servers with a failure in the homeserver's backoff columns."""
         return [name for name, state in self._states.items() if state.shared_interval_ms]
-
-    def known(self, pattern: str) -> list[str]:
-        """The servers that are active, behind or have a record, by glob."""
-        return sorted(name for name in self.names() if matches(pattern, name))
 
     def status(self, server: str) -> Status | None:
         """The status of this server; None: it is idle, and has no record."""
@@ -509,18 +505,19 @@ class Registry:
             destination.spill()
 
     def use_policies(self) -> None:
-        """Follow changed policies: active servers from now on; servers newly allowed become due.
+        """Follow changed policies: active servers from their next attempts on; servers newly
+        allowed become due. What is denied now is sent nothing from this moment."""
+        self._outer.start_soon(self._use_policies, name="policies")
 
-        Without breaks: all servers change policies at once.
-        """
-        for destination in self.active.values():
-            name = destination.name
-            allowed = self.policies.may_send_to(name)
-            destination.use_policy(self.policies.policy_for(name), allowed=allowed)
+    async def _use_policies(self) -> None:
+        breaks = self._context.runtime.turns.with_breaks
+        async for destination in breaks(list(self.active.values())):
+            destination.use_policy(self.policies.policy_for(destination.name))
         now, now_ms = trio.current_time(), self._context.clock.now_ms()
-        for server in [name for name, due in self._behind.items() if due == NEVER]:
+        async for server in breaks([name for name, due in self._behind.items() if due == NEVER]):
             state = self.own_state(server)
-            if not (state.paused or state.parked) and self.policies.may_send_to(server):
+            held = state.paused or state.parked or self._behind.get(server) != NEVER
+            if not held and self.policies.may_send_to(server):
                 self.schedule(server, now + state.wait_s(now_ms))
 
     def begin_drain(self) -> None:
