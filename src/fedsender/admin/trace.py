@@ -237,7 +237,7 @@ async def trace_here(context: AdminContext, event_id: str) -> Trace | None:
     everywhere = quarantined.get(None)
     fanned_out = event.stream_ordering <= context.sender.fan_out.position
     fates = []
-    for name in sorted(servers)[:MAX_SERVERS]:
+    async for name in context.runtime.turns.with_breaks(sorted(servers)[:MAX_SERVERS]):
         item = quarantined.get(name, everywhere)
         owed = not fanned_out or name in again or _owes(lagging.get(name), at, name in behind)
         fates.append(_fate(context, name, found, item, owed=owed))
