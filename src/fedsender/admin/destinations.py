@@ -235,7 +235,7 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
             raise bad_param(f"the pattern covers {len(names)} servers, more than {MAX_SERVERS}")
         return names
     servers = ours(context, list(dict.fromkeys(request.servers)))
-    for server in servers:
+    async for server in context.runtime.turns.with_breaks(servers):
         if not await context.sender.operations.is_known(server):
             raise not_found(f"{server}: {UNKNOWN}")
     return servers
