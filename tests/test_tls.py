@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -13,13 +14,17 @@ from random import Random
 import pytest
 import trio
 import trio.testing
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from tests.federation.servers import NAME, Authority, answering, serving
 
 import fedsender.runtime
 from fedsender.fairness import PASS_S, Payer, Turns
 from fedsender.federation.dialing import TlsPolicy
 from fedsender.runtime import RealNetwork
-from fedsender.tls import MeteredTls, TlsStream
+from fedsender.tls import MeteredTls, TlsStream, is_dear
 from fedsender_lab.testing.clock import turns_cpu
 from fedsender_lab.testing.tls_records import DATA, HANDSHAKE, Sealer, secret_in
 
@@ -530,16 +535,43 @@ def test_handshake_that_is_long_or_in_tiny_pieces_is_refused(
         ends.shake_hands()
 
 
-def test_certificate_with_a_curve_of_its_own_is_refused_unread() -> None:
-    """43 of them, in 30 KB, took one step of 10 s: OpenSSL reads all keys before it checks one."""
-    context = TlsPolicy().context()
-    ours = context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=NAME)
-    assert isinstance(ours, MeteredTls)
-    with suppress(ssl.SSLWantReadError):
-        ours.do_handshake()
-    ours.feed(flight_of_tls_1_2(certificate_of(dear_key())))
-    with pytest.raises(ssl.SSLError, match="length mismatch"):
-        ours.do_handshake()
+def test_dear_certificates_are_refused_unread() -> None:
+    """43 of the first, in 30 KB, took one step of 10 s: OpenSSL reads all before it checks one."""
+    for dear in (certificate_of(dear_key()), certificate_of(CHEAP_KEY, names=600, points=600)):
+        context = TlsPolicy().context()
+        ours = context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=NAME)
+        assert isinstance(ours, MeteredTls)
+        with suppress(ssl.SSLWantReadError):
+            ours.do_handshake()
+        ours.feed(flight_of_tls_1_2(dear))
+        with pytest.raises(ssl.SSLError, match="length mismatch"):
+            ours.do_handshake()
+
+
+def test_usual_certificates_are_not_dear(tmp_path: Path) -> None:
+    """Also those of a directory's authority, with long addresses of its lists."""
+    authority = Authority(tmp_path)
+    usual = authority.issue(NAME).cert_chain_pems
+    assert not any(is_dear(ssl.PEM_cert_to_DER_cert(each.bytes().decode())) for each in usual)
+    address = x509.UniformResourceIdentifier(f"ldap:///{'CN=Public%20Key%20Services,' * 20}")
+    relative = x509.RelativeDistinguishedName([x509.NameAttribute(NameOID.COMMON_NAME, "l")])
+    points = [x509.DistributionPoint([address], None, None, None)] * 5
+    points += [x509.DistributionPoint(None, relative, None, None)]
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name(relative)
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    for critical in (False, True):
+        certificate = (
+            x509.CertificateBuilder(name, name, key.public_key(), 1, moment, moment)
+            .add_extension(x509.CRLDistributionPoints(points), critical=critical)
+            .sign(key, hashes.SHA256())
+        )
+        assert not is_dear(certificate.public_bytes(serialization.Encoding.DER))
+
+
+@pytest.mark.parametrize("size", ["0381", "0480", "048400000002", "2404"])
+def test_distribution_points_in_another_form_than_der_are_dear(size: str) -> None:
+    """OpenSSL reads them all the same, and we could not count them."""
+    assert is_dear(bytes.fromhex("0603551d1f") + bytes.fromhex(size) + bytes(9))
 
 
 @VERSIONS
@@ -595,13 +627,27 @@ def dear_key() -> bytes:
     return der(0x30, algorithm, der(0x03, b"\0", point))
 
 
-def certificate_of(key: bytes) -> bytes:
-    """A certificate for a key in DER, which nobody has signed."""
-    name = der(0x30, der(0x31, der(0x30, bytes.fromhex("0603550403"), der(0x0C, b"d.example"))))
+CHEAP_KEY = der(
+    0x30,
+    der(0x30, bytes.fromhex("06092a864886f70d010101"), der(0x05)),
+    der(0x03, b"\0", der(0x30, number(2**2047 + 1), number(65537))),
+)
+
+
+def certificate_of(key: bytes, *, names: int = 1, points: int = 0) -> bytes:
+    """A certificate for a key in DER, which nobody has signed.
+
+    Its issuer has so many names, and each of so many CRL distribution points is relative to them.
+    """
+    one = der(0x30, bytes.fromhex("0603550403"), der(0x0C, b"d.example"))
+    point = der(0x30, der(0xA0, der(0xA1, one)))
+    extension = der(0x30, bytes.fromhex("0603551d1f"), der(0x04, der(0x30, *[point] * points)))
     algorithm = der(0x30, bytes.fromhex("06092a864886f70d01010b"), der(0x05))
     life = der(0x30, der(0x17, b"200101000000Z"), der(0x17, b"490101000000Z"))
-    told = der(0x30, der(0xA0, number(2)), number(1), algorithm, name, life, name, key)
-    return der(0x30, told, algorithm, der(0x03, b"\0" + bytes(32)))
+    issuer, subject = (der(0x30, *[der(0x31, one)] * count) for count in (names, 1))
+    told = [der(0xA0, number(2)), number(1), algorithm, issuer, life, subject, key]
+    told += [der(0xA3, der(0x30, extension))] * bool(points)
+    return der(0x30, der(0x30, *told), algorithm, der(0x03, b"\0" + bytes(32)))
 
 
 def flight_of_tls_1_2(certificate: bytes) -> bytes:
@@ -613,4 +659,5 @@ def flight_of_tls_1_2(certificate: bytes) -> bytes:
     # ECDHE-RSA-AES128-GCM-SHA256, and renegotiation_info.
     hello = b"\x03\x03" + bytes(32) + bytes.fromhex("00c02f000005ff01000100")
     flight = b"\x02" + with_size(hello) + b"\x0b" + with_size(with_size(with_size(certificate)))
-    return b"\x16\x03\x03" + len(flight).to_bytes(2, "big") + flight
+    records = (flight[at : at + 16_384] for at in range(0, len(flight), 16_384))
+    return b"".join(b"\x16\x03\x03" + len(each).to_bytes(2, "big") + each for each in records)

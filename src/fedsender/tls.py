@@ -11,6 +11,7 @@ it in one call for ever; from memory it takes only the bytes that it was given, 
 import _ssl
 import ctypes
 import operator
+import re
 import socket
 import ssl
 import time
@@ -72,6 +73,15 @@ _NO_COMPRESSED_CERTIFICATES: Final = 1 << 33
 # The identifier of each kind of field, 1.2.840.10045.1 (RFC 3279, section 2.3.5): a key has it only
 # if it brings a curve of its own. However it is encoded, these bytes stay together.
 _OWN_CURVE: Final = b"\x2a\x86\x48\xce\x3d\x01"
+# The identifier of CRL distribution points, 2.5.29.31, with the last byte of its size; and what
+# follows in DER: whether it is critical, and the tag and the size of what it says.
+_CRL_POINTS: Final = re.compile(rb"\x03\x55\x1d\x1f")
+_CRL_POINTS_SAY: Final = re.compile(
+    rb"(?:\x01\x01.)?\x04(?:([\x00-\x7f])|\x81(.)|\x82(..))", re.DOTALL
+)
+# With each name that is relative to the issuer, OpenSSL copies the issuer's name. Their tag is 1.
+_MAX_RELATIVE: Final = 8
+_TAG_1: Final = b"\xa1\xbf"
 # The data of one record of ours: the largest that there is (RFC 8446, section 5.1).
 _RECORD_BYTES: Final = 16_384
 # So much is given to the kernel at a time.
@@ -109,13 +119,11 @@ def set_groups(context: ssl.SSLContext, groups: str) -> bool:
     return bool(control(_openssls(context), _SET_GROUPS_LIST, 0, groups.encode()) == 1)
 
 
-def refuse_own_curves(context: ssl.SSLContext) -> bool:
-    """Take no certificate whose key brings a curve of its own; False: we have no way to.
+def refuse_dear_certificates(context: ssl.SSLContext) -> bool:
+    """Take no certificates that are dear to read (`is_dear`); False: we have no way to.
 
-    OpenSSL reads the keys of all certificates before it checks the first, and a compressed point
-    takes a square root: 100 ms of the loop each, on a curve that was chosen for that. No authority
-    issues such a certificate (RFC 5480, section 2.1.1). OpenSSL has no setting for it. But it shows
-    each message before it reads it.
+    OpenSSL reads all certificates before it checks the first, has no setting for that, and takes
+    seconds for 30 KB. But it shows each message before it reads it.
     """
     context.options |= _NO_COMPRESSED_CERTIFICATES
     show = _openssl("SSL_CTX_set_msg_callback", ctypes.c_void_p)
@@ -123,6 +131,27 @@ def refuse_own_curves(context: ssl.SSLContext) -> bool:
         return False
     show(_openssls(context), _look_at)
     return True
+
+
+def is_dear(certificates: bytes) -> bool:
+    """Whether OpenSSL may take long to read these certificates, in DER, in any message.
+
+    A key that brings a curve of its own has a compressed point, whose square root takes up to 0.5 s
+    on a curve that was chosen for that; no authority issues it (RFC 5480, section 2.1.1). And CRL
+    distribution points whose names are relative to the issuer copy its name; RFC 5280 (section
+    4.2.1.13) advises against one, and there may be a thousand.
+    """
+    if _OWN_CURVE in certificates:
+        return True
+    for found in _CRL_POINTS.finditer(certificates):
+        say = _CRL_POINTS_SAY.match(certificates, found.end())
+        if say is None:
+            return True
+        size = int.from_bytes(say[say.lastindex or 0], "big")
+        points = certificates[say.end() : say.end() + size]
+        if sum(map(points.count, _TAG_1)) > _MAX_RELATIVE:
+            return True
+    return False
 
 
 def _openssl(name: str, *types: type) -> Callable[..., Any] | None:
@@ -142,13 +171,13 @@ def _openssls(context: ssl.SSLContext) -> ctypes.c_void_p:
     return ctypes.c_void_p.from_address(id(context) + object.__basicsize__)
 
 
-def _spoil_own_curve(
+def _spoil_dear(
     sent: int, _version: int, kind: int, message: int, size: int, _ssl: object, _ours: object
 ) -> None:
-    """Overwrite the certificates of the peer, if one has a curve of its own: no more is read."""
+    """Overwrite the certificates of the peer if they are dear: then no more is read."""
     if kind == _HANDSHAKE and not sent:
         text = ctypes.string_at(message, size)
-        if text[0] == _CERTIFICATE and _OWN_CURVE in text:
+        if text[0] == _CERTIFICATE and is_dear(text):
             # All but its kind and its size, by which OpenSSL found it.
             ctypes.memset(message + 4, 0xFF, size - 4)
 
@@ -160,7 +189,7 @@ with suppress(MemoryError):
         None,
         *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t),
         *(ctypes.c_void_p, ctypes.c_void_p),
-    )(_spoil_own_curve)
+    )(_spoil_dear)
 
 
 class MeteredTls(ssl.SSLObject):

@@ -27,7 +27,7 @@ from fedsender.federation.proxy import Proxy, ProxyRefused
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.limits import MAX_CONNECTING
 from fedsender.runtime import Network, OutOfResources, our_lack
-from fedsender.tls import GROUPS, MeteredTls, client_context, refuse_own_curves, set_groups
+from fedsender.tls import GROUPS, MeteredTls, client_context, refuse_dear_certificates, set_groups
 
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known", "gone"]
 Address = tuple[str, int]
@@ -93,7 +93,7 @@ class TlsPolicy:
         context.set_ciphers(":".join(names))
         context.options |= ssl.OP_NO_RENEGOTIATION
         set_groups(context, GROUPS)
-        refuse_own_curves(context)
+        refuse_dear_certificates(context)
         context.sslobject_class = MeteredTls
         if not self.verify:
             context.check_hostname = False
