@@ -1,12 +1,14 @@
 """Turns of the loop and lines in fair order, on the virtual clock and a clock of CPU time that only
 moves when work is done."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import structlog.testing
 import trio
+import trio.lowlevel
 from trio.testing import MockClock
 
 from fedsender.fairness import (
@@ -440,3 +442,18 @@ def test_a_run_with_the_same_seed_is_the_same() -> None:
         return had
 
     assert order(1) == order(1) != order(2)
+
+
+@pytest.mark.slow
+async def test_the_longest_pass_of_the_loop_is_cpu_time_between_two_waits() -> None:
+    trio.lowlevel.add_instrument(turns := Turns(time.thread_time))
+    await trio.sleep(0.5)
+    waiting = turns.longest_pass_s
+    began = time.thread_time()
+    while time.thread_time() - began < 0.1:
+        pass
+    await trio.lowlevel.checkpoint()
+    busy = turns.pass_s
+    await trio.sleep(0.01)
+    assert waiting < 0.1 <= turns.longest_pass_s == busy
+    assert turns.pass_s < 0.1

@@ -11,8 +11,12 @@ import trio.testing
 
 from fedsender.waiting import (
     AWAKE_AT_ONCE,
+    FEWEST_STEPS,
+    FIRST,
+    LAST,
     LOOKS_AT_ONCE,
-    STEPS_AT_ONCE,
+    MOST_STEPS,
+    NEXT,
     Alarm,
     Alarms,
     BeginAnew,
@@ -332,47 +336,53 @@ async def test_a_cancelled_wait_for_a_service_ends(autojump_clock: trio.testing.
 class _Passes(trio.abc.Instrument):
     """Notes in which pass of the loop each step began."""
 
-    def __init__(self) -> None:
-        self.steps = Steps()
+    def __init__(self, step_s: float = 0.003) -> None:
+        self._step_s, self._spent_s, self._pass_s = step_s, 0.0, 0.0
+        self.steps = Steps(lambda: self._pass_s)
         self.now = 0
         self.begun: dict[str, int] = {}
 
     def before_io_wait(self, timeout: float) -> None:
         self.now += 1
+        self._pass_s, self._spent_s = self._spent_s, 0.0
 
-    async def begin(self, name: str, *, first: bool = False) -> None:
-        await self.steps.begin(Signal(), first=first)
+    async def begin(self, name: str, line: int = NEXT) -> None:
+        await self.steps.begin(Signal(), line)
         assert name not in self.begun
         self.begun[name] = self.now
+        self._spent_s += self._step_s
 
     async def woken(self, name: str, signal: Signal) -> None:
         await signal.wait()
         assert name not in self.begun
         self.begun[name] = self.now
+        self._spent_s += self._step_s
 
     def in_each(self) -> list[int]:
         passes = list(self.begun.values())
         return [passes.count(each) for each in sorted(set(passes))]
 
 
+@pytest.mark.parametrize(("step_s", "most"), [(0.0001, MOST_STEPS), (0.003, FEWEST_STEPS)])
 async def test_few_steps_begin_in_one_pass_of_the_loop_of_all_that_are_ready_together(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, step_s: float, most: int
 ) -> None:
-    """Those that are woken, and those whose tasks are awake, as after answers."""
-    loop, signals = _Passes(), [Signal() for _ in range(500)]
+    """Those that are woken, and those whose tasks are awake, as after answers; fewer if they are
+    dear."""
+    loop, signals = _Passes(step_s), [Signal() for _ in range(500)]
     async with in_background(loop.steps.run), trio.open_nursery() as nursery:
         for number, signal in enumerate(signals):
             nursery.start_soon(loop.woken, f"woken{number}", signal)
         await trio.testing.wait_all_tasks_blocked()
         trio.lowlevel.add_instrument(loop)
         for signal in signals:
-            loop.steps.wake(signal)
+            loop.steps.wake(signal, NEXT)
         for number in range(500):
             nursery.start_soon(loop.begin, f"awake{number}")
     trio.lowlevel.remove_instrument(loop)
     assert len(loop.begun) == 1000
-    assert max(loop.in_each()) <= 2 * AWAKE_AT_ONCE
-    assert len(loop.in_each()) <= 1000 / STEPS_AT_ONCE + 2
+    assert most <= max(loop.in_each()) <= 2 * AWAKE_AT_ONCE + most
+    assert len(loop.in_each()) <= 1000 / most + 4
 
 
 async def test_while_no_pass_is_full_a_step_begins_without_a_checkpoint(
@@ -382,7 +392,7 @@ async def test_while_no_pass_is_full_a_step_begins_without_a_checkpoint(
     async with in_background(loop.steps.run):
         with trio.CancelScope() as scope:
             scope.cancel()
-            await loop.steps.begin(Signal())
+            await loop.steps.begin(Signal(), NEXT)
         assert not scope.cancelled_caught
         # Its place was taken once in this pass, and is free again in others.
         for number in range(10 * AWAKE_AT_ONCE):
@@ -403,29 +413,44 @@ async def test_who_sends_to_few_does_not_wait_for_all_servers_that_wake_together
         await trio.testing.wait_all_tasks_blocked()
         trio.lowlevel.add_instrument(loop)
         for signal in signals:
-            loop.steps.wake(signal)
+            loop.steps.wake(signal, NEXT)
         while len(loop.begun) < 60:
             await trio.lowlevel.checkpoint()
-        loop.steps.wake(hurried, first=True)
-        loop.steps.wake(hurried)
-        loop.steps.wake(idle, first=True)
+        loop.steps.wake(hurried, FIRST)
+        loop.steps.wake(hurried, NEXT)
+        loop.steps.wake(idle, FIRST)
         since = loop.now
-        nursery.start_soon(partial(loop.begin, "awake", first=True))
+        nursery.start_soon(loop.begin, "awake", FIRST)
     trio.lowlevel.remove_instrument(loop)
     assert len(loop.begun) == 2002
     assert {loop.begun[each] - since for each in ("many1990", "idle", "awake")} <= {1, 2, 3}
 
 
-async def test_those_that_send_to_many_wait_for_no_more_than_three_of_four_that_send_to_few(
+@pytest.mark.parametrize(
+    ("ahead", "behind", "shares"),
+    [
+        (FIRST, NEXT, (60, 20, 0)),
+        (FIRST, LAST, (60, 0, 20)),
+        (NEXT, LAST, (0, 60, 20)),
+        (None, None, (60, 15, 5)),
+    ],
+)
+async def test_of_four_steps_one_is_of_a_line_behind_if_there_is_one(
     autojump_clock: trio.testing.MockClock,
+    ahead: int | None,
+    behind: int | None,
+    shares: tuple[int, int, int],
 ) -> None:
-    loop = _Passes()
+    """So a message to few hardly waits for one to many, and neither for servers that failed; and
+    none of them stands still."""
+    trio.lowlevel.add_instrument(loop := _Passes())
     async with in_background(loop.steps.run), trio.open_nursery() as nursery:
-        for number in range(500):
-            nursery.start_soon(partial(loop.begin, f"few{number}", first=True))
-            nursery.start_soon(partial(loop.begin, f"many{number}", first=False))
-    among = sum("many" in name for name in list(loop.begun)[100:300])
-    assert 40 <= among <= 60
+        for number in range(200):
+            for line in (FIRST, NEXT, LAST):
+                if ahead is None or line in (ahead, behind):
+                    nursery.start_soon(loop.begin, f"{line} {number}", line)
+    begun = [int(name[0]) for name in loop.begun][AWAKE_AT_ONCE:][:80]
+    assert tuple(map(begun.count, (FIRST, NEXT, LAST))) == shares
 
 
 async def test_whoever_waits_for_its_step_and_is_cancelled_leaves_nothing_behind(

@@ -10,7 +10,6 @@ import errno
 import gc
 import json
 import os
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import (
@@ -269,30 +268,6 @@ def _note_lock_refused(error: BaseException, _tries: int) -> None:
     log.warning("instance_lock_not_retaken", reason=str(error))
 
 
-class LoopWatch(trio.abc.Instrument):
-    """The longest time between two waits of the event loop, as an instrument of Trio.
-
-    The CPU time of the thread counts, so that a busy machine does not look like a hostile peer.
-    Meanwhile no other task runs, and the watchdog of the service manager is not fed.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._gauge = metrics.loop_longest_step
-        self._began_s = time.thread_time()
-        self._longest_s = 0.0
-
-    def after_io_wait(self, timeout: float) -> None:
-        """Note the start of a stretch between two waits."""
-        self._began_s = time.thread_time()
-
-    def before_io_wait(self, timeout: float) -> None:
-        """Note the end of the stretch, and keep the longest."""
-        took_s = time.thread_time() - self._began_s
-        if took_s > self._longest_s:
-            self._longest_s = took_s
-            self._gauge.set(took_s)
-
-
 LAG_EVERY_S = 1.0
 LAG_LOOKS = 60
 
@@ -465,9 +440,9 @@ async def _run_once(run: _Run, config: Config, *, standby: bool) -> None:
         )
         await waiting.end()
         run.signals.started = True
-        watch = LoopWatch(daemon.metrics)
-        trio.lowlevel.add_instrument(watch)
-        stack.callback(trio.lowlevel.remove_instrument, watch)
+        turns = run.runtime.turns
+        turns.longest_pass_s = 0.0  # What we load before is no peer's.
+        daemon.metrics.loop_longest_step.set_function(lambda: turns.longest_pass_s)
         async with (
             open_admin(admin_context(daemon, run.runtime)) as admin,
             daemon.serve_feed() as of_feed,

@@ -464,6 +464,9 @@ class Turns(trio.abc.Instrument):
     A wait for a turn is one `for_us`.
 
     Attributes:
+        pass_s, longest_pass_s: the CPU time of the last pass and of the longest one, in seconds, so
+            that a busy machine does not look like a hostile peer. In one pass the watchdog of the
+            service manager is not fed.
         handshake, lookup, answer: the usual cost of a step of each kind.
         accounts: of the time of the loop.
         waited: the number of turns that had to wait.
@@ -476,6 +479,8 @@ class Turns(trio.abc.Instrument):
         self.handshake, self.lookup, self.answer = Usual(0.004), Usual(0.001), Usual(0.001)
         self.waited = 0
         self._cpu_s = cpu_s
+        self.pass_s = self.longest_pass_s = 0.0
+        self._pass_began_s = cpu_s()
         self.accounts = Accounts()
         # Honest servers share networks with others, and most of these turns are of names that have
         # proved no network yet.
@@ -497,6 +502,12 @@ class Turns(trio.abc.Instrument):
     def before_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop has ended."""
         self._spent_s = 0.0
+        self.pass_s = self._cpu_s() - self._pass_began_s
+        self.longest_pass_s = max(self.pass_s, self.longest_pass_s)
+
+    def after_io_wait(self, timeout: float) -> None:
+        """Note that a pass of the loop begins."""
+        self._pass_began_s = self._cpu_s()
 
     async def take(
         self, payers: Payers, usual: Usual | None, body: Callable[..., T], *args: object

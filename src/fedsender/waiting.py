@@ -131,10 +131,14 @@ class Signal:
         return trio.lowlevel.Abort.SUCCEEDED
 
 
-STEPS_AT_ONCE = 16
-"""A step takes a quarter of a millisecond, with a large body three."""
-AWAKE_AT_ONCE = 2 * STEPS_AT_ONCE
+FEWEST_STEPS, MOST_STEPS = 16, 64
+"""In one pass. A step takes half a millisecond, with a large body three."""
+AWAKE_AT_ONCE = 2 * FEWEST_STEPS
 """Answers come in bunches, and each that has to stand in line is one switch of tasks more."""
+SHORT_PASS_S, LONG_PASS_S = 0.01, 0.02
+FIRST, NEXT, LAST = range(3)
+"""The lines: of a message to few servers, of any other, and of servers that have failed, whose next
+attempt is mostly dear and mostly in vain."""
 
 
 class Steps:
@@ -143,64 +147,81 @@ class Steps:
     An event for thousands of servers would wake all their tasks in one pass, and answers and
     failures come in together: no socket would be looked at until the last had done its step.
 
-    In each pass `STEPS_AT_ONCE` of those in line are called, three that go first for each other
-    one. `AWAKE_AT_ONCE` may begin that have not been in line: of an answer, its task is awake.
+    In each pass some of those in three lines are called: `FIRST`, `NEXT` and `LAST`. For three of
+    one line there is one of those behind it, so that each line moves in each pass.
+    `AWAKE_AT_ONCE` may begin that have not been in line: of an answer, its task is awake.
+
+    They are `FEWEST_STEPS` at first, twice as many after a pass of less than `SHORT_PASS_S` of CPU
+    time, and half as many after one of more than `LONG_PASS_S`: in each pass answers to those of
+    the pass before take their time too, so in many passes the last one begins late.
     """
 
-    def __init__(self) -> None:
-        # Those that go first, and the others.
-        self._lines: tuple[OrderedDict[Signal, None], ...] = OrderedDict(), OrderedDict()
+    def __init__(self, pass_s: Callable[[], float]) -> None:
+        """Args: pass_s: the CPU time that the last pass took, in seconds."""
+        self._pass_s = pass_s
+        self._lines: tuple[OrderedDict[Signal, None], ...] = tuple(
+            OrderedDict() for _ in (FIRST, NEXT, LAST)
+        )
         self._room = AWAKE_AT_ONCE
         self._full = Signal()
 
-    def wake(self, task: Signal, *, first: bool = False) -> None:
+    def wake(self, task: Signal, line: int) -> None:
         """Have the task that waits for this signal, if any, go on: in this pass or a later one.
 
-        `first`: before those that do not go first, also if it is in line already.
+        `line`: the one that it waits in; it goes over to this one if it is in one behind it.
         """
         if task.waiter is None:
             return
-        firsts, others = self._lines
-        if first:
-            others.pop(task, None)
-        if task in firsts or task in others:
-            return
-        if self._room and not (firsts or others):
+        for number, others in enumerate(self._lines):
+            if task in others:
+                if number <= line:
+                    return
+                del others[task]
+        if self._room and not any(self._lines):
             self._room -= 1
             task.set()
         else:
-            self._lines[not first][task] = None
+            self._lines[line][task] = None
             self._full.set()
 
-    async def begin(self, task: Signal, *, first: bool = False) -> None:
-        """Begin a step of the calling task; a checkpoint only if it has to wait in line.
+    async def begin(self, task: Signal, line: int) -> None:
+        """Begin a step of the calling task; a checkpoint only if it has to wait in this line.
 
-        `task`: a signal of its own, which `wake` may be called with meanwhile; `first`: as there.
+        `task`: a signal of its own, which `wake` may be called with meanwhile.
         """
         if self._room:
             self._room -= 1
             return
         task.clear()
-        self._lines[not first][task] = None
+        self._lines[line][task] = None
         self._full.set()
         try:
             await task.wait()
         finally:
-            for line in self._lines:
-                line.pop(task, None)
+            for tasks in self._lines:
+                tasks.pop(task, None)
 
     async def run(self) -> None:
         """Call those in line, pass by pass, for ever."""
+        steps, full_passes = FEWEST_STEPS, 0
         while True:
             await self._full.wait()
             self._room = AWAKE_AT_ONCE
-            firsts, others = self._lines
-            for number in range(STEPS_AT_ONCE):
-                if not (firsts or others):
+            # Those that were called in one pass had their steps in the next, which is over now.
+            if full_passes >= 2:
+                if self._pass_s() < SHORT_PASS_S:
+                    steps = min(2 * steps, MOST_STEPS)
+                elif self._pass_s() > LONG_PASS_S:
+                    steps = max(steps // 2, FEWEST_STEPS)
+            for number in range(steps):
+                lines = [line for line in self._lines if line]
+                if not lines:
+                    steps, full_passes = FEWEST_STEPS, 0
                     break
-                is_first = firsts and (number % 4 or not others)
-                (firsts if is_first else others).popitem(last=False)[0].set()
+                behind = 0 if number % 4 else 1 if number % 16 else 2
+                lines[min(behind, len(lines) - 1)].popitem(last=False)[0].set()
             else:
+                full_passes += 1
                 self._full.set()
 
 

@@ -406,7 +406,7 @@ async def test_an_attempt_that_found_no_connection_waits_for_a_pass_of_the_loop_
     """Thousands may fail at once, and each writes a line."""
     lines: list[int] = []
 
-    async def note(steps: Steps, task: Signal, *, first: bool = False) -> None:
+    async def note(steps: Steps, task: Signal, line: int) -> None:
         await trio.lowlevel.checkpoint()
         lines.append(len(world.ledger(A)))
 

@@ -192,5 +192,5 @@ async def test_a_destination_that_is_made_anew_keeps_the_gap_after_a_failure(
         A, failing_since_ms=failed_ms, last_attempt_ms=failed_ms, next_attempt_ms=failed_ms
     )
     await trio.sleep(0.4)
-    timer = AttemptTimer(state, clock, Alarms(), Steps())
+    timer = AttemptTimer(state, clock, Alarms(), Steps(lambda: 0.0))
     assert timer.not_before == pytest.approx(failed_at + MIN_GAP_SECONDS, abs=0.002)

@@ -80,9 +80,9 @@ class Context:
     pdu_pool: PduPool
     receipt_pages: Pages[None, ReceiptPage]
     room_pages: Pages[str, RoomPage]
+    steps: Steps
     debts: Debts = field(default_factory=Debts)
     alarms: Alarms = field(default_factory=Alarms)
-    steps: Steps = field(default_factory=Steps)
     full: set[str] = field(default_factory=set)
     receipt_debts: dict[str, int] = field(default_factory=dict)
     seen_homeservers: dict[str, float] = field(default_factory=dict)

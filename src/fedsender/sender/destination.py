@@ -67,7 +67,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
-from fedsender.waiting import Alarm, Alarms, Signal, Steps, voided
+from fedsender.waiting import FIRST, LAST, NEXT, Alarm, Alarms, Signal, Steps, voided
 
 log = structlog.get_logger()
 
@@ -144,7 +144,7 @@ class AttemptTimer(Alarm):
 
     def answered(self) -> None:
         """Note that the last attempt was answered: the next one need not wait."""
-        self.not_before = -math.inf
+        self.not_before = self._failed_at = -math.inf
 
     def failed(self) -> None:
         """Note that an attempt has just failed; `back_off` follows once we have decided."""
@@ -166,18 +166,24 @@ class AttemptTimer(Alarm):
         self._hastened = True
         self.not_before = self._failed_at + MIN_GAP_SECONDS
 
-    def look_again(self, *, first: bool = False) -> None:
-        """Have the task look again: an item may be due now. `first`: as of `Steps`."""
-        if first or not self._news:
+    def look_again(self, *, hurried: bool = False) -> None:
+        """Have the task look again: an item may be due now, of a message to few if `hurried`."""
+        if hurried or not self._news:
             self._news = True
-            self._wake(first=first)
+            self._steps.wake(self.signal, self._line(hurried))
 
     def ring(self) -> None:
         """Wake the task: its alarm has gone off."""
-        self._wake()
+        self._steps.wake(self.signal, self._line())
 
-    def _wake(self, *, first: bool = False) -> None:
-        self._steps.wake(self.signal, first=first)
+    async def begin_step(self, *, hurried: bool) -> None:
+        """Begin a step of the task, as `Steps` has it."""
+        await self._steps.begin(self.signal, self._line(hurried))
+
+    def _line(self, hurried: bool = False) -> int:
+        if self._failed_at > -math.inf:
+            return LAST
+        return FIRST if hurried else NEXT
 
     async def sleep_until(self, due: float) -> bool:
         """Sleep until `due` (True), or until `look_again` is called (False)."""
@@ -346,7 +352,7 @@ class Destination:
         healthy = self.state.healthy
         if healthy:
             self._permit.hasten()
-        self._timer.look_again(first=healthy)
+        self._timer.look_again(hurried=healthy)
 
     def _end_wait(self) -> None:
         """End a long attempt at a failing server, so that a new one can begin."""
@@ -409,7 +415,7 @@ class Destination:
             left(self)
 
     async def _live(self, *, frozen: bool) -> None:
-        await self._begin_step()
+        await self._timer.begin_step(hurried=self._permit.hurried)
         if self._pause_ended_ms is not None:
             await self._context.store.end_pause(self.name, self._pause_ended_ms)
             self._pause_ended_ms = None
@@ -531,7 +537,7 @@ class Destination:
             if not await self._exchange.connect(peer):
                 return
         except Unreachable as reason:
-            await self._begin_step()
+            await self._timer.begin_step(hurried=permit.hurried)
             permit.hurried = False
             verdict = failure.judge_failure(reason)
             self._reporter.attempt(None, verdict)
@@ -551,40 +557,37 @@ class Destination:
         else:
             peer.release()
 
-    async def _begin_step(self) -> None:
-        first = self._permit.hurried and self.state.healthy
-        await self._context.steps.begin(self._timer.signal, first=first)
-
     async def _next_transaction(self, peer: Peer) -> Transaction | None:
         """The frozen transaction, or one made now. None: there is none to send at this moment."""
         draft: Draft | None = None
-        if self.frozen is None and not self._held:
+        if self.frozen is None:
             draft = await self._fill()
             if draft.others:
                 await self.outbox.leave_out_unseen(draft)
             self._permit.hurried = False
-            if draft.empty and not draft.asks and not self._held:
-                # Others need the connection and the place, and our databases may be slow.
-                peer.release()
-                self._permit.release()
-                self.outbox.note_given_up(draft.given_up)
-                await self.outbox.note_progress(draft)
-                await self._count_given_up()
-                return None
         # This may have changed while it waited or connected.
         if not self._may_send:
             if draft is not None:
                 # If the policy now denies it, the draft would skip events as not for this server.
                 self.outbox.give_back(draft)
             return None
-        if draft is not None:
-            # No await since `leave_out_unseen`, which checked what this server may see (I6).
-            self.frozen = self._freeze(draft)
-            if draft.given_up:
-                self.outbox.note_given_up(draft.given_up)
-            if self.outbox.given_up:
-                await self._count_given_up()
-                return self.frozen if self._may_send else None
+        if draft is None:
+            return self.frozen
+        if draft.empty and not draft.asks:
+            # Others need the connection and the place, and our databases may be slow.
+            peer.release()
+            self._permit.release()
+            self.outbox.note_given_up(draft.given_up)
+            await self.outbox.note_progress(draft)
+            await self._count_given_up()
+            return None
+        # No await since `leave_out_unseen`, which checked what this server may see (I6).
+        self.frozen = self._freeze(draft)
+        if draft.given_up:
+            self.outbox.note_given_up(draft.given_up)
+        if self.outbox.given_up:
+            await self._count_given_up()
+            return self.frozen if self._may_send else None
         return self.frozen
 
     @property
@@ -645,7 +648,7 @@ class Destination:
             )
         except SendFailed as error:
             return None, failure.judge_failure(error)
-        await self._begin_step()
+        await self._timer.begin_step(hurried=self._permit.hurried)
         return answer, failure.judge_answer(answer)
 
     async def _may_say_nothing(self, peer: Peer, transaction: Transaction) -> bool:

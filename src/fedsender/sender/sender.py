@@ -37,7 +37,7 @@ from fedsender.store.records import Lagging, OwedSince
 from fedsender.store.statements import in_chunks
 from fedsender.streams import HeardPositions
 from fedsender.telemetry import Metrics
-from fedsender.waiting import BeginAnew, Watermark, attempted, in_background, supervise
+from fedsender.waiting import BeginAnew, Steps, Watermark, attempted, in_background, supervise
 
 __all__ = ["Progress", "Sender", "Status", "open_sender"]
 
@@ -447,6 +447,7 @@ async def open_sender(
             pdu_pool=PduPool(sending.window_bytes),
             receipt_pages=receipt_pages(store.edus, store.homeserver, config.server_name),
             room_pages=room_pages(store.homeserver, router),
+            steps=Steps(lambda: runtime.turns.pass_s),
         )
         sender: Sender | None = None
         try:

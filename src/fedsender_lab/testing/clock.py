@@ -81,8 +81,8 @@ class TurnsByTable(Turns):
     """
 
     def __init__(self) -> None:
-        super().__init__(lambda: self._worked_s)
         self._worked_s = self._passed_s = 0.0
+        super().__init__(lambda: self._worked_s)
         # As measured; a handshake takes two or three.
         self._costs_s = {
             self.handshake: 0.001,
