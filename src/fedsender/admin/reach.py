@@ -83,7 +83,10 @@ class Report:
         """The result in one line."""
         if self.failed is None:
             return f"fedsender can reach {self.server}"
-        return f"fedsender cannot reach {self.server}: {self.failed.name}: {self.failed.lines[0]}"
+        reason = f"{self.failed.name}: {self.failed.lines[0]}"
+        if self.failed.name in ("version", "keys"):
+            return f"fedsender reaches {self.server}, but no homeserver that is in order: {reason}"
+        return f"fedsender cannot reach {self.server}: {reason}"
 
     def as_json(self) -> dict[str, object]:
         """The report as one JSON object; times in milliseconds."""
