@@ -18,6 +18,7 @@ from fedsender.store import HomeserverSettings, Store, StoreConfig, membership, 
 from fedsender.store.leases import DRIFT_S, LEASE_S, LeaseLost
 from fedsender.store.membership import Missing, Standing, Walk
 from fedsender.store.sender import OwedReceipts
+from fedsender.switching.senders import _try_in_force
 
 AB, BC = ("fed1", "fed2"), ("fed2", "fed3")
 
@@ -211,6 +212,25 @@ async def test_a_name_under_which_nobody_ran_here_may_be_one_of_synapses_own_wor
     await members.note_stopped("x")
     assert (await members.missing(standing, {"worker": True})).running == ["worker"]
     assert (await members.missing(standing, {"worker": False})).running == []
+
+
+async def test_whoever_makes_a_lease_void_and_dies_leaves_the_sessions_to_the_next(
+    three: tuple[Store, Store, Store],
+) -> None:
+    """fed2 is frozen, with a session that writes. Whoever saw that its lease had lapsed made it
+    void, and was killed before it could end that session."""
+    one, two, other = three
+    members = other.sender.senders
+    await two.sender.senders.note_stopped("an earlier one")
+    assert await members.want("x", AB, ["fed3"])
+    for each in (one, other):
+        await each.sender.senders.note_stopped("x")
+    rows = await members.holders()
+    assert await members.void({"fed2": rows["fed2"]})
+    assert await _try_in_force(other, Standing(AB, "x", ("fed3",))) is None
+    assert await members.standing() == Standing(("fed3",))
+    with pytest.raises(LeaseLost):
+        await two.sender.senders.note_stopped("x")
 
 
 async def test_receipts_go_on_where_the_last_one_was(three: tuple[Store, Store, Store]) -> None:

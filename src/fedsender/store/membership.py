@@ -90,7 +90,8 @@ class Missing:
     Attributes:
         running: names of the list in force that have not stopped.
         absent: names of the new list under which nobody waits.
-        lapsed: names of the list in force whose lease has lapsed, as their rows are.
+        lapsed: names of the list in force whose lease has lapsed, or is void, as their rows are.
+            Sessions of theirs may not have ended.
     """
 
     running: Sequence[str]
@@ -179,6 +180,8 @@ class Membership:
                     gone[name] = row
                 else:
                     running.append(name)
+            elif row.holder == NOBODY:
+                gone[name] = row
         waiting = {
             name
             for name, each in rows.items()
