@@ -226,12 +226,20 @@ async def test_the_position_is_never_moved_back(open_synapse: OpenSynapse) -> No
 # --- positions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("begins_at", "at"), [(None, 30), (45, 45)])
+@pytest.mark.parametrize(("begins_at", "at"), [(None, 30), (45, 45), (49, 47)])
 async def test_a_new_sender_starts_where_its_walk_ends_or_at_the_smallest_position(
     open_synapse: OpenSynapse, begins_at: int | None, at: int
 ) -> None:
-    """And the rows of those who are not in the list go."""
+    """And the rows of those who are not in the list go. After a failover the walk's end may not be
+    there yet: what gets these ids is not to be passed."""
     async with open_synapse(instances=("fed1", "fed2")) as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            room.last = 46
+            room.event()
+
+        await synapse.database.write(write)
         await put(
             synapse,
             POSITIONS,
@@ -326,7 +334,7 @@ async def test_our_position_is_gone_and_one_of_the_list_or_a_strangers_is_there(
         await synapse.database.write(
             lambda connection: connection.execute(update(POSITIONS).values(instance_name=put))
         )
-        with pytest.raises(raised):
+        with pytest.raises(raised, match=f"(?s)gone.*{'restart it' if put == 'other' else ''}"):
             await synapse.store.check_left()
 
 

@@ -233,6 +233,23 @@ async def test_whoever_makes_a_lease_void_and_dies_leaves_the_sessions_to_the_ne
         await two.sender.senders.note_stopped("x")
 
 
+async def test_a_walk_begins_where_the_lowest_is_once_that_was_set_back(
+    three: tuple[Store, Store, Store],
+) -> None:
+    """fed2 gains servers of fed1, and the homeserver's database is one that lacks what fed1 had
+    noted last."""
+    _, two, other = three
+    assert await change(*three, places={"fed1": 9, "fed2": 12})
+    for store in (two, other):
+        await store.sender.senders.walk_from({"fed1": 10, "fed2": 12})
+        assert await store.sender.senders.walk() == Walk(9, 12, AB)
+        await store.sender.senders.walk_from({"fed1": 7, "fed2": 12})
+        assert await store.sender.senders.walk() == Walk(7, 12, AB)
+    # It has ended.
+    await two.sender.senders.walk_from({"fed1": 3, "fed2": 13})
+    assert await two.sender.senders.walk() == Walk(7, 12, AB)
+
+
 async def test_receipts_go_on_where_the_last_one_was(three: tuple[Store, Store, Store]) -> None:
     """Also for who is new; and who has gone leaves no position to come back to."""
     one, two, _ = three

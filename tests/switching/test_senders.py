@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 from tests.servers import Databases, free_port
 from tests.store import synapse_schema
 from tests.store.rooms import Room, put_event
@@ -415,6 +415,38 @@ async def test_who_gains_servers_walks_the_events_that_their_sender_had_not_come
         await until(all_have(it, good))
         async with it.members() as members:
             assert await members.standing() == Standing(("b", "c", "a"))
+        nothing_came_twice(it)
+
+
+async def test_what_the_sender_before_had_noted_and_a_failover_took_is_walked(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """I1: b is to go on for a, which had noted all events as owed when the list changed. Before b
+    begins, the homeserver's database becomes one that does not have these notes."""
+    async with site(tmp_path, postgres) as it:
+        good, upto = await write_history(it, bad_one=False)
+        it.become(well=False)
+        await it.start("a")
+        before = it.sending["a"].sender.fan_out.position
+        await fan_out(it, upto, "a")
+        await it.stop("a")
+
+        def change_list(connection: Connection) -> None:
+            connection.execute(update(tables.sender_list).values(in_force=["b"], since=upto))
+            walk = {"instance_name": "b", "after": upto, "upto": upto, "before": ["a"]}
+            connection.execute(insert(tables.walks), walk)
+
+        def fail_over(connection: Connection) -> None:
+            connection.execute(delete(tables.destination_rooms))
+            back = update(tables.federation_stream_position).values(stream_id=before)
+            connection.execute(back)
+
+        await it.in_own(change_list)
+        async with homeserver_of(it.homeserver) as database:
+            await database.write(fail_over)
+        it.become(well=True)
+        await it.start("b")
+        await until(all_have(it, good))
         nothing_came_twice(it)
 
 

@@ -303,7 +303,10 @@ class HomeserverStore(ABC):
         if not there:
             raise positions.no_position(instance)
         if instance not in there:
-            begins_at = min(there.values()) if self._begins_at is None else self._begins_at
+            begins_at = min(there.values())
+            if self._begins_at is not None:
+                # A failover may have taken the events before it, and their ids come again.
+                begins_at = min(self._begins_at, event_rows.newest(connection))
             positions.set_position(connection, "events", instance, begins_at)
             positions.set_position(connection, "federation", instance, positions.NEVER_ACKED)
         gone = {row.instance_name for row in rows}.difference(instances)

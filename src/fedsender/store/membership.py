@@ -283,6 +283,23 @@ class Membership:
         return Walk(row.after, row.upto, None if row.before is None else tuple(row.before))
 
     @writing
+    def walk_from(self, connection: Connection, places: Mapping[str, int]) -> None:
+        """Have our walk, unless it has ended, begin at the lowest of these positions: who stood
+        higher when the walk was written has been set back, with what it had noted.
+
+        `places`: the events position of each sender.
+        """
+        if not places:
+            return
+        lowest = min(places.values())
+        query = update(walks).where(
+            walks.c.instance_name == self._instance,
+            walks.c.upto >= places.get(self._instance, -1),
+            walks.c.after > lowest,
+        )
+        connection.execute(query.values(after=lowest))
+
+    @writing
     def walk_anew(self, connection: Connection, places: Mapping[str, int]) -> None:
         """Walk for all our servers: what is noted as owed may have been set back.
 
