@@ -16,7 +16,7 @@ from tests.servers import Databases, Postgres, open_postgres
 from tests.store import synapse_schema
 
 from fedsender.sender.fan_out import FanOut
-from fedsender.store import StoreError, tables
+from fedsender.store import StoreError, positions, tables
 from fedsender.store.positions import SetBack
 from fedsender.store.records import Settlement
 
@@ -392,6 +392,35 @@ async def test_a_failover_to_before_our_first_position_is_no_stranger_in_our_pla
             world.told(ELSEWHERE, 3, "two")
             await until(lambda: near.got[-1] == "two")
             assert (await world.store.homeserver.senders()).keys() == {"fedsender"}
+
+
+async def test_where_nobody_sees_such_a_failover_a_restart_goes_on(
+    tmp_path: Path, server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, and our role may not ask for the timeline: it looks as if somebody else sends."""
+    monkeypatch.setattr(positions, "has_timeline", lambda _: False)
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
+    await world.found()
+    near = world.servers[NEAR]
+    async with world.open() as opened:
+        await opened.homeserver.events_position()
+        with server.connect(world.url.rpartition("/")[2]) as connection:
+            connection.execute(
+                "UPDATE federation_stream_position SET instance_name = 'other', stream_id = 0"
+            )
+        world.told(ELSEWHERE, 3, "one", tell=False)
+        await trio.to_thread.run_sync(server.copy)
+        await opened.sender.senders.follow(("fedsender",), {"other": 0})
+    with trio.fail_after(60):
+        with suppress(ExceptionGroup):  # What it cannot write down.
+            async with world.run():
+                await until(lambda: near.got == ["one"])
+                await trio.to_thread.run_sync(server.fail_over)
+                world.told(ELSEWHERE, 3, "two")
+                with pytest.raises(positions.NotAsLeft, match="restart it"):
+                    await world.store.homeserver.check_left()
+        async with world.run():
+            await until(lambda: near.got[-1] == "two")
 
 
 async def test_a_start_sees_that_our_position_went_back_by_less_than_a_walk(

@@ -167,6 +167,12 @@ def check_left(
                 "our events position is gone, and those of other senders of the list are there:"
                 " the homeserver's database is in an earlier state, from before we were in it"
             )
+        if there:
+            raise NotAsLeft(
+                f"our events position is gone, and {', '.join(sorted(there))} has one: if somebody"
+                " else sends now, stop fedsender; if the homeserver's database was set back to"
+                " before we had a position, restart it"
+            )
         raise no_position(instance)
     left = {*before, *where()}
     if min(left) <= found <= max(left):
