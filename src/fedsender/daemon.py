@@ -141,7 +141,12 @@ async def open_core(
         _hold_instance(store, config, boot_id, admission, waits if standby else None),
         _join(store, config, runtime, waits) as (config, changes),
         open_ledger(
-            config.ledger, config.instance_name, boot_id, runtime, metrics.ledger_failures
+            config.ledger,
+            config.instance_name,
+            boot_id,
+            runtime,
+            metrics.ledger_failures,
+            counts=store.sender.has_followed,
         ) as ledger,
         open_client(
             config.federation, runtime, config.server_name, keys, metrics, store.sender

@@ -25,7 +25,7 @@ import mmap
 import os
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ from fedsender.config.sections import Ledger as Settings
 from fedsender.files import open_for
 from fedsender.runtime import Runtime
 from fedsender.segments import (
+    boot_of,
     close_torn_segments,
     expired,
     last_answers,
@@ -438,9 +439,13 @@ async def open_ledger(
     runtime: Runtime,
     lost_lines: Count,
     *,
+    counts: Callable[[str], bool] = lambda _: True,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> AsyncIterator[Ledger]:
-    """Open the ledger of one daemon; the arguments are those of `Ledger`.
+    """Open the ledger of one daemon; the other arguments are those of `Ledger`.
+
+    `counts`: whether the databases may be as the daemon of this boot id left them. If not, its last
+    words say nothing: others have sent since, and ids may stand for other rows.
 
     Old segments are deleted each hour and whenever one was closed. `Ledger.close_torn` closes torn
     ones.
@@ -454,7 +459,7 @@ async def open_ledger(
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         last_number = max((each.number for each in segments_of(directory, instance)), default=0)
         torn = torn_segments(directory, instance)
-        return last_number, torn, last_answers(torn)
+        return last_number, torn, last_answers([each for each in torn if counts(boot_of(each))])
 
     def sweep() -> None:
         gone = expired(

@@ -41,6 +41,11 @@ def segments_of(directory: Path, instance: str) -> list[Segment]:
     return sorted(found)
 
 
+def boot_of(path: Path) -> str:
+    """The boot id of the segment at this path."""
+    return path.name.rsplit(".", 3)[1]
+
+
 def open_segment(name: Path) -> BinaryIO:
     """Open the segment of this name, by the suffix that it has now. Raises FileNotFoundError."""
     # It may be closed between the first two looks.

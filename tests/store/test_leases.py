@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -383,6 +383,32 @@ async def test_a_row_that_a_failover_has_brought_back_is_known_to_its_machine(
     engine.dispose()
     monkeypatch.setattr(module, "PLACE", text("SELECT 'the replica'"))
     await p.sender.take_lock("four")
+
+
+async def test_a_machine_knows_whether_another_one_has_had_the_lease_since(
+    autojump_clock: MockClock, two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers in the ledger of `one` and `two` count for `three`, and not for `four`."""
+    p, q = two
+
+    async def take(process: Process, boot_id: str) -> list[str]:
+        process.lease._holder = ""
+        with suppress(LockUnknown):  # Its session has ended.
+            await process.sender.take_lock(boot_id, process.said.append)
+        await process.sender.take_lock(boot_id, process.said.append)
+        process.die()
+        return [each for each in ("one", "two", "three") if process.sender.has_followed(each)]
+
+    assert await take(p, "one") == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Lease, "_swap", _never)
+        with pytest.raises(NotImplementedError):
+            await take(p, "two")
+    p.die()
+    assert await take(p, "three") == ["one", "two"]
+    assert await take(q, "elsewhere") == []
+    assert await take(p, "four") == []
+    assert await take(p, "five") == []
 
 
 async def test_the_operator_frees_the_lease_of_a_machine_that_is_dead(

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,10 +22,10 @@ from tests.store.rooms import Room, put_event
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.daemon import Daemon, open_core
-from fedsender.ledger import NOTES
+from fedsender.ledger import LINE_VERSION, NOTES, Line, TransactionRecord
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
-from fedsender.segments import read_lines, segments
+from fedsender.segments import read_lines, segment_name, segments
 from fedsender.store import LockHeld, StoreError, migrations, store_config, tables
 from fedsender.store.engine import Database, DatabaseOptions, open_database
 from fedsender.store.membership import Membership, Standing
@@ -492,6 +493,25 @@ async def test_what_one_sender_did_not_come_to_the_only_one_left_sends_and_nothi
         it.sending["b"].sender.edus.receipts.advance(receipts)
         await until(lambda: all(told(it, name) and has(it, name, good) for name in names))
         nothing_came_twice(it)
+
+
+async def test_what_a_ledger_says_is_void_once_others_have_sent(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """I4: this machine was dead for long, and meanwhile the id of a message that it had sent was
+    given to another one, after a failover."""
+    async with site(tmp_path, postgres) as it:
+        name, sent = next(iter(it.receivers.servers)), TransactionRecord(outbox=[1])
+        line = {
+            "v": LINE_VERSION,
+            "instance": "a",
+            **Line(1, name, "delivered", "t", 1, sent).as_json(),
+        }
+        ledger = it.directory / "ledger-a"
+        ledger.mkdir()
+        (ledger / segment_name("a", "0123", 1, "open")).write_bytes(orjson.dumps(line) + b"\n")
+        await it.start("a")
+        await until(it.all_have(200))
 
 
 async def test_what_is_in_quarantine_its_servers_next_sender_releases(

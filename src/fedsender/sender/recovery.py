@@ -1,7 +1,8 @@
 """Recovery: the records that the last daemon, or Synapse's own worker, left behind.
 
 Before anything is sent, these questions are answered. Is the homeserver's database as we left it?
-Which answers are in the ledger, but not in the databases? Which attempts were cut off? And which
+Which answers are in the ledger, but not in the databases? (None counts once another machine may
+have sent under our name: see `SenderStore.has_followed`.) Which attempts were cut off? And which
 frozen transactions may still be repeated?
 """
 

@@ -60,7 +60,7 @@ DRIFT_S: Final = 0.1
 LOOK_EVERY_S: Final = 0.5
 NOBODY: Final = ""
 MOST_NOTED: Final = 1024
-"""Bytes of the file with who ran here: a failover may bring back the row of one of the last 60."""
+"""Bytes of the file with who ran here: a failover may bring back the row of one of the last 50."""
 
 leases = tables.leases
 Waits = Callable[[str], None]
@@ -96,6 +96,7 @@ class Lease:
     Attributes:
         ends_at: when it ends, on the clock `elapsed_s` of the runtime; -inf: it is not ours, inf:
             it does not end.
+        followed: those who ran on this machine before us, with nobody elsewhere between.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Lease:
             table: of the leases.
         """
         self.ends_at = -math.inf
+        self.followed: Collection[str] = ()
         self._lock = lock
         self._runtime = runtime
         self._instance = instance
@@ -185,10 +187,12 @@ class Lease:
                 waits(why)
                 said = why
             await trio.sleep(LOOK_EVERY_S if watched_long else min(LOOK_EVERY_S, left_s))
-        await self._run(lambda: self._here.note(holder))
+        alone_since = _since_others(dead)
+        self.followed = alone_since if found.holder in alone_since else ()
+        await self._run(lambda: self._here.note(holder, anew=not self.followed))
         await self._swap(found, holder, ends=ends)
 
-    async def _ended_here(self, waits: Waits | None) -> Collection[str]:
+    async def _ended_here(self, waits: Waits | None) -> Sequence[str]:
         """The holders that ran on this machine, and do not any more.
 
         Raises LockHeld if one does and we do not stand by; else waits until it has ended.
@@ -450,18 +454,27 @@ _MAY_RUN: Final = (
 )
 
 
+_OTHERS: Final = "-"
+
+
+def _since_others(noted: Sequence[str]) -> Sequence[str]:
+    """Those who ran here since the last one that ran elsewhere."""
+    others = [at for at, each in enumerate(noted) if each == _OTHERS]
+    return noted[others[-1] + 1 :] if others else noted
+
+
 class _Here:
     """A file of this machine with the boot ids that ran here, locked by the one that does.
 
     A process that has locked it knows that all others in it have ended. A file system may lose it:
-    then they count as running elsewhere.
+    then they count as running elsewhere. `_OTHERS` stands where one may have run elsewhere.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._file: int | None = None
 
-    def lock(self) -> Collection[str] | None:
+    def lock(self) -> Sequence[str] | None:
         """The holders that ran here; None: one of them runs. Raises OSError."""
         if self._path is None:
             return ()
@@ -477,14 +490,15 @@ class _Here:
             self._file = file
         return os.pread(self._file, MOST_NOTED, 0).decode("ascii", "replace").split()
 
-    def note(self, holder: str) -> None:
-        """Note it, durably, before it asks for the lease.
+    def note(self, holder: str, *, anew: bool) -> None:
+        """Note it, durably, before it asks for the lease; `anew`: it follows one elsewhere.
 
         In place and of one length: it takes no more room on a disk that is full. The oldest go.
         """
         if self._file is not None:
             there = os.pread(self._file, MOST_NOTED, 0).split()
-            noted = b" ".join([*there, holder.encode()])[-MOST_NOTED:]
+            new = [_OTHERS.encode()] * anew + [holder.encode()]
+            noted = b" ".join([*there, *new])[-MOST_NOTED:]
             try:
                 os.pwrite(self._file, noted.ljust(MOST_NOTED), 0)
                 os.fsync(self._file)

@@ -730,6 +730,10 @@ class SenderStore:
         """Our lease; None: the database has none."""
         return self._hold.lease
 
+    def has_followed(self, boot_id: str) -> bool:
+        """Whether nobody has acted under our name between this daemon, of our machine, and us."""
+        return self._hold.lease is None or boot_id in self._hold.lease.followed
+
     async def name_is_ours(self) -> bool:
         """Whether a lease says that our name is ours, whoever else uses it; False: we have none.
         Raises LeaseLost if it says that it is not."""

@@ -112,7 +112,12 @@ async def _records(
         config = config.with_senders(await until_member(store, config, runtime, _refuse_to_wait))
         lost_lines = Metrics(config.server_name).ledger_failures
         async with open_ledger(
-            config.ledger, config.instance_name, boot_id, runtime, lost_lines
+            config.ledger,
+            config.instance_name,
+            boot_id,
+            runtime,
+            lost_lines,
+            counts=store.sender.has_followed,
         ) as ledger:
             yield store, ledger, config
 
