@@ -137,6 +137,21 @@ async def test_the_state_of_anothers_server_is_left_alone(tmp_path: Path) -> Non
         assert found.healthy
 
 
+async def test_answers_of_before_we_left_the_list_say_nothing(tmp_path: Path) -> None:
+    """I2: others have had the servers since, and a failover may have given the ids again."""
+    async with a_store(tmp_path) as store:
+        await fan_out_upto(store, 20)
+        await start(store, tmp_path, "b1")
+        async with a_ledger(tmp_path, "b2") as ledger:
+            ledger.record(answered(lsso=10))
+        await store.sender._database.write(
+            # As a list without us does it, once it is in force.
+            lambda connection: connection.exec_driver_sql("DELETE FROM generation")
+        )
+        await start(store, tmp_path, "b3")
+        assert await store.homeserver.lsso(A) is None
+
+
 async def test_last_answers_are_not_kept_in_memory(tmp_path: Path) -> None:
     """I7: there is one for each server that answered within an hour, with all its events."""
     async with a_store(tmp_path) as store:

@@ -411,6 +411,27 @@ async def test_a_machine_knows_whether_another_one_has_had_the_lease_since(
     assert await take(p, "five") == []
 
 
+async def test_who_has_lost_its_lease_knows_whether_somebody_else_had_it(
+    autojump_clock: MockClock, two: tuple[Process, Process]
+) -> None:
+    """It was frozen for so long, and its ledger has answers that the databases lack."""
+    p, q = two
+    for others in (False, True):
+        await p.sender.take_lock("before", p.said.append)
+        await trio.sleep(LEASE_S)
+        with pytest.raises(LeaseLost):
+            await p.sender.until_lost()
+        await p.sender.give_lock_back()
+        if others:
+            await q.stand_by()
+            await q.sender.give_lock_back()
+        with suppress(LockUnknown):  # Its session has ended.
+            await p.sender.take_lock("again", p.said.append)
+        await p.sender.take_lock("again", p.said.append)
+        assert p.sender.has_followed("before") is not others
+        await p.sender.give_lock_back()
+
+
 async def test_the_operator_frees_the_lease_of_a_machine_that_is_dead(
     postgres: Databases, tmp_path: Path, autojump_clock: MockClock
 ) -> None:

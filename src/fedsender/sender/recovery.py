@@ -51,6 +51,8 @@ async def take_over(
     takeover = _Recovery(store, ledger, runtime, instance, in_our_shard)
     await takeover.note_cut_off()
     left = await store.sender.load_generation(instance)
+    if left is None:
+        ledger.last_words = {}  # Of before we were in the list of senders.
     frozen, newest = await takeover.look_at_frozen()
     moved = await takeover.moved_without_us(left, newest)
     await takeover.note_well()

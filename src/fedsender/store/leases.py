@@ -318,8 +318,10 @@ class Lease:
 
     async def release(self) -> None:
         """Give the lease back, if the database answers: who stands by need not wait."""
-        holder, self._holder, self.ends_at = self._holder, NOBODY, -math.inf
-        if holder != NOBODY:
+        holder, lost = self._holder, self.has_ended()
+        self._holder, self.ends_at = NOBODY, -math.inf
+        # One that is lost keeps its row: if nobody has taken it, we know that when we are back.
+        if not lost:
             await self._give_back(holder)
         await self._run(self._here.close)
 
@@ -373,6 +375,7 @@ class Lease:
         return LockHeld(f"another daemon runs as {self._instance!r} on this database")
 
     def _lost_error(self) -> LeaseLost:
+        self.ends_at = -math.inf
         return LeaseLost(f"the lease of {self._instance!r} has ended: another process may have it")
 
 
