@@ -184,30 +184,34 @@ class LedgerChecks:
             view.unlined = 0
             if line["status"] is None:
                 view.cut_off = line["transaction_id"], trio.current_time()
+        # Of a sender that was frozen meanwhile: its successor does not know.
+        late = at - line["took_ms"] / 1000 < view.since
         if outcome == "delivered":
-            self._delivered(view, at, line)
-        elif outcome != "unknown":
+            self._delivered(view, at, line, late=late)
+        elif outcome != "unknown" and not late:
             self._failed(view, at, line)
 
-    def _delivered(self, view: ServerView, at: float, line: dict[str, Any]) -> None:
-        view.failed_at = None
-        view.failures.clear()
-        view.stubborn = 0
+    def _delivered(self, view: ServerView, at: float, line: dict[str, Any], *, late: bool) -> None:
+        if not late:
+            view.failed_at = None
+            view.failures.clear()
+            view.stubborn = 0
+            view.proven.update(pdu["event_id"] for pdu in line["pdus"])
         for pdu in line["pdus"]:
             token_of = self._observed.orderings.token
             lane, token = pdu["lane"], token_of(pdu["stream_ordering"])
             self._observed.counts[f"PDUs: {lane}"] += 1
             view.recorded.add(pdu["event_id"])
-            view.proven.add(pdu["event_id"])
             if "supersedes" in pdu:
                 first, last = map(token_of, pdu["supersedes"])
                 view.superseded.setdefault(pdu["room_id"], []).append((first, last))
                 self._observed.counts["large gaps"] += 1
             elif lane == "catch_up":
                 self._observed.counts["PDUs of small gaps"] += 1
-            if lane == "live":
+            if lane == "live" and not late:
                 self._check_order(view, token)
-        self._check_share(view, at, line)
+        if not late:
+            self._check_share(view, at, line)
         self._observed.counts["refused PDUs"] += len(line["refused"])
 
     def _check_order(self, view: ServerView, token: int) -> None:

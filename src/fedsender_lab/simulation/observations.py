@@ -68,6 +68,8 @@ class ServerView:
         digests: transaction id -> hash of its body.
         newest_live: token of the newest PDU that a line of the ledger has in the live lane.
         sought_at: when it was last tried, by its arrivals or by the ledger.
+        since: when its sender began anew, or stood still: what it knows of earlier attempts is what
+            the databases know.
         took: from when to when it took itself for each answer.
     """
 
@@ -99,6 +101,7 @@ class ServerView:
     digests: dict[str, str] = field(default_factory=dict)
     newest_live: int = 0
     sought_at: float = -1.0
+    since: float = -1.0
     took: list[tuple[float, float]] = field(default_factory=list)
 
     def owe(self, happening: Step) -> None:

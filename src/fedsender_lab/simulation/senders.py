@@ -441,6 +441,7 @@ class SharedObservations(Observations):
         view.proven.clear()
         view.stubborn = STUBBORN
         view.failed_at, view.unlined, view.newest_live = None, 0, 0
+        view.since = trio.current_time()
 
     def end_sessions(self, sessions: Iterable[psycopg.Connection]) -> None:
         """End these sessions; whoever has them does not know yet."""
