@@ -16,6 +16,7 @@ from tests.servers import Databases, Postgres, open_postgres
 from tests.store import synapse_schema
 
 from fedsender.sender.fan_out import FanOut
+from fedsender.sender.recovery import _Recovery
 from fedsender.store import StoreError, positions, tables
 from fedsender.store.positions import SetBack
 from fedsender.store.records import Settlement
@@ -392,6 +393,37 @@ async def test_a_failover_to_before_our_first_position_is_no_stranger_in_our_pla
             world.told(ELSEWHERE, 3, "two")
             await until(lambda: near.got[-1] == "two")
             assert (await world.store.homeserver.senders()).keys() == {"fedsender"}
+
+
+async def test_a_failover_while_we_take_over_is_seen(
+    tmp_path: Path, server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I1: the sender before us had noted all, when we looked. Its row goes as we begin."""
+    look, failovers = _Recovery.look_at_frozen, [server.fail_over]
+
+    async def fail_over(recovery: _Recovery) -> Any:
+        if failovers:
+            # As the walk says.
+            recovery.store.homeserver.use_list(("fedsender",), 1)
+            await trio.to_thread.run_sync(failovers.pop())
+        return await look(recovery)
+
+    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
+    await world.found()
+    async with world.open() as opened:
+        await opened.homeserver.events_position()
+        world.told(ELSEWHERE, 3, "one", tell=False)
+        become = "UPDATE federation_stream_position SET instance_name = 'other', stream_id = %s"
+        with server.connect(world.url.rpartition("/")[2]) as connection:
+            connection.execute(become, [0])
+        await trio.to_thread.run_sync(server.copy)
+        with server.connect(world.url.rpartition("/")[2]) as connection:
+            connection.execute(become, [1])
+        await opened.sender.senders.follow(("fedsender",), {"other": 1})
+    monkeypatch.setattr(_Recovery, "look_at_frozen", fail_over)
+    with trio.fail_after(60):
+        async with world.run():
+            await until(lambda: world.servers[NEAR].got == ["one"])
 
 
 async def test_where_nobody_sees_such_a_failover_a_restart_goes_on(

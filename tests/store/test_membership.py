@@ -240,14 +240,18 @@ async def test_a_walk_begins_where_the_lowest_is_once_that_was_set_back(
     noted last."""
     _, two, other = three
     assert await change(*three, places={"fed1": 9, "fed2": 12})
+    await two.sender.senders.walk_from({"fed1": 10, "fed2": 12})
     for store in (two, other):
-        await store.sender.senders.walk_from({"fed1": 10, "fed2": 12})
         assert await store.sender.senders.walk() == Walk(9, 12, AB)
-        await store.sender.senders.walk_from({"fed1": 7, "fed2": 12})
+    # fed1's row goes then. fed3 begins after that.
+    await two.sender.senders.walk_from({"fed1": 7, "fed2": 12})
+    await other.sender.senders.walk_from({"fed2": 12})
+    for store in (two, other):
         assert await store.sender.senders.walk() == Walk(7, 12, AB)
-    # It has ended.
+    # fed2's has ended.
     await two.sender.senders.walk_from({"fed1": 3, "fed2": 13})
     assert await two.sender.senders.walk() == Walk(7, 12, AB)
+    assert await other.sender.senders.walk() == Walk(3, 12, AB)
 
 
 async def test_receipts_go_on_where_the_last_one_was(three: tuple[Store, Store, Store]) -> None:

@@ -20,6 +20,7 @@ from fedsender.sender import failure
 from fedsender.sender.transaction import fanned_out_again, settle
 from fedsender.store import Store
 from fedsender.store.engine import StoreError
+from fedsender.store.positions import SetBack
 from fedsender.store.records import StoredGeneration
 
 T = TypeVar("T")
@@ -47,26 +48,14 @@ async def take_over(
     own worker ran, a backup was restored). A single one is void if its server's LSSO has changed.
     Void ones are discarded, each with a line in the ledger.
     """
-    store.homeserver.begin_anew()
     takeover = _Recovery(store, ledger, runtime, instance, in_our_shard)
     await takeover.note_cut_off()
-    left = await store.sender.load_generation(instance)
-    if left is None:
-        ledger.last_words = {}  # Of before we were in the list of senders.
-    frozen, newest = await takeover.look_at_frozen()
-    moved = await takeover.moved_without_us(left, newest)
-    await takeover.note_well()
-    if moved is None:
-        words = ledger.last_words.values()
-        ours = [each for each in words if in_our_shard(each["destination"])]
-        await _for_each(ours, takeover.settle)
-    else:
-        await takeover.note_other_sender(left, newest)
-        await takeover.void(moved, len(ledger.last_words))
-    ledger.close_torn()
-    valid = await takeover.sift(frozen, moved)
-    await takeover.own(left.mark if left is not None and moved is None else None)
-    return valid
+    while True:
+        try:
+            return await takeover.take_over()
+        except* SetBack:  # Meanwhile, and what was read before is void.
+            reason = store.homeserver.set_back_because
+            log.warning("database_moved", reason=reason, servers_with_void_answers=0)
 
 
 async def begin_anew(
@@ -83,6 +72,7 @@ async def begin_anew(
     transactions are void, and so are the answers that the databases do not know of.
     """
     takeover = _Recovery(store, ledger, runtime, instance, in_our_shard)
+    await takeover.look_anew()
     frozen, _ = await takeover.look_at_frozen()
     await takeover.void(reason, ledger.void())
     await takeover.sift(frozen, reason)
@@ -153,6 +143,41 @@ class _Recovery:
     runtime: Runtime
     instance: str
     in_our_shard: Callable[[str], bool]
+
+    async def take_over(self) -> set[str]:
+        """Take all over but what was cut off; see there."""
+        await self.look_anew()
+        left = await self.store.sender.load_generation(self.instance)
+        if left is None:
+            self.ledger.last_words = {}  # Of before we were in the list of senders.
+        frozen, newest = await self.look_at_frozen()
+        moved = await self.moved_without_us(left, newest)
+        await self.note_well()
+        if moved is None:
+            words = self.ledger.last_words.values()
+            ours = [each for each in words if self.in_our_shard(each["destination"])]
+            await _for_each(ours, self.settle)
+        else:
+            await self.note_other_sender(left, newest)
+            await self.void(moved, len(self.ledger.last_words))
+        self.ledger.close_torn()
+        valid = await self.sift(frozen, moved)
+        await self.own(left.mark if left is not None and moved is None else None)
+        return valid
+
+    async def look_anew(self) -> None:
+        """Go by the database as it is now.
+
+        Its timeline is noted before the positions are read, so that `own` raises SetBack if they
+        may have gone back since: it deletes those of who is not in the list any more.
+        """
+        self.store.homeserver.begin_anew()
+        await self.store.homeserver.check_left()
+        await self.store.sender.senders.walk_from(await self._places())
+
+    async def _places(self) -> dict[str, int]:
+        there = await self.store.homeserver.senders()
+        return {name: each.position for name, each in there.items()}
 
     async def note_cut_off(self) -> None:
         """Write a line for each attempt that was under way when the last daemon was killed (I9)."""
@@ -266,9 +291,8 @@ class _Recovery:
         )
         floors = await self.store.sender.catch_up_floors()
         await _for_each([name for name in floors if self.in_our_shard(name)], self.catch_up_anew)
-        there = await self.store.homeserver.senders()
-        if there.keys() - {self.instance}:
-            places = {name: each.position for name, each in there.items()}
+        places = await self._places()
+        if places.keys() - {self.instance}:
             await self.store.sender.senders.walk_anew(places)
             self.store.homeserver.begin_at(max(places.values()))
 

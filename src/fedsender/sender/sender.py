@@ -340,7 +340,6 @@ class Sender:
         """
         context, homeserver = self.context, self.context.homeserver
         await self.registry.end_all()
-        homeserver.begin_anew()
         context.router.clear()
         context.debts.forget()
         context.receipt_pages.forget()

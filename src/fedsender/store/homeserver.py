@@ -286,9 +286,10 @@ class HomeserverStore(ABC):
         `use_list` says, and the rows of those who are not in the list go: nobody is to take their
         minimum later. No row that is there is changed.
 
-        Raises StoreError if a Synapse has no position at all.
+        Raises StoreError if a Synapse has no position at all, and SetBack.
         """
-        position = await self._events_position()
+        with self._noticing():
+            position = await self._events_position()
         self._left = self._left or frozenset({position})
         # Before anything is read of which an answer will be written.
         await self.check_left()
@@ -296,6 +297,8 @@ class HomeserverStore(ABC):
 
     @writing
     def _events_position(self, connection: Connection) -> int:
+        # Rows that go were read before, and may stand lower since a failover.
+        self._check_timeline(connection)
         table, shared = positions.positions, positions.SHARED
         instance, instances = self._settings.instance, self._settings.instances
         rows = connection.execute(select(table).where(table.c.type.in_(shared))).all()

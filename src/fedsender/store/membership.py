@@ -284,19 +284,20 @@ class Membership:
 
     @writing
     def walk_from(self, connection: Connection, places: Mapping[str, int]) -> None:
-        """Have our walk, unless it has ended, begin at the lowest of these positions: who stood
+        """Have each walk that has not ended begin at the lowest of these positions: who stood
         higher when the walk was written has been set back, with what it had noted.
+
+        Each, and not only ours: whoever begins first deletes the rows of those who have left.
 
         `places`: the events position of each sender.
         """
-        if not places:
-            return
-        lowest = min(places.values())
-        query = update(walks).where(
-            walks.c.instance_name == self._instance,
-            walks.c.upto >= places.get(self._instance, -1),
-            walks.c.after > lowest,
-        )
+        lowest = min(places.values(), default=-1)
+        names = [
+            row.instance_name
+            for row in connection.execute(select(walks).where(walks.c.after > lowest))
+            if places and places.get(row.instance_name, -1) <= row.upto
+        ]
+        query = update(walks).where(walks.c.instance_name.in_(names))
         connection.execute(query.values(after=lowest))
 
     @writing

@@ -75,7 +75,6 @@ async def until_member(
         found = config.senders
         if await senders.standing() != Standing(found):
             await senders.follow(found, _places(await store.homeserver.senders()))
-    await senders.walk_from(_places(await store.homeserver.senders()))
     walk = await senders.walk()
     store.homeserver.use_list(found, None if walk is None else walk.upto)
     return found
