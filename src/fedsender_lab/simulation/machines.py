@@ -11,6 +11,7 @@ packets that vanish.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
@@ -88,6 +89,7 @@ class Process(Life):
         machine: where it runs.
         frozen: it stands still.
         cut: it does not reach the database.
+        mended_at: when it was last so; a virtual time in seconds.
         boot_id: of the daemon that it is just now.
         serial: of all processes.
     """
@@ -101,6 +103,7 @@ class Process(Life):
         self.serial = next(_SERIALS)
         self.context: AdminContext | None = None
         self.frozen = self.cut = self.gone = False
+        self.mended_at = -math.inf
         self.boot_id = ""
         self.why = ""
         self.shared = cast(Witness, self._observed)
@@ -287,7 +290,8 @@ class Process(Life):
 
     def mend(self) -> None:
         """Reach the database again."""
-        self.cut = False
+        if self.cut:
+            self.cut, self.mended_at = False, trio.current_time()
 
     def _note(self, what: str, more: str = "") -> None:
         self._observed.counts[what] += 1

@@ -15,6 +15,7 @@ which only its own ledger has.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -39,8 +40,9 @@ from fedsender.config import Config
 from fedsender.embedded.facts import Elsewhere
 from fedsender.http.server import Refusal
 from fedsender.matrix import shard_of
+from fedsender.store.connections import LAST_PAUSE_S
 from fedsender.store.engine import StoreError, open_database
-from fedsender.store.leases import LEASE_S
+from fedsender.store.leases import LEASE_S, RENEWAL_S
 from fedsender.store.membership import Membership, Walk
 from fedsender.switching.senders import NotChanged, change_list
 from fedsender_lab.simulation.behaviours import MINUTE
@@ -89,6 +91,8 @@ SETTLED_S: Final = 40.0
 """In this time all that was killed runs again: a start comes within 30 s, a lease ends after 6."""
 LOOK_EVERY_S: Final = 15.0
 FAILOVER_EVERY_S: Final = 2 * MINUTE
+LOOKS_AGAIN_S: Final = LAST_PAUSE_S + RENEWAL_S
+"""The longest time from when the database is reached again until a process looks at its lease."""
 MOST_LOST_S: Final = 5.0
 """A replica that takes over lacks the commits of so many seconds, at most."""
 AT_LEAST_ONCE: Final = (
@@ -462,8 +466,10 @@ class SharedObservations(Observations):
         if process.crashed or process.frozen:
             return
         failover, standing = self._unaware.get(process, (None, None))
-        if process.cut and standing is not None:
-            failover = None  # It cannot know, and its lease may not end.
+        lease = None if process.daemon is None else process.daemon.store.sender.lease
+        endless = lease is not None and lease.ends_at == math.inf
+        if process.cut or (endless and trio.current_time() < process.mended_at + LOOKS_AGAIN_S):
+            failover = None  # It cannot know, and nobody takes a lease that does not end.
         if standing is None:
             standing = self.shared_disk.standing(process.name)
         elif failover is not None and trio.current_time() > failover.at + LEASE_S:
@@ -475,7 +481,6 @@ class SharedObservations(Observations):
             self.fail("one", f"{process} sends to {server}, which is {whose}")
         if change is not None and stopped == change:
             self.fail("one", f"{process} sends to {server}, and has stopped for {change}")
-        lease = None if process.daemon is None else process.daemon.store.sender.lease
         if lease is not None and trio.current_time() >= lease.ends_at:
             self.fail("one", f"{process} sends to {server}, and its lease has ended")
 
