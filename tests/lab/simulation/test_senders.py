@@ -12,6 +12,7 @@ from tests.servers import Databases
 
 from fedsender.store import membership
 from fedsender.store.leases import Lease
+from fedsender.store.membership import Membership
 from fedsender_lab.simulation.report import Report
 from fedsender_lab.simulation.senders import simulate_senders
 
@@ -68,6 +69,9 @@ def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -
     def nowhere(connection: Connection, senders: Any, _: int, upto: int, *rest: Any) -> None:
         send_to_walk(connection, senders, upto, upto, *rest)
 
+    async def stay(*_: object) -> None: ...
+
     monkeypatch.setattr(membership, "_send_to_walk", nowhere)
+    monkeypatch.setattr(Membership, "walk_from", stay)
 
     assert goes_red(postgres, "I2", 4)
