@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 
 from fedsender.config.document import OUR_LACK
 
@@ -151,8 +151,13 @@ def _sqlite_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> 
         cursor.close()
 
     begin = "BEGIN IMMEDIATE" if kind == "write" else "BEGIN"
+
+    def do_begin(connection: PoolProxiedConnection) -> None:
+        connection.cursor().execute(begin)
+
     event.listen(engine, "connect", on_connect)
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    # A listener to "begin" would have SQLAlchemy look for listeners at every statement.
+    engine.dialect.do_begin = do_begin  # type: ignore[assignment, method-assign]
     return engine
 
 
