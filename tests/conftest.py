@@ -17,6 +17,7 @@ import sqlalchemy
 import structlog
 from hypothesis import HealthCheck, given, settings, strategies
 from sqlalchemy.util import LRUCache
+from structlog.dev import ConsoleRenderer, plain_traceback
 from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
 from tests.store.ready_made import Tables, lay
 from xdist.scheduler import LoadFileScheduling
@@ -43,6 +44,12 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
+# Of an exception that is logged a colourful picture costs more than the test that brings it about.
+_PLAIN = [
+    *structlog.get_config()["processors"][:-1],
+    ConsoleRenderer(exception_formatter=plain_traceback),
+]
+structlog.configure(processors=_PLAIN)
 
 _SPARK = {
     "spark.sql.shuffle.partitions": "2",
@@ -142,11 +149,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector passes by the tests and their modules, which stay to the end."""
+    """The garbage collector passes by the tests and their modules, which stay to the end.
+
+    It searches seldom, as in a daemon: most of what a test leaves goes with the test.
+    """
     # At its first use Hypothesis asks the collector who holds its generator.
     given(strategies.none())(lambda _: None)()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 
@@ -191,6 +202,7 @@ def _logging_as_it_was() -> Iterator[None]:
     handlers, level = root.handlers, root.level
     yield
     structlog.reset_defaults()
+    structlog.configure(processors=_PLAIN)
     root.handlers, root.level = handlers, level
 
 
