@@ -26,11 +26,20 @@ DOWN = OLD
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def server() -> Iterator[Postgres]:
-    """A PostgreSQL of our own: its data are put back."""
+@pytest.fixture(scope="module")
+def databases() -> Iterator[Databases]:
+    """Those of a PostgreSQL of our own: its data are put back."""
     with open_postgres() as server:
-        yield server
+        yield Databases(server)
+
+
+@pytest.fixture
+def server(databases: Databases) -> Iterator[Postgres]:
+    yield databases.server
+    # A test that failed half-way must not take the next one with it.
+    if not databases.server.running:
+        databases.start()
+    databases.give_back()
 
 
 class FailingOver(PostgresWorld):
@@ -85,6 +94,12 @@ class FailingOver(PostgresWorld):
         self.sender.edus.receipts.advance(stream_id)
 
 
+@pytest.fixture
+def world(tmp_path: Path, databases: Databases, server: Postgres) -> FailingOver:
+    """In a database of that server."""
+    return FailingOver(tmp_path, databases.create_database(synapse_schema.create))
+
+
 def edus(server: RemoteServer) -> set[str]:
     """What it got: message ids, devices, and the events that were read."""
     found: set[str] = set()
@@ -101,10 +116,9 @@ def edus(server: RemoteServer) -> set[str]:
 
 @pytest.mark.parametrize("lost", [1, 1000])
 async def test_what_a_failover_loses_is_owed_anew_and_its_ids_are_not_mistaken(
-    tmp_path: Path, server: Postgres, lost: int
+    world: FailingOver, server: Postgres, lost: int
 ) -> None:
     """I1, I2, I4: of everything that is owed nothing is lost, whatever the ids meant before."""
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near, down = world.servers[NEAR], world.servers[DOWN]
     with trio.fail_after(120), capture_logs() as logs:
@@ -159,9 +173,8 @@ async def test_what_a_failover_loses_is_owed_anew_and_its_ids_are_not_mistaken(
     assert errors <= {"database_unavailable"}
 
 
-async def test_a_lost_message_takes_no_other_with_it(tmp_path: Path, server: Postgres) -> None:
+async def test_a_lost_message_takes_no_other_with_it(world: FailingOver, server: Postgres) -> None:
     """I4: only to-device rows are lost, and the events position is as we left it."""
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     with trio.fail_after(60):
@@ -180,9 +193,8 @@ async def test_a_lost_message_takes_no_other_with_it(tmp_path: Path, server: Pos
             await until(lambda: "new key" in edus(near))
 
 
-async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Postgres) -> None:
+async def test_a_commit_whose_answer_is_lost_is_ours(world: FailingOver, server: Postgres) -> None:
     """At our own target nothing was set back; beyond it, another sender has our name."""
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     async with world.open() as opened:
         store = opened.homeserver
@@ -202,10 +214,9 @@ async def test_a_commit_whose_answer_is_lost_is_ours(tmp_path: Path, server: Pos
 
 
 async def test_a_position_that_a_failover_took_begins_with_those_of_others(
-    tmp_path: Path, server: Postgres
+    world: FailingOver, server: Postgres
 ) -> None:
     """It is from before a change of the list, and its new members run."""
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     with trio.fail_after(60), capture_logs() as logs:
@@ -277,10 +288,9 @@ async def test_a_lost_answer_and_then_an_error_stop_nothing(
 
 
 async def test_an_event_that_a_failover_takes_before_its_commit_hides_no_other(
-    tmp_path: Path, server: Postgres
+    world: FailingOver, server: Postgres
 ) -> None:
     """I1: the position is as we left it, and ids that we have heard of are given again."""
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     with server.connect(world.url.rpartition("/")[2]) as connection:
@@ -306,10 +316,9 @@ async def test_an_event_that_a_failover_takes_before_its_commit_hides_no_other(
 
 
 async def test_what_a_walk_had_noted_and_a_failover_takes_is_noted_again(
-    tmp_path: Path, server: Postgres
+    world: FailingOver, server: Postgres
 ) -> None:
     """I2: the copy is from before the walk's end, and our position there is as we left it."""
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near, down = world.servers[NEAR], world.servers[DOWN]
     near.down = down.down = True
@@ -336,7 +345,7 @@ async def test_what_a_walk_had_noted_and_a_failover_takes_is_noted_again(
 
 
 async def test_an_event_that_gets_the_id_of_one_that_was_to_be_walked_is_not_passed(
-    tmp_path: Path, server: Postgres, monkeypatch: pytest.MonkeyPatch
+    world: FailingOver, server: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I1: the copy ends before the walk does, and what comes then is for the fan-out."""
     runs, run = list[FanOut](), FanOut.run
@@ -346,7 +355,6 @@ async def test_an_event_that_gets_the_id_of_one_that_was_to_be_walked_is_not_pas
         await run(fan_out, *rest)
 
     monkeypatch.setattr(FanOut, "run", run_after_the_walk)
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     async with world.open() as opened:
@@ -370,11 +378,10 @@ async def test_an_event_that_gets_the_id_of_one_that_was_to_be_walked_is_not_pas
 
 
 async def test_a_failover_to_before_our_first_position_is_no_stranger_in_our_place(
-    tmp_path: Path, server: Postgres
+    world: FailingOver, server: Postgres
 ) -> None:
     """All servers were another sender's until a change of the list, of which the copy has nothing;
     that sender is in the list no more."""
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     async with world.open() as opened:
@@ -456,9 +463,8 @@ async def test_where_nobody_sees_such_a_failover_a_restart_goes_on(
 
 
 async def test_a_start_sees_that_our_position_went_back_by_less_than_a_walk(
-    tmp_path: Path, server: Postgres
+    world: FailingOver, server: Postgres
 ) -> None:
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     async with world.open() as opened:
         for text in ("one", "two"):
