@@ -18,6 +18,7 @@ import structlog
 from hypothesis import HealthCheck, given, settings, strategies
 from sqlalchemy.util import LRUCache
 from structlog.dev import ConsoleRenderer, plain_traceback
+from tests.forks import Forks, started_by_fork
 from tests.servers import Databases, NewUrl, Valkey, open_postgres, open_valkey
 from tests.store.ready_made import Tables, lay
 from xdist.scheduler import LoadFileScheduling
@@ -204,6 +205,23 @@ def _logging_as_it_was() -> Iterator[None]:
     structlog.reset_defaults()
     structlog.configure(processors=_PLAIN)
     root.handlers, root.level = handlers, level
+
+
+@pytest.fixture(scope="session")
+def _forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.end()
+
+
+@pytest.fixture(autouse=True)
+def _short_starts(request: pytest.FixtureRequest, _forks: Forks) -> Iterator[None]:
+    """A start of our program is a fork; those of long tests are not."""
+    if request.node.get_closest_marker("long") is not None:
+        yield
+        return
+    with started_by_fork(_forks):
+        yield
 
 
 @pytest.fixture
