@@ -208,19 +208,20 @@ def _logging_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _forks() -> Iterator[Forks]:
+def forks() -> Iterator[Forks]:
+    """The process that is forked for starts of our programs."""
     forks = Forks()
     yield forks
     forks.end()
 
 
 @pytest.fixture(autouse=True)
-def _short_starts(request: pytest.FixtureRequest, _forks: Forks) -> Iterator[None]:
+def _short_starts(request: pytest.FixtureRequest, forks: Forks) -> Iterator[None]:
     """A start of our program is a fork; those of long tests are not."""
     if request.node.get_closest_marker("long") is not None:
         yield
         return
-    with started_by_fork(_forks):
+    with started_by_fork(forks):
         yield
 
 

@@ -39,9 +39,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forks:
-    """The process that is forked, which begins with the first start."""
+    """The process that is forked, which begins with the first start.
+
+    Attributes:
+        starts: how many there were.
+    """
 
     def __init__(self) -> None:
+        self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._ours: socket.socket
         self._environ: dict[str, str] = {}
@@ -78,6 +83,7 @@ class Forks:
             "directory": os.fspath(arguments["cwd"] or Path.cwd()),
             "umask": mask,
         }
+        self.starts += 1
         # Whose parent has ended is a child of the next process above that wants to be asked.
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
