@@ -60,7 +60,7 @@ def test_one_a_lease_that_does_not_end(
     monkeypatch.setattr(Lease, "has_ended", lambda _: False)
     monkeypatch.setattr(Lease, "until_lost", never)
 
-    assert goes_red(postgres, "one", 5)
+    assert goes_red(postgres, "one", 4)
 
 
 def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
