@@ -74,4 +74,4 @@ def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(membership, "_send_to_walk", nowhere)
     monkeypatch.setattr(Membership, "walk_from", stay)
 
-    assert goes_red(postgres, "I2", 4)
+    assert goes_red(postgres, "I2", 2)
