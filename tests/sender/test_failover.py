@@ -403,7 +403,7 @@ async def test_a_failover_to_before_our_first_position_is_no_stranger_in_our_pla
 
 
 async def test_a_failover_while_we_take_over_is_seen(
-    tmp_path: Path, server: Postgres, monkeypatch: pytest.MonkeyPatch
+    world: FailingOver, server: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I1: the sender before us had noted all, when we looked. Its row goes as we begin."""
     look, failovers = _Recovery.look_at_frozen, [server.fail_over]
@@ -415,7 +415,6 @@ async def test_a_failover_while_we_take_over_is_seen(
             await trio.to_thread.run_sync(failovers.pop())
         return await look(recovery)
 
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     async with world.open() as opened:
         await opened.homeserver.events_position()
@@ -434,11 +433,10 @@ async def test_a_failover_while_we_take_over_is_seen(
 
 
 async def test_where_nobody_sees_such_a_failover_a_restart_goes_on(
-    tmp_path: Path, server: Postgres, monkeypatch: pytest.MonkeyPatch
+    world: FailingOver, server: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same, and our role may not ask for the timeline: it looks as if somebody else sends."""
     monkeypatch.setattr(positions, "has_timeline", lambda _: False)
-    world = FailingOver(tmp_path, Databases(server).create_database(synapse_schema.create))
     await world.found()
     near = world.servers[NEAR]
     async with world.open() as opened:
