@@ -18,7 +18,7 @@ from fedsender_lab.simulation.senders import simulate_senders
 
 pytestmark = pytest.mark.long
 
-SEEDS = (4, 5, 2, 1)
+SEEDS = (9, 3, 4, 2)
 
 
 def play(postgres: Databases, seed: int, days: float, stop_at: str | None = None) -> Report:
@@ -60,7 +60,7 @@ def test_one_a_lease_that_does_not_end(
     monkeypatch.setattr(Lease, "has_ended", lambda _: False)
     monkeypatch.setattr(Lease, "until_lost", never)
 
-    assert goes_red(postgres, "one", 4)
+    assert goes_red(postgres, "one", 3)
 
 
 def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,4 +74,4 @@ def test_i2_nobody_walks(postgres: Databases, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(membership, "_send_to_walk", nowhere)
     monkeypatch.setattr(Membership, "walk_from", stay)
 
-    assert goes_red(postgres, "I2", 2)
+    assert goes_red(postgres, "I2", 9)
