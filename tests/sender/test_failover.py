@@ -225,16 +225,21 @@ async def test_a_position_that_a_failover_took_begins_with_those_of_others(
             before = sender.fan_out.position
             world.told(ELSEWHERE, 3, "lost with our position")
             await until(lambda: near.got == ["lost with our position"])
-            with server.connect(world.url.rpartition("/")[2]) as connection:
-                connection.execute(
-                    "UPDATE federation_stream_position SET instance_name = 'other', stream_id = %s",
-                    [before],
-                )
+            give_to_other(server, world, before)
             world.told(ELSEWHERE, 3, "second")
             await until(lambda: near.got[-1] == "second")
             assert {"fedsender", "other"} == (await world.store.homeserver.senders()).keys()
     assert "database_moved" in {each["event"] for each in logs}
     assert not [each for each in logs if each["log_level"] in ("error", "critical")]
+
+
+def give_to_other(server: Postgres, world: PostgresWorld, position: int) -> None:
+    """Our position is another sender's, at this place."""
+    with server.connect(world.url.rpartition("/")[2]) as connection:
+        connection.execute(
+            "UPDATE federation_stream_position SET instance_name = 'other', stream_id = %s",
+            [position],
+        )
 
 
 def move(server: Postgres, world: PostgresWorld, position: int) -> None:
@@ -386,10 +391,7 @@ async def test_a_failover_to_before_our_first_position_is_no_stranger_in_our_pla
     near = world.servers[NEAR]
     async with world.open() as opened:
         await opened.homeserver.events_position()
-        with server.connect(world.url.rpartition("/")[2]) as connection:
-            connection.execute(
-                "UPDATE federation_stream_position SET instance_name = 'other', stream_id = 0"
-            )
+        give_to_other(server, world, 0)
         world.told(ELSEWHERE, 3, "one", tell=False)
         await trio.to_thread.run_sync(server.copy)
         await opened.sender.senders.follow(("fedsender",), {"other": 0})
@@ -419,12 +421,9 @@ async def test_a_failover_while_we_take_over_is_seen(
     async with world.open() as opened:
         await opened.homeserver.events_position()
         world.told(ELSEWHERE, 3, "one", tell=False)
-        become = "UPDATE federation_stream_position SET instance_name = 'other', stream_id = %s"
-        with server.connect(world.url.rpartition("/")[2]) as connection:
-            connection.execute(become, [0])
+        give_to_other(server, world, 0)
         await trio.to_thread.run_sync(server.copy)
-        with server.connect(world.url.rpartition("/")[2]) as connection:
-            connection.execute(become, [1])
+        give_to_other(server, world, 1)
         await opened.sender.senders.follow(("fedsender",), {"other": 1})
     monkeypatch.setattr(_Recovery, "look_at_frozen", fail_over)
     with trio.fail_after(60):
@@ -441,10 +440,7 @@ async def test_where_nobody_sees_such_a_failover_a_restart_goes_on(
     near = world.servers[NEAR]
     async with world.open() as opened:
         await opened.homeserver.events_position()
-        with server.connect(world.url.rpartition("/")[2]) as connection:
-            connection.execute(
-                "UPDATE federation_stream_position SET instance_name = 'other', stream_id = 0"
-            )
+        give_to_other(server, world, 0)
         world.told(ELSEWHERE, 3, "one", tell=False)
         await trio.to_thread.run_sync(server.copy)
         await opened.sender.senders.follow(("fedsender",), {"other": 0})

@@ -173,11 +173,7 @@ class _Recovery:
         """
         self.store.homeserver.begin_anew()
         await self.store.homeserver.check_left()
-        await self.store.sender.senders.walk_from(await self._places())
-
-    async def _places(self) -> dict[str, int]:
-        there = await self.store.homeserver.senders()
-        return {name: each.position for name, each in there.items()}
+        await self.store.sender.senders.walk_from(await self.store.homeserver.places())
 
     async def note_cut_off(self) -> None:
         """Write a line for each attempt that was under way when the last daemon was killed (I9)."""
@@ -291,7 +287,7 @@ class _Recovery:
         )
         floors = await self.store.sender.catch_up_floors()
         await _for_each([name for name in floors if self.in_our_shard(name)], self.catch_up_anew)
-        places = await self._places()
+        places = await self.store.homeserver.places()
         if places.keys() - {self.instance}:
             await self.store.sender.senders.walk_anew(places)
             self.store.homeserver.begin_at(max(places.values()))

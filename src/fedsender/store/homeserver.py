@@ -324,6 +324,10 @@ class HomeserverStore(ABC):
         """The position of each sender of this homeserver, as `positions.senders` reads them."""
         return positions.senders(connection)
 
+    async def places(self) -> dict[str, int]:
+        """The events position of each sender of this homeserver."""
+        return {name: each.position for name, each in (await self.senders()).items()}
+
     @writing
     def hand_back(self, connection: Connection) -> None:
         """Note for the next sender that we have no records of our own any more."""

@@ -291,11 +291,13 @@ class Membership:
 
         `places`: the events position of each sender.
         """
-        lowest = min(places.values(), default=-1)
+        if not places:
+            return
+        lowest = min(places.values())
         names = [
             row.instance_name
             for row in connection.execute(select(walks).where(walks.c.after > lowest))
-            if places and places.get(row.instance_name, -1) <= row.upto
+            if places.get(row.instance_name, -1) <= row.upto
         ]
         query = update(walks).where(walks.c.instance_name.in_(names))
         connection.execute(query.values(after=lowest))

@@ -26,7 +26,6 @@ from fedsender.store.leases import LEASE_S, NOBODY, Waits
 from fedsender.store.membership import Holder, Membership, Missing, Standing
 from fedsender.store.migrations import look_for_command
 from fedsender.store.positions import NEVER_ACKED
-from fedsender.store.records import Generation
 
 __all__ = [
     "DRAIN_S",
@@ -74,7 +73,7 @@ async def until_member(
     else:
         found = config.senders
         if await senders.standing() != Standing(found):
-            await senders.follow(found, _places(await store.homeserver.senders()))
+            await senders.follow(found, await store.homeserver.places())
     walk = await senders.walk()
     store.homeserver.use_list(found, None if walk is None else walk.upto)
     return found
@@ -88,7 +87,7 @@ async def _until_in_force(
     while True:
         standing = await senders.standing()
         if standing is None:
-            await senders.begin(config.senders, _places(await store.homeserver.senders()))
+            await senders.begin(config.senders, await store.homeserver.places())
             continue
         if standing.change is None:
             if me in standing.in_force:
@@ -128,14 +127,10 @@ async def _try_in_force(store: Store, standing: Standing) -> Missing | None:
         for name in missing.lapsed:
             # What it has under way is committed now, or never.
             await store.sender.evict(name)
-    places = _places(await store.homeserver.senders())
+    places = await store.homeserver.places()
     if await senders.put_in_force(standing, places):
         log.info("senders_changed", before=standing.in_force, now=standing.wanted)
     return None
-
-
-def _places(there: Mapping[str, Generation]) -> dict[str, int]:
-    return {name: each.position for name, each in there.items()}
 
 
 def _in_words(missing: Missing) -> str:
