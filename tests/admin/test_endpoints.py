@@ -101,7 +101,7 @@ async def test_a_wake_is_refused_with_its_own_reason(
         await desk.post("park", {"servers": [B], "reason": "gone for good"})
         assert registry.wake([B], by_admin=True) == {B: "parked: gone for good"}
         await desk.post("resume", {"servers": [B]})
-        registry.begin_drain()
+        await registry.drain()
         assert registry.wake([B], by_admin=True) == {B: "the daemon stops"}
 
 

@@ -279,6 +279,27 @@ async def test_a_drain_writes_down_what_is_in_flight(
     assert (first.id, first.body) == (second.id, second.body)
 
 
+async def test_thousands_of_servers_are_drained_with_breaks(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 that waited for a place left in one pass of 0.8 s."""
+    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
+    async with world.run() as sender:
+        await world.join(R1, *servers)
+        sender.context.admission.gate.shut()
+        await world.say(R1, "one")
+        await settle()
+        assert len(sender.active) == 40
+        trio.lowlevel.add_instrument(steps)
+        monkeypatch.setattr(Destination, "begin_drain", steps.counting(Destination.begin_drain))
+
+    assert steps.most == 1
+    async with world.run():
+        await settle(60)
+    assert all(world.servers[name].got == ["one"] for name in servers)
+
+
 async def test_what_was_sent_elsewhere_meanwhile_is_not_repeated(
     world: World, autojump_clock: MockClock
 ) -> None:

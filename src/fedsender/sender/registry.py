@@ -520,11 +520,12 @@ class Registry:
             if not held and self.policies.may_send_to(server):
                 self.schedule(server, now + state.wait_s(now_ms))
 
-    def begin_drain(self) -> None:
-        """Activate no server any more, and have the active ones leave."""
+    async def drain(self) -> None:
+        """Activate no server any more, and have the active ones leave, in steps."""
         self.draining = True
         self._drain.set()
-        for destination in self.active.values():
+        active = list(self.active.values())
+        async for destination in self._context.runtime.turns.with_breaks(active):
             destination.begin_drain()
 
     async def open(self) -> None:

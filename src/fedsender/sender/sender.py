@@ -463,8 +463,8 @@ async def open_sender(
                     await sender.registry.complete.wait()
                 yield sender
                 loops.cancel()
-                sender.registry.begin_drain()
                 nursery.cancel_scope.deadline = trio.current_time() + sender.drain_s
+                await sender.registry.drain()
         except Exception:
             # Not a kill: what may have left is still known, and must come again unchanged (I3).
             if sender is not None:
