@@ -65,11 +65,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 GARBAGE_AFTER = (5_000, 2, 2)
-"""Thresholds of the garbage collector: 5,000 new objects take a few MB at most, and no search is of
-more than some 70,000 objects."""
+"""Thresholds of the garbage collector: 5,000 new objects take a few MB at most, and a search is
+mostly of some 70,000. Only where as many old objects die as new ones are made is it later: with
+10,000 servers that are sent an event of 280,000, which takes 0.25 s."""
 MOST_SEARCHED = 400_000
-"""Of all objects at once, in 0.2 s of the loop. Without servers in memory there are 280,000; one that
-is sent something has 75."""
+"""Of all objects at once, in 0.2 s of the loop. Without servers in memory there are 280,000; each
+that is sent something has 75."""
 ALL_GARBAGE_EVERY_S = 3600.0
 FEED_PATIENCE_S = 30.0
 WRITE_DOWN_S = 15.0

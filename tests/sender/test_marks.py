@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import trio
-from tests.sender.harness import World, answer, ok
+from tests.sender.harness import StepsOf, World, answer, ok
 from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
 from fedsender.sender.sender import MARKS_EVERY_S, SWEEP_EVERY_S
 from fedsender.store.homeserver import MARKS_LATE_S, MAX_UNWRITTEN
+from fedsender.store.records import Settlement
 from fedsender_lab.simulation.daemon_life import disk_full
 
 R = "!r:hs.example"
@@ -91,6 +92,24 @@ async def test_answers_of_a_moment_are_written_together(
         await trio.sleep(MARKS_EVERY_S)
         assert stored(world.directory) == stored(world.directory, B) == token
         assert commits.count("homeserver: before commit") == 1
+
+
+async def test_marks_of_thousands_of_servers_are_written_a_thousand_at_a_time(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 took one step of 0.25 s."""
+    monkeypatch.setattr("fedsender.store.homeserver.MARKS_AT_ONCE", 10)
+    steps, servers = StepsOf(), [f"s{number}.example" for number in range(40)]
+    async with world.run():
+        await world.join(R, *servers)
+        token = await world.say(R, "one")
+        trio.lowlevel.add_instrument(steps)
+        counted = steps.counting(Settlement)
+        monkeypatch.setattr("fedsender.store.homeserver.Settlement", counted)
+        await trio.sleep(2 * MARKS_EVERY_S)
+
+    assert steps.most == 10
+    assert {stored(world.directory, server) for server in servers} == {token}
 
 
 async def test_an_idle_daemon_does_not_wake_to_write_nothing(
