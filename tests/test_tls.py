@@ -574,6 +574,28 @@ def test_distribution_points_in_another_form_than_der_are_dear(size: str) -> Non
     assert is_dear(bytes.fromhex("0603551d1f") + bytes.fromhex(size) + bytes(9))
 
 
+def test_no_compressed_certificate_is_asked_for() -> None:
+    """We could not look at one before OpenSSL reads it. OpenSSL before 3.2 knows none."""
+    context, hello = TlsPolicy(verify=False).context(), ssl.MemoryBIO()
+    assert context.options & 1 << 33  # SSL_OP_NO_RX_CERTIFICATE_COMPRESSION of ssl.h.
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname=NAME).do_handshake()
+    assert 27 not in extensions_of(hello.read())  # compress_certificate (RFC 8879).
+
+
+def extensions_of(record: bytes) -> list[int]:
+    """The types of the extensions of a ClientHello (RFC 8446, section 4.1.2)."""
+    at = 5 + 4 + 2 + 32  # The record, the message, its version, its random bytes.
+    for size_bytes in (1, 2, 1):  # Session, ciphers, compression methods.
+        at += size_bytes + int.from_bytes(record[at : at + size_bytes], "big")
+    found, at = [], at + 2
+    while at < len(record):
+        found.append(int.from_bytes(record[at : at + 2], "big"))
+        at += 4 + int.from_bytes(record[at + 2 : at + 4], "big")
+    assert 0 in found  # server_name
+    return found
+
+
 @VERSIONS
 @pytest.mark.program("openssl", "openssl")
 def test_well_known_curve_that_is_written_out_is_refused_too(

@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--servers", type=_positive, help="receiving servers")
     parser.add_argument("--events", type=_positive, help="events (floor: exchanges) a round")
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")
-    parser.add_argument("--database", metavar="URL", help="append*, return: an empty PostgreSQL database")
+    parser.add_argument("--database", metavar="URL", help="append*, return: an empty PostgreSQL")
     parser.add_argument("--room", type=_positive, default=1_000, help="return: servers in the room")
     parser.add_argument("--size", type=_positive, default=1, help="return: KB of an event")
     parser.add_argument("--receipts", type=_positive, help="return: receipts that they are owed")
