@@ -479,6 +479,7 @@ def config_check(
     from fedsender.config import load
     from fedsender.federation.signing import keys_of
     from fedsender.matrix import is_server_name
+    from fedsender.tls import server_context
 
     loaded = load(config)
     if server is not None and not is_server_name(server):
@@ -487,7 +488,7 @@ def config_check(
         return _complain("\n".join(problems), USAGE)
     keys_of(loaded)
     for section in (("feed", "push"), ("relay",)):
-        loaded.server_tls(*section)
+        loaded.server_tls(*section, context=server_context())
     warnings = loaded.warnings()
     for text in warnings:
         _complain(f"warning: {text}", DONE)

@@ -24,6 +24,7 @@ from fedsender.signals import Signals
 from fedsender.store.leases import LeaseLost
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging, note_start
+from fedsender.tls import server_context
 from fedsender_relay.admin_app import RelayContext, open_admin
 from fedsender_relay.daemon import RelayDaemon, open_relay
 from fedsender_relay.database import INSTANCE
@@ -110,7 +111,7 @@ async def _run_until_told(
     *,
     standby: bool,
 ) -> None:
-    tls = config.server_tls("relay")
+    tls = config.server_tls("relay", context=server_context())
 
     # A wrong address is found out at once, not when the lease is ours.
     async with open_doors(config.relay.listen, tls):
@@ -190,7 +191,7 @@ async def _open_intake(run: _Run, relay: RelayDaemon) -> AsyncIterator[None]:
         settings.intake,
         settings.intake_token_file,
         relay.runtime,
-        partial(relay.config.server_tls, "relay"),
+        lambda: relay.config.server_tls("relay", context=server_context()),
     ) as taking_in:
         run.endpoints.append(taking_in)
         run.context.relay = relay
@@ -213,7 +214,7 @@ async def _reload_when_told(run: _Run) -> None:
         try:
             newer = load_config(run.path)
             await read_files(list(run.endpoints))
-            renew = partial(newer.server_tls, "relay", renewed=run.tls)
+            renew = partial(newer.server_tls, "relay", context=run.tls or server_context())
             await run.runtime.run_sync(renew, limiter=limiter)
         except ConfigError as error:
             log.error("configuration_not_reloaded", reason=str(error))

@@ -274,18 +274,15 @@ class Config(Section):
             if not sections or location[0] in sections
         ]
 
-    def server_tls(
-        self, *section: str, renewed: ssl.SSLContext | None = None
-    ) -> ssl.SSLContext | None:
+    def server_tls(self, *section: str, context: ssl.SSLContext) -> ssl.SSLContext | None:
         """The TLS context of a section's listener; None: it speaks no TLS.
 
-        The section has `certificate_file` and `private_key_file`. With `renewed` these are read
-        into a context that is in use, for the handshakes to come. Raises ConfigError.
+        The section has `certificate_file` and `private_key_file`. These are read into `context`,
+        which may be in use: then it is for the handshakes to come. Raises ConfigError.
         """
         its: Any = reduce(getattr, section, self)
         if its.certificate_file is None:
             return None
-        context = renewed or ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             # A key with a passphrase must not make OpenSSL ask for it on the terminal.
             context.load_cert_chain(its.certificate_file, its.private_key_file, password="")

@@ -7,9 +7,9 @@ see `taking`.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -38,6 +38,7 @@ from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
 from fedsender.store.records import Receipt
 from fedsender.streams import FeedStatus
+from fedsender.tls import server_context
 from fedsender.waiting import Signal
 
 if TYPE_CHECKING:
@@ -145,7 +146,11 @@ class PushFeed(Feed):
         self, config: Config, ledger: Ledger, progress: Callable[[], Progress | None]
     ) -> AsyncIterator[Sequence[Admin]]:
         """The endpoint that the homeserver appends to."""
-        push, make_tls = config.feed.push, partial(config.server_tls, "feed", "push")
+
+        def make_tls() -> ssl.SSLContext | None:
+            return config.server_tls("feed", "push", context=server_context())
+
+        push = config.feed.push
         feedback = Feedback(progress, Outcomes(ledger, self._runtime))
         async with serve_intake(
             self.intake, push.listen, push.token_file, self._runtime, make_tls, feedback

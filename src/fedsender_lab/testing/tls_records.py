@@ -53,9 +53,10 @@ class Sealer:
         return HKDFExpand(self._hash, size, info).derive(self._secret)
 
 
-def secret_in(key_log: Path) -> bytes:
-    """The server's first secret for data, of the last connection in a log of keys."""
-    lines = [line for line in key_log.read_text().splitlines() if line.startswith(_SECRET)]
+def secret_in(key_log: Path, *, of: str = "SERVER") -> bytes:
+    """A server's first secret for data, or a CLIENT's, of the last connection in a log of keys."""
+    start = f"{of}_TRAFFIC_SECRET_0 "
+    lines = [line for line in key_log.read_text().splitlines() if line.startswith(start)]
     return bytes.fromhex(lines[-1].split()[2])
 
 
