@@ -144,6 +144,8 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {tls.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
         f"{tls.MAX_TLS_RECORDS} records, {tls.MAX_TLS_BYTES // kib} KiB, without data between two"
         f" requests, and {tls.MAX_SMALL_PIECES} pieces of less than {tls.SMALL_PIECE_BYTES} bytes",
+        f"{tls.MAX_TLS_RECORDS} records or {tls.MAX_TLS_BYTES // kib} KiB without data between two"
+        " answers",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
         f"`request_timeout` ({Policy().request_timeout:.0f} s)",
