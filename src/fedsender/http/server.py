@@ -687,29 +687,25 @@ class _Connection:
             Malformed: what it sends is no HTTP.
         """
         try:
-            # Mostly nothing, the end, or a small body; and dear only if it is the next request.
-            held, _ = self._wire.trailing_data
-            if len(held) <= _CHEAP_BYTES:
-                event: object = self._wire.next_event()
-            else:
-                event = await self._in_turn(self._wire.next_event)
+            event = await self._next()
             if event is h11.NEED_DATA:
                 with self._client_within(seconds):
                     while event is h11.NEED_DATA:
                         data = bytes(await self._stream.receive_some(_READ_BYTES))
-                        event = await self._in_turn(self._event_after, data)
+                        self._wire.receive_data(data)
+                        event = await self._next()
         except h11.RemoteProtocolError as error:
             raise Malformed("not a request of HTTP/1.1", error.error_status_hint) from None
         # A thousand tiny chunks in one piece are a thousand events.
         await trio.lowlevel.checkpoint()
         return event
 
-    def _event_after(self, data: bytes) -> object:
-        self._wire.receive_data(data)
-        return self._wire.next_event()
-
-    def _in_turn(self, step: Callable[..., object], *args: object) -> Awaitable[object]:
-        return self._turns.take(_CLIENTS, self._turns.answer, step, *args)
+    async def _next(self) -> object:
+        """The next event of what has come; `h11.NEED_DATA`: there is none yet."""
+        held, _ = self._wire.trailing_data
+        if len(held) <= _CHEAP_BYTES:
+            return self._wire.next_event()
+        return await self._turns.take(_CLIENTS, self._turns.answer, self._wire.next_event)
 
     async def _receive(self) -> "Message":
         """ASGI's: the next part of the body. Its size and time are for the application to bound."""
