@@ -538,32 +538,27 @@ def _names_at(location: tuple[str | int, ...]) -> list[str]:
 
 
 class Policies:
-    """The configuration's answers about one server, cached.
+    """The configuration's answers about one server.
 
-    Its methods may be handed on: they follow the configuration that is in use when they are called.
+    They may be handed on: they are those of the configuration that is in use when they are asked.
+
+    Attributes:
+        policy_for: the policy of a server.
+        may_send_to: whether anything may be sent to a server, by us.
     """
 
     def __init__(self, config: Config) -> None:
-        self.config: Config
-        self._policy_for: Callable[[str], Policy]
-        self._may_send_to: Callable[[str], bool]
-        self.use(config)
+        self.config = config
+        self.policy_for = lru_cache(20_000)(lambda server: self.config.policy_for(server))
+        self.may_send_to = lru_cache(20_000)(
+            lambda server: self.config.handles(server) and self.config.allows(server)
+        )
 
     def use(self, config: Config) -> None:
         """Follow this configuration from now on."""
         self.config = config
-        self._policy_for = lru_cache(20_000)(config.policy_for)
-        self._may_send_to = lru_cache(20_000)(
-            lambda server: config.handles(server) and config.allows(server)
-        )
-
-    def policy_for(self, server: str) -> Policy:
-        """The policy of this server."""
-        return self._policy_for(server)
-
-    def may_send_to(self, server: str) -> bool:
-        """Whether anything may be sent to this server, by us."""
-        return self._may_send_to(server)
+        self.policy_for.cache_clear()
+        self.may_send_to.cache_clear()
 
     def handles(self, server: str) -> bool:
         """Whether this server belongs to our shard, allowed or not."""
