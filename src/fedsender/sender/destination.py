@@ -180,8 +180,13 @@ class AttemptTimer(Alarm):
         """Begin a step of the task, as `Steps` has it."""
         await self._steps.begin(self.signal, self._line(hurried))
 
+    @property
+    def well(self) -> bool:
+        """Whether the last attempt was answered (or none was made yet)."""
+        return self._failed_at == -math.inf
+
     def _line(self, hurried: bool = False) -> int:
-        if self._failed_at > -math.inf:
+        if not self.well:
             return LAST
         return FIRST if hurried else NEXT
 
@@ -349,10 +354,9 @@ class Destination:
 
     def hurry(self) -> None:
         """Send early: the latest item is for few servers, and overtakes items for many."""
-        healthy = self.state.healthy
-        if healthy:
+        if self._timer.well:
             self._permit.hasten()
-        self._timer.look_again(hurried=healthy)
+        self._timer.look_again(hurried=True)
 
     def _end_wait(self) -> None:
         """End a long attempt at a failing server, so that a new one can begin."""
