@@ -280,7 +280,7 @@ class Destination:
         `hurry`: as with the method of this name.
         """
         if not self.outbox.offer(pdu):
-            self.outbox.spill(healthy=self.state.healthy)
+            self.outbox.spill(healthy=self._timer.well)
         if hurry:
             self.hurry()
         else:
@@ -288,7 +288,7 @@ class Destination:
 
     def spill(self) -> None:
         """Drop the queued PDUs; catch-up reads them from the database later."""
-        self.outbox.spill(healthy=self.state.healthy)
+        self.outbox.spill(healthy=self._timer.well)
         self._timer.look_again()
 
     def owe_keys(self) -> None:
@@ -318,7 +318,7 @@ class Destination:
 
     def put_typing(self, typing: Typing) -> None:
         """Queue a typing change of one of our users; dropped if the server is failing."""
-        if self.state.healthy:
+        if self._timer.well:
             self.outbox.put_edu(typing.key, TYPING, typing.content(), lifetime_s=TYPING_LIFETIME_S)
             self._edu_came()
 
@@ -362,7 +362,7 @@ class Destination:
         """End a long attempt at a failing server, so that a new one can begin."""
         in_attempt = self.phase in (Phase.CONNECTING, Phase.SENDING, Phase.CATCHING_UP)
         waited = trio.current_time() - self.since
-        if in_attempt and waited > PATIENCE_S and not self.state.healthy:
+        if in_attempt and waited > PATIENCE_S and not self._timer.well:
             self._exchange.give_up()
 
     def come_due(self, *, pause_ended_ms: int | None = None) -> None:
@@ -529,7 +529,7 @@ class Destination:
         behind = not outbox.level or outbox.owes_redeliveries
         if self.frozen is None and behind and await outbox.caught_up():
             return  # Nothing to send: we found out without opening a connection.
-        permit.ill = not self.state.healthy
+        permit.ill = not self._timer.well
         if permit.ill:
             permit.lately = failure.well_lately(self.state, self._context.clock.now_ms())
         permit.searches = not self._remembers_nothing and bool(self.state.searches)
