@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import trio
 
 from fedsender.matrix import canonical_json, is_server_name
 from fedsender.replication.feed_api import EduSink
@@ -41,6 +43,8 @@ EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence", SERVER_UP)
 
 MAX_ROWS: Final = 10_000
 """Rows of one record."""
+STEP_ROWS: Final = 10
+"""Others have their turn after so many rows: a request can bring a hundred thousand."""
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
 MAX_ROW_BYTES: Final = 2**18 - 64
@@ -252,68 +256,52 @@ class Record:
         return next((row.event_id for row in self.rows if isinstance(row, PduRow)), None)
 
 
-def prepare(
-    rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row, *, key: bytes = b""
-) -> Record:
+Complete = Callable[[Json], Json]
+"""Makes the row to parse from a received one. The text is that of the received row, so that a
+record is recognised by it when it comes again."""
+
+
+def prepare(rows: Sequence[Json], complete: Complete | None = None, *, key: bytes = b"") -> Record:
     """Check the rows of one record and turn them into text. Raises BadRow."""
-    preparation = Preparation(rows, complete, key=key)
-    preparation.check(len(rows))
-    return preparation.record()
+    return _record(key, list(_checked(rows, complete)))
 
 
-class Preparation:
-    """Makes a `Record` of its rows in steps, so that other tasks can run in between.
+async def prepare_in_steps(
+    rows: Sequence[Json], complete: Complete | None, *, key: bytes
+) -> Record:
+    """The same; others have their turn after each `STEP_ROWS`."""
+    checked = []
+    for each in _checked(rows, complete):
+        checked.append(each)
+        if not len(checked) % STEP_ROWS:
+            await trio.lowlevel.checkpoint()
+    return _record(key, checked)
 
-    Args:
-        rows: raises BadRow for too many, or none.
-        complete: makes the row to parse from a received row; None: it is the same. The text is
-            that of the received row, so that a repeated record is recognised by it.
-    """
 
-    def __init__(
-        self,
-        rows: Sequence[Json],
-        complete: Callable[[Json], Json] | None = None,
-        *,
-        key: bytes = b"",
-    ) -> None:
-        if not 1 <= len(rows) <= MAX_ROWS:
-            raise BadRow(f"a record of {len(rows)} rows, and 1 to {MAX_ROWS} are allowed")
-        self._key = key
-        self._rows = rows
-        self._complete = complete
-        self._texts: list[bytes] = []
-        self._parsed: list[RelayRow] = []
-        self._events = 0
-
-    def check(self, most: int) -> bool:
-        """Check so many more rows; return whether any are left. Raises BadRow."""
-        begin = len(self._texts)
-        for row in self._rows[begin : begin + most]:
-            self._add(row)
-        return len(self._texts) < len(self._rows)
-
-    def record(self) -> Record:
-        """The record, once all rows are checked. Raises BadRow if it is too large."""
-        size = sum(map(len, self._texts))
-        if size > MAX_RECORD_BYTES:
-            raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
-        checksum = zlib.crc32(b"\n".join(self._texts))
-        return Record(self._key, tuple(self._texts), tuple(self._parsed), size, checksum)
-
-    def _add(self, row: Json) -> None:
-        """Check the next row. Raises BadRow with its number."""
+def _checked(rows: Sequence[Json], complete: Complete | None) -> Iterator[tuple[bytes, RelayRow]]:
+    """The text and the meaning of one row after the other. Raises BadRow, with the row's number."""
+    if not 1 <= len(rows) <= MAX_ROWS:
+        raise BadRow(f"a record of {len(rows)} rows, and 1 to {MAX_ROWS} are allowed")
+    events = 0
+    for number, row in enumerate(rows):
         try:
-            parsed = parse_relay_row(row if self._complete is None else self._complete(row))
-            self._events += _is_event(parsed)
-            if self._events > 1:
+            parsed = parse_relay_row(row if complete is None else complete(row))
+            events += _is_event(parsed)
+            if events > 1:
                 raise BadRow("a second event, and a token has one")
             text = _encode(row)
-        except (BadRow, ValueError, RecursionError) as bad:
-            why = bad if isinstance(bad, BadRow) else "not JSON"
-            raise BadRow(f"row {len(self._texts)}: {why}") from bad
-        self._parsed.append(parsed)
-        self._texts.append(text)
+        except (ValueError, RecursionError) as bad:
+            raise BadRow(f"row {number}: {bad if isinstance(bad, BadRow) else 'not JSON'}") from bad
+        yield text, parsed
+
+
+def _record(key: bytes, checked: Sequence[tuple[bytes, RelayRow]]) -> Record:
+    """The record of these rows. Raises BadRow if it is too large."""
+    texts, parsed = zip(*checked, strict=True)
+    size = sum(map(len, texts))
+    if size > MAX_RECORD_BYTES:
+        raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
+    return Record(key, texts, parsed, size, zlib.crc32(b"\n".join(texts)))
 
 
 def _is_event(row: RelayRow) -> bool:

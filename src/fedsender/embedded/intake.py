@@ -35,11 +35,11 @@ from fedsender.embedded.facts import (
     Ephemeral,
     Full,
     KeyReused,
-    Preparation,
     Record,
     RoomServers,
     in_parts,
     prepare_ephemeral,
+    prepare_in_steps,
 )
 from fedsender.http.application import Body
 from fedsender.matrix import JsonObject
@@ -56,8 +56,6 @@ log = structlog.get_logger()
 MAX_APPENDS: Final = 1000
 MAX_ID_BYTES: Final = 255
 KEY_BYTES: Final = 16
-STEP_ROWS: Final = 10
-"""Others have their turn after so many rows: a request can bring a hundred thousand."""
 GROUP_RECORDS: Final = 1024
 GROUP_BYTES: Final = 2**20
 """The most rows of one transaction, or of one record: other writers wait for it."""
@@ -534,10 +532,7 @@ class Intake:
             if not each.rows and each.reservation is not None:
                 return None
             complete = None if self.signer is None else self.signer.complete
-            preparation = Preparation(each.rows, complete, key=key_of(each.id))
-            while preparation.check(STEP_ROWS):
-                await trio.lowlevel.checkpoint()
-            return preparation.record()
+            return await prepare_in_steps(each.rows, complete, key=key_of(each.id))
         except UnicodeEncodeError as bad:
             raise BadRow(f"append {number}: the id is not Unicode") from bad
         except BadRow as bad:
