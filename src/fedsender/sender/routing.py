@@ -224,13 +224,15 @@ class Router:
         """Route every row that is ours to send, in order; leave the others out.
 
         Args:
-            known_before: by event id the servers before it, as far as they were read with the rows.
+            known_before: by event id the servers before it, as far as they were read with the rows:
+                for rows that are ours, and for no others.
         """
+        known_before = known_before or {}
         known: dict[str, Routed | Bad] = {}
         pdus: dict[str, Pdu] = {}
         good: list[EventRow] = []
         # To parse a user's event of 64 KiB may take 8 ms.
-        ours = [row for row in rows if self.is_ours(row)]
+        ours = [row for row in rows if row.event_id in known_before or self.is_ours(row)]
         async for row in self._turns.with_breaks(ours):
             try:
                 pdus[row.event_id] = self.pdu_of(row)
