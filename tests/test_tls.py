@@ -339,12 +339,21 @@ async def test_closing_leaves_nothing_behind(tmp_path: Path) -> None:
 class Handshake:
     """Both ends of a TLS connection; what the server sends arrives in pieces."""
 
-    def __init__(self, directory: Path, tickets: int, piece: int, names: int = 99) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tickets: int,
+        piece: int,
+        names: int = 99,
+        theirs: ssl.SSLContext | None = None,
+    ) -> None:
+        """`theirs`: of the server; None: with a good certificate for so many names."""
         authority = Authority(directory)
         self._piece = piece
         self._to_us, self._to_it = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._from_it = ssl.MemoryBIO()
-        context = authority.context("d.example", *(f"d{each}.example" for each in range(names)))
+        more = (f"d{each}.example" for each in range(names))
+        context = theirs or authority.context("d.example", *more)
         context.num_tickets = tickets
         self._key_log = directory / "keys"
         context.keylog_filename = str(self._key_log)
@@ -677,18 +686,9 @@ def test_well_known_curve_that_is_written_out_is_refused_too(
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     theirs.load_cert_chain(tmp_path / "chain.pem", tmp_path / "key.pem")
     theirs.maximum_version = version
-    to_them, from_them, from_us = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
-    them = theirs.wrap_bio(to_them, from_them, server_side=True)
-    us = TlsPolicy(verify=False).context().wrap_bio(ssl.MemoryBIO(), from_us, server_hostname=NAME)
-    assert isinstance(us, MeteredTls)
-    with suppress(ssl.SSLWantReadError):
-        us.do_handshake()
-    to_them.write(from_us.read())
-    with suppress(ssl.SSLWantReadError):
-        them.do_handshake()
-    us.feed(from_them.read())
+    ends = Handshake(tmp_path, tickets=0, piece=65_536, theirs=theirs)
     with pytest.raises(ssl.SSLError, match="length mismatch"):
-        us.do_handshake()
+        ends.shake_hands()
 
 
 def der(tag: int, *parts: bytes) -> bytes:
