@@ -125,18 +125,7 @@ def _measure_hour(
         meter = _Jobs(spark)
         # Without what the measuring itself takes between the jobs.
         cpu_s = meter.cpu_s() - python_s
-        with meter.job("owed"):
-            _read_owed(lake, config, steps)
-        with meter.job("ledger"):
-            ledger_lines.read_ledger(spark, lake, [config.ledger.directory], steps)
-        with meter.job("derive"):
-            ingest.derive(spark, lake, US, steps)
-        with meter.job("audit"):
-            audited = audit.audit(spark, lake, config, steps)
-        with meter.job("health"):
-            health.health(spark, lake, steps)
-        with meter.job("report"):
-            report.report(spark, lake, config, steps, directory / "report.html")
+        found = _jobs(spark, lake, config, steps, meter, directory)
         cpu_s += sum(job["cpu_s"] for job in meter.jobs.values())
     fates = Counter({**before["fates"]})
     fates.update(more)
@@ -147,7 +136,7 @@ def _measure_hour(
         "hour_shuffle_share": round(
             sum(job["shuffle_mb"] for job in meter.jobs.values()) / first, 4
         ),
-        "hour_fates": {fate: n for fate, n in audited.counts.items() if n},
+        "hour_fates": found["fates"],
         "hour_fates_to_be": {fate: n for fate, n in fates.items() if n},
     }
 
