@@ -20,6 +20,7 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy.exc import OperationalError
 from tests.federation.servers import proxy_py
+from tests.relay.log_support import open_replication_server
 from tests.servers import Databases
 from tests.service import PATIENCE_S, Service, World, open_world
 
@@ -42,7 +43,6 @@ from fedsender_lab.testing.clock import inline, turns_cpu, until
 from fedsender_lab.testing.receiver import STALLING, ReceivingServer, healthy, slow
 from fedsender_lab.testing.rooms import STREAM
 from fedsender_lab.testing.rules import Origin
-from fedsender_relay.line_server import open_replication_server
 
 pytestmark = pytest.mark.slow
 

@@ -9,6 +9,7 @@ from typing import Any
 import typer.main
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from tests import log_events
 from tests.pages import PAGES, ROOT, nothing_wrong, shown
 from typer.core import TyperGroup
 
@@ -24,7 +25,7 @@ from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.sender.failure import Outcome
 from fedsender.telemetry import Metrics, Standing
-from fedsender_lab import bench, log_events
+from fedsender_lab import bench
 from fedsender_lab.simulation import coverage
 from fedsender_relay import line_server
 from fedsender_relay.protocol import MAX_LINE_BYTES
@@ -277,7 +278,7 @@ def test_metrics_exist() -> None:
 
 
 def test_the_page_of_the_log_has_every_event_of_the_code() -> None:
-    """When this fails: `python -m fedsender_lab.log_events docs/log.md`, and a remark if needed."""
+    """When this fails: `python -m tests.log_events docs/log.md`, and a remark if needed."""
     page = (ROOT / "docs/log.md").read_text()
     remarks = dict(log_events.ROW.findall(page))
     assert re.findall(r"^\| `.*$", page, re.M) == log_events.rows(remarks)

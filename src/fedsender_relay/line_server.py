@@ -635,21 +635,3 @@ async def open_server(server: LineServer[S], listeners: Sequence[Listener]) -> A
         accepting.cancel_scope.cancel()
         server.dismiss()
         clients.cancel_scope.deadline = trio.current_time() + 2 * FAREWELL_S
-
-
-@asynccontextmanager
-async def open_replication_server(
-    server_name: str,
-    streams: Mapping[str, StreamSource],
-    listeners: Sequence[Listener],
-    runtime: Runtime,
-    *,
-    secrets: Secrets | None = None,
-) -> AsyncIterator[StreamServer]:
-    """Serve `streams` for as long as the body runs.
-
-    See `LineServer` for the arguments, and `open_server` for the errors.
-    """
-    server = StreamServer(server_name, streams, runtime, secrets=secrets)
-    async with open_server(server, listeners):
-        yield server

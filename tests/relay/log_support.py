@@ -1,7 +1,7 @@
 """What tests of the relay share: rows, a runtime on one thread, and reading all there is."""
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -15,6 +15,13 @@ from fedsender.runtime import Runtime, real_runtime
 from fedsender.streams import Json
 from fedsender_lab.testing.clock import virtual_runtime
 from fedsender_relay.database import open_relay_store
+from fedsender_relay.line_server import (
+    Listener,
+    Secrets,
+    StreamServer,
+    StreamSource,
+    open_server,
+)
 from fedsender_relay.log import RelayLog
 from fedsender_relay.protocol import rows_of
 
@@ -113,3 +120,18 @@ async def append(log: RelayLog, *rows: Json) -> int:
     """One record of these rows; its token."""
     (token,) = await log.writer.append_all([prepare(rows, key=key(log.head + 1))])
     return token
+
+
+@asynccontextmanager
+async def open_replication_server(
+    server_name: str,
+    streams: Mapping[str, StreamSource],
+    listeners: Sequence[Listener],
+    runtime: Runtime,
+    *,
+    secrets: Secrets | None = None,
+) -> AsyncIterator[StreamServer]:
+    """Serve `streams` while the body runs; the arguments are those of `LineServer`."""
+    server = StreamServer(server_name, streams, runtime, secrets=secrets)
+    async with open_server(server, listeners):
+        yield server

@@ -15,6 +15,7 @@ import structlog.testing
 import trio
 import trio.testing
 from tests.relay.lines import Log, Netcat
+from tests.relay.log_support import open_replication_server
 from tests.replication.support import ANYWHERE, SERVER, HandNetwork, RecordingSink, runtime_with
 
 from fedsender.config import TcpAddress
@@ -22,7 +23,6 @@ from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.runtime import Runtime, listen_tcp, real_runtime
 from fedsender_lab.testing.clock import until
 from fedsender_relay.line_feed import Fact, LineFeed, LineSettings
-from fedsender_relay.line_server import open_replication_server
 
 SETTINGS = LineSettings(ANYWHERE, SERVER, "sender-1")
 GREETING = [f"SERVER {SERVER}", "PING 1"]

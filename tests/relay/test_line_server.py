@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 from tests.relay.lines import Log, Netcat
+from tests.relay.log_support import open_replication_server
 from tests.replication.support import SERVER
 
 from fedsender.replication.commands import RemoteServerUp
@@ -19,7 +20,6 @@ from fedsender_relay.line_server import (
     MAX_WAITING,
     StreamServer,
     TooFarBehind,
-    open_replication_server,
 )
 from fedsender_relay.protocol import MAX_LINE_BYTES
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import trio
 import trio.testing
 from tests.relay.lines import Log, Netcat
+from tests.relay.log_support import open_replication_server
 from tests.relay.shard import MemoryStore
 from tests.replication.support import ANYWHERE, HandNetwork, RecordingSink, runtime_with
 
 from fedsender.runtime import real_runtime
 from fedsender_relay.line_feed import EmbeddedFeed, LineSettings, NoticeFeed
-from fedsender_relay.line_server import open_replication_server
 
 HERE = Path(__file__).parent / "recorded"
 SETTINGS = LineSettings(ANYWHERE, "old.example", "fed1")

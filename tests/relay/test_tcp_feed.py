@@ -15,6 +15,7 @@ import trio
 import trio.testing
 import trustme
 from tests.relay.lines import Log, Netcat
+from tests.relay.log_support import open_replication_server
 from tests.relay.shard import MemoryStore
 from tests.replication.support import ANYWHERE, SERVER, HandNetwork, RecordingSink, runtime_with
 from tests.replication.test_feed import SynapseTables, configured
@@ -29,7 +30,6 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Fact
 from fedsender_lab.testing.clock import until
 from fedsender_relay.line_feed import EmbeddedFeed, LineSettings
-from fedsender_relay.line_server import open_replication_server
 
 HOST = "127.0.0.1"
 

@@ -9,12 +9,12 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from signedjson.key import decode_verify_key_bytes
 from signedjson.sign import verify_signed_json
+from tests.relay.log_support import open_replication_server
 
 from fedsender.matrix import ROOM_VERSIONS, make_pdu, redact
 from fedsender.replication.commands import Position, Rdata
 from fedsender.runtime import real_runtime
 from fedsender_lab.testing.rooms import ALL_VERSIONS, STREAM, Homeserver, Signer, Step
-from fedsender_relay.line_server import open_replication_server
 from fedsender_relay.protocol import Connection
 
 NAME = "hs.example:8448"

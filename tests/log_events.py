@@ -1,6 +1,6 @@
 """The events that the daemon and the relay log, read from their source, for docs/log.md.
 
-    python -m fedsender_lab.log_events docs/log.md
+    python -m tests.log_events docs/log.md
 
 writes the rows of the page anew and keeps what the page says of each event.
 """
