@@ -26,7 +26,7 @@ from fedsender.sender.recovery import discard, hand_over, note_handed_over, take
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Redelivery, Settlement
 from fedsender.switching.senders import until_member
-from fedsender.telemetry import Metrics
+from fedsender.telemetry import Count
 
 PAGE: Final = 1000
 REASON_CHARACTERS: Final = 200
@@ -110,13 +110,12 @@ async def _records(
     async with open_store(settings, runtime) as store:
         await store.sender.take_lock(boot_id)
         config = config.with_senders(await until_member(store, config, runtime, _refuse_to_wait))
-        lost_lines = Metrics(config.server_name).ledger_failures
         async with open_ledger(
             config.ledger,
             config.instance_name,
             boot_id,
             runtime,
-            lost_lines,
+            Count(),
             counts=store.sender.has_followed,
         ) as ledger:
             yield store, ledger, config
