@@ -263,6 +263,11 @@ class Slots:
         """Whether somebody waits who has the right of way. May be asked in any thread."""
         return bool(self._waiting[True])
 
+    @property
+    def free(self) -> int:
+        """The number of those that nobody holds."""
+        return self._count - sum(self._taken)
+
     async def acquire_on_behalf_of(self, borrower: object) -> None:
         """Wait for a slot. `borrower`: who gives it back."""
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -181,7 +181,7 @@ async def test_all_or_nothing_of_what_can_be_checked() -> None:
         assert await intake.append([event(1, place)]) == [1]
 
 
-@pytest.mark.parametrize(("appends", "rows"), [(1, 10_000), (1000, 1)])
+@pytest.mark.parametrize(("appends", "rows"), [(1, 10_000), (1000, 1), (100, 10)])
 async def test_others_have_their_turn_while_a_large_request_is_checked(
     appends: int, rows: int
 ) -> None:
@@ -200,7 +200,7 @@ async def test_others_have_their_turn_while_a_large_request_is_checked(
         with pytest.raises(BadRow):
             await intake.append([*many[1:], append_of("last", [*many[0].rows[1:], ["pdu", []]])])
         nursery.cancel_scope.cancel()
-    assert turns >= 900
+    assert turns >= appends * rows // 20
 
 
 async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.MockClock) -> None:

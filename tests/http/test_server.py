@@ -73,6 +73,41 @@ async def test_requests_are_read_in_turns() -> None:
         await trio.aclose_forcefully(stream)
 
 
+class Passes(trio.abc.Instrument):
+    """Counts the passes of the event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize(("chunks", "least", "most"), [(1, 0, 0), (1000, 1000 // 16, 1000)])
+async def test_a_body_that_has_come_takes_a_pass_for_many_chunks(
+    chunks: int, least: int, most: int
+) -> None:
+    """While others are busy a pass takes long. A small append waited through four of them."""
+    passes, took = Passes(), []
+
+    async def count(scope: Scope, receive: Receive, send: Send) -> None:
+        began = passes.count
+        while (await receive())["more_body"]:
+            pass
+        took.append(passes.count - began)
+        await say(send, b"")
+
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    trio.lowlevel.add_instrument(passes)
+    async with served(count) as door:
+        stream = door.connect()
+        await stream.send_all(head + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n")
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
+        await trio.aclose_forcefully(stream)
+    trio.lowlevel.remove_instrument(passes)
+    assert least <= took[0] <= most
+
+
 async def answer_of(stream: Any) -> bytes:
     """All that comes until the connection ends."""
     got = b""

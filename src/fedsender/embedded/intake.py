@@ -56,6 +56,9 @@ log = structlog.get_logger()
 MAX_APPENDS: Final = 1000
 MAX_ID_BYTES: Final = 255
 KEY_BYTES: Final = 16
+STEP_BYTES, LEAST_BYTES = 8192, 512
+"""Of checked records in one pass of the event loop, some milliseconds of CPU time; and what one
+record counts at least."""
 GROUP_RECORDS: Final = 1024
 GROUP_BYTES: Final = 2**20
 """The most rows of one transaction, or of one record: other writers wait for it."""
@@ -517,11 +520,15 @@ class Intake:
 
     async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, Record | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
-        checked = []
+        checked: list[tuple[Append, Record | None]] = []
+        size = 0
         for number, each in enumerate(appends):
-            if number:
+            if size >= STEP_BYTES:
+                size = 0
                 await trio.lowlevel.checkpoint()
-            checked.append((each, await self._prepared(number, each)))
+            record = await self._prepared(number, each)
+            size += LEAST_BYTES + (0 if record is None else record.size)
+            checked.append((each, record))
         return checked
 
     async def _prepared(self, number: int, each: Append) -> Record | None:

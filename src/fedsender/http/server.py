@@ -63,6 +63,9 @@ _READ_BYTES: Final = HEAD_BYTES // 2
 _PIECE_BYTES: Final = 64 * 1024
 _CHEAP_BYTES: Final = 2048
 """To read so much of a request takes half a millisecond at most."""
+_EVENTS_AT_ONCE: Final = 16
+"""The most that h11 gives in one pass of the loop: a thousand tiny chunks in one piece are a
+thousand events."""
 OPEN_PATHS: Final = ("/health", "/ready", "/metrics")
 MAX_PARTS: Final = 2**17
 """The characters `[` `{` and `,` of one request's JSON: to read that many takes up to 90 ms of the
@@ -288,12 +291,13 @@ class _Once:
 
     async def get(self) -> "ASGIApp":
         """The application; the first request waits for its imports."""
-        async with self._lock:
-            if self._made is None:
-                self._made = await self._runtime.run_sync(
-                    self._make, limiter=trio.CapacityLimiter(1)
-                )
-            return self._made
+        if self._made is None:
+            async with self._lock:
+                if self._made is None:
+                    self._made = await self._runtime.run_sync(
+                        self._make, limiter=trio.CapacityLimiter(1)
+                    )
+        return self._made
 
 
 async def _listen(address: Address, name: str, socket_mode: int) -> list[trio.SocketListener]:
@@ -641,6 +645,7 @@ class _Connection:
         self._seats = seats
         self._wire = h11.Connection(h11.SERVER, max_incomplete_event_size=_READ_BYTES)
         self._between_requests = False
+        self._at_once = 0
         self._leaving = False
         self._method = b""
         self._start: Message | None = None
@@ -687,17 +692,20 @@ class _Connection:
             Malformed: what it sends is no HTTP.
         """
         try:
+            self._at_once += 1
+            if self._at_once > _EVENTS_AT_ONCE:
+                self._at_once = 0
+                await trio.lowlevel.checkpoint()
             event = await self._next()
             if event is h11.NEED_DATA:
                 with self._client_within(seconds):
                     while event is h11.NEED_DATA:
                         data = bytes(await self._stream.receive_some(_READ_BYTES))
+                        self._at_once = 0
                         self._wire.receive_data(data)
                         event = await self._next()
         except h11.RemoteProtocolError as error:
             raise Malformed("not a request of HTTP/1.1", error.error_status_hint) from None
-        # A thousand tiny chunks in one piece are a thousand events.
-        await trio.lowlevel.checkpoint()
         return event
 
     async def _next(self) -> object:

@@ -39,7 +39,7 @@ from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
 from fedsender.store.membership import Walk
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
 from fedsender.store.statements import in_chunks
-from fedsender.waiting import BeginAnew, Watermark, right_of_way
+from fedsender.waiting import BeginAnew, Slots, Watermark, right_of_way
 
 log = structlog.get_logger()
 
@@ -95,7 +95,8 @@ class FanOut:
         self._gained: Callable[[str], bool] = lambda _: False
         self._walks = False
         # Held by a step, while an event is passed over, and while a room is freed.
-        self._turn = trio.Lock()
+        # Not Trio's lock, which takes a pass of the loop also when it is free.
+        self._turn = Slots(1)
         self._one_by_one = 0
         self.position = -1
         self.standstill: Standstill | None = None
@@ -418,7 +419,7 @@ class FanOut:
     async def look_again(self) -> None:
         """Unblock rooms with no event left in quarantine; for a call after one has left it."""
         self._emptied += 1
-        if not self._turn.locked():  # Else that step or the next one looks.
+        if self._turn.free:  # Else that step or the next one looks.
             async with self._turn:
                 await self._look_at_quarantine()
 

@@ -255,7 +255,8 @@ class _GroupCommit:
                     await self._arrived.wait()
                 pause = await self._run(self._take_batch(), tries)
                 tries = tries + 1 if pause else 0
-                await trio.sleep(pause)
+                if pause:
+                    await trio.sleep(pause)
         finally:
             # Nobody is left who would do what comes from here on.
             self.closed = True
