@@ -87,11 +87,13 @@ def ok(request: Request) -> Answer:
 
 @dataclass
 class RemoteServer:
-    """One remote server: `down` refuses connections, `reply` answers, `latency` in seconds."""
+    """One remote server: `down` refuses connections, `reply` answers, `latency` in seconds; `near`:
+    there is a connection that was in use a moment ago."""
 
     name: str
     down: bool = False
     latency: float = 0.01
+    near: bool = False
     reply: Reply = ok
     version: bool = True
     versions_asked: int = 0
@@ -117,9 +119,9 @@ class FakePeer:
         self._exchange: trio.CancelScope | None = None
 
     def at_hand(self) -> bool:
-        """Each attempt connects."""
+        """Each attempt connects, unless the server is near."""
         self.sent = False
-        return False
+        return self.server.near and self.permit.at_once()
 
     async def connect(self) -> None:
         await self.permit.handshake()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from itertools import count
 
 import pytest
 import trio
@@ -137,6 +138,31 @@ async def test_no_attempt_starts_while_the_gate_is_shut_not_even_one_that_has_co
         await trio.sleep(60)
 
     assert server.got == ["one"]
+
+
+async def test_who_has_lost_the_right_to_send_leaves_and_lets_others_have_a_turn(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """With a transaction to repeat and a connection at hand nothing has to be waited for, so the
+    daemon never heard that its lease had ended."""
+    server = world.server(A, reply=lambda _: answer(500))
+    asked = count()
+
+    def over() -> bool:
+        if next(asked) == 1000:
+            raise AssertionError("it asks without end")
+        return True
+
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(0.5)
+        requests = len(server.requests)
+        server.near, sender.context.admission.gate.over = True, over
+        await trio.sleep(5)
+
+    assert requests == len(server.requests) == 1
+    assert next(asked) < 1000
 
 
 async def test_a_busy_destination_follows_a_reload_to_another_address(

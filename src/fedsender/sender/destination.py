@@ -461,8 +461,10 @@ class Destination:
 
     @property
     def _held(self) -> bool:
-        """Whether an operator, or the end of the daemon, keeps it from sending."""
-        if self._draining or self.state.paused or self.state.parked:
+        """Whether an operator, the end of the daemon, or of its right to send, keeps it from
+        sending."""
+        over = self._context.admission.gate.over()
+        if over or self._draining or self.state.paused or self.state.parked:
             return True
         return not self._context.router.may_send_to(self.name)
 
@@ -597,7 +599,7 @@ class Destination:
     @property
     def _may_send(self) -> bool:
         """Whether nobody has told it to stop, and the gate is open."""
-        return not self._held and self._context.admission.gate.open
+        return not self._held and not self._context.admission.gate.is_shut
 
     async def _count_given_up(self) -> None:
         """Save the number of owed events that were given up, for the command `why`."""
