@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import trio
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine, literal, text
 from tests.servers import Databases
 from tests.store.test_sender import ONE, config, frozen
 from trio.testing import MockClock
@@ -334,7 +334,7 @@ async def test_after_a_failover_every_lease_is_void_and_watched_anew(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(q.stand_by)
         await trio.sleep(5)
-        monkeypatch.setattr(module, "PLACE", text("SELECT 'the replica'"))
+        monkeypatch.setattr(module, "PLACE", literal("the replica"))
         with pytest.raises(LeaseLost):
             await p.sender.renew_lock()
         await trio.sleep(5)
@@ -350,7 +350,7 @@ async def test_after_a_failover_nobody_takes_what_was_free_before_it(
     p, q = two
     await p.sender.take_lock("P", p.said.append)
     await p.sender.give_lock_back()
-    monkeypatch.setattr(module, "PLACE", text("SELECT 'the replica'"))
+    monkeypatch.setattr(module, "PLACE", literal("the replica"))
     began = trio.current_time()
     await q.sender.take_lock("Q")
     assert trio.current_time() - began == pytest.approx(LEASE_S, abs=1)
@@ -381,7 +381,7 @@ async def test_a_row_that_a_failover_has_brought_back_is_known_to_its_machine(
     with engine.begin() as connection:
         connection.execute(text("UPDATE leases SET holder = 'one'"))
     engine.dispose()
-    monkeypatch.setattr(module, "PLACE", text("SELECT 'the replica'"))
+    monkeypatch.setattr(module, "PLACE", literal("the replica"))
     await p.sender.take_lock("four")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from sqlalchemy import text
+from sqlalchemy import literal
 from tests.servers import Databases
 from tests.store.ready_made import lay
 from tests.store.test_sender import config
@@ -172,7 +172,7 @@ async def test_after_a_failover_no_row_says_that_nobody_sends_for_six_seconds(
     await two.sender.give_lock_back()
     assert not await members.acts("fed2")
     standing = Standing(AB, "x", ("fed3",))
-    monkeypatch.setattr(membership, "PLACE", text("SELECT 'the replica'"))
+    monkeypatch.setattr(membership, "PLACE", literal("the replica"))
     for clock[0] in (1.0, LEASE_S):
         missing = await members.missing(standing, {})
         assert (missing.running, missing.lapsed) == (["fed1", "fed2"], {})

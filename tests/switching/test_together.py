@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from sqlalchemy import func, select, text
+from sqlalchemy import func, literal, select
 from structlog.testing import capture_logs
 from tests.admin.desk import OURS, checked
 from tests.pipeline.test_repair import lake_that_misses
@@ -382,7 +382,7 @@ async def test_an_order_that_was_brought_back_is_not_carried_out(
         both.close("a")
         await it.stop("a")
         if how == "a failover":
-            monkeypatch.setattr(requests, "PLACE", text("SELECT 'the replica'"))
+            monkeypatch.setattr(requests, "PLACE", literal("the replica"))
         else:
             databases = backup.ours(store_config(it.config("a", ["a", "b"])).ours)
             owner = backup.Owner(HS, "a", tmp_path / "ledger-a")

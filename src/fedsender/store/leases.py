@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import structlog
 import trio
-from sqlalchemy import Connection, Row, Select, Table, insert, select, text, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    String,
+    Table,
+    insert,
+    literal,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.engine.interfaces import DBAPIConnection
 
 from fedsender.files import open_for
@@ -66,9 +76,10 @@ leases = tables.leases
 Waits = Callable[[str], None]
 """Told why a process that stands by does so."""
 
-PLACE = text(
-    "SELECT system_identifier || ' ' || left(pg_walfile_name(pg_current_wal_lsn()), 8)"
-    " FROM pg_control_system()"
+PLACE = literal_column(
+    "(SELECT system_identifier || ' ' || left(pg_walfile_name(pg_current_wal_lsn()), 8)"
+    " FROM pg_control_system())",
+    String,
 )
 """System and timeline: after a failover a row may be older than what was read before."""
 _MARK = MARK_SESSION.replace(":key", "%s")
@@ -237,7 +248,7 @@ class Lease:
         row = {"holder": holder, "renewal": 0, "ends": ends, "asked": False, "place": seen.place}
 
         def swap(connection: Connection) -> bool:
-            if connection.scalar(PLACE) != seen.place:
+            if connection.scalar(select(PLACE)) != seen.place:
                 return False
             if not seen.there:
                 # Of two that do, the second fails, and looks again.
@@ -264,10 +275,10 @@ class Lease:
             self.ends_at = min(self.ends_at, asked_s + LEASE_S)
 
         def renew(connection: Connection) -> Row[tuple[bool]] | None:
-            if connection.scalar(PLACE) != self._place:
-                return None
             query = update(self._table).where(
-                self._table.c.instance_name == self._instance, self._table.c.holder == self._holder
+                self._table.c.instance_name == self._instance,
+                self._table.c.holder == self._holder,
+                literal(self._place) == PLACE,
             )
             values = {"renewal": self._table.c.renewal + 1, "ends": ends}
             return connection.execute(
@@ -354,18 +365,16 @@ class Lease:
             raise self._lost_error()
 
     def _look(self, connection: Connection) -> _Seen:
-        place = connection.scalar(PLACE)
-        row = connection.execute(self._row()).one_or_none()
-        if row is None:
-            return _Seen(place, NOBODY, 0, ends=False, there=False, stands=True)
-        stands = row.place == place
-        return _Seen(place, row.holder, row.renewal, row.ends, there=True, stands=stands)
-
-    def _row(self) -> Select[tuple[str, int, bool, str]]:
+        table = self._table
         query = select(
-            self._table.c.holder, self._table.c.renewal, self._table.c.ends, self._table.c.place
+            *(table.c.holder, table.c.renewal, table.c.ends, table.c.place), PLACE.label("here")
         )
-        return query.where(self._table.c.instance_name == self._instance)
+        row = connection.execute(query.where(table.c.instance_name == self._instance)).one_or_none()
+        if row is None:
+            here = connection.scalars(select(PLACE)).one()
+            return _Seen(here, NOBODY, 0, ends=False, there=False, stands=True)
+        stands = row.place == row.here
+        return _Seen(row.here, row.holder, row.renewal, row.ends, there=True, stands=stands)
 
     def _ask(self, connection: Connection) -> None:
         query = update(self._table).where(self._table.c.instance_name == self._instance)

@@ -216,7 +216,7 @@ class Membership:
     @writing
     def void(self, connection: Connection, lapsed: Mapping[str, Holder]) -> bool:
         """Take the leases from those whose rows are still as they were seen; whether all are."""
-        place, taken = connection.scalar(PLACE), 0
+        taken = 0
         for name, row in sorted(lapsed.items()):
             taken += connection.execute(
                 update(leases)
@@ -225,7 +225,7 @@ class Membership:
                     leases.c.holder == row.holder,
                     leases.c.renewal == row.renewal,
                 )
-                .values(holder=NOBODY, ends=False, place=place)
+                .values(holder=NOBODY, ends=False, place=PLACE)
             ).rowcount
         return taken == len(lapsed)
 
@@ -332,16 +332,11 @@ def _standing(connection: Connection, *, lock: bool = False) -> Standing | None:
 
 
 def _holders(connection: Connection, *, lock: bool = False) -> dict[str, Holder]:
-    here = connection.scalar(PLACE)
-    columns = (leases.c.holder, leases.c.renewal, leases.c.ends, leases.c.stopped, leases.c.place)
-    query = select(leases.c.instance_name, *columns).order_by(leases.c.instance_name)
+    columns = (leases.c.holder, leases.c.renewal, leases.c.ends, leases.c.stopped)
+    stands = (leases.c.place == PLACE).label("stands")
+    query = select(leases.c.instance_name, *columns, stands).order_by(leases.c.instance_name)
     rows = connection.execute(query.with_for_update() if lock else query)
-    return {
-        row.instance_name: Holder(
-            row.holder, row.renewal, row.ends, row.stopped, stands=row.place == here
-        )
-        for row in rows
-    }
+    return {name: Holder(*values) for name, *values in rows}
 
 
 def _walk_if_others_sent(

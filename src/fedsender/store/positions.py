@@ -22,10 +22,12 @@ from collections.abc import Callable, Collection
 from sqlalchemy import (
     Connection,
     ScalarSelect,
+    String,
     and_,
     bindparam,
     delete,
     func,
+    literal_column,
     or_,
     select,
     text,
@@ -65,9 +67,9 @@ _POSITION = select(positions.c.stream_id).where(
     positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")
 )
 # A replica has none, and the functions raise an error there.
-_TIMELINE = text(
-    "SELECT CASE WHEN NOT pg_is_in_recovery()"
-    " THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END"
+_TIMELINE = literal_column(
+    "CASE WHEN NOT pg_is_in_recovery() THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END",
+    String,
 )
 _MAY_ASK = text(
     "SELECT has_function_privilege(to_regprocedure('pg_current_wal_lsn()'), 'execute')"
@@ -106,7 +108,7 @@ def timeline(connection: Connection, known: str | None) -> str | None:
 
     `known`: the one that we found before; None: none. Raises SetBack if it is another one.
     """
-    found: str | None = connection.scalar(_TIMELINE)
+    found: str | None = connection.scalar(select(_TIMELINE))
     if None not in (found, known) and found != known:
         raise SetBack(
             f"the homeserver's database is on timeline {found}, and was on {known}: a replica took"

@@ -9,7 +9,7 @@ of before a failover or a restore is not carried out: it may have been, and been
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
 from fedsender.runtime import Runtime
 from fedsender.store import tables
@@ -82,8 +82,7 @@ class Requests:
             waiting = select(func.count()).select_from(requests).where(waits)
             if connection.execute(waiting).scalar_one() >= MOST:
                 return None
-        place: str = connection.execute(PLACE).scalar_one()
-        return _insert(connection, senders, what, asked, is_order, now_ms, place)
+        return _insert(connection, senders, what, asked, is_order, now_ms, PLACE)
 
     @reading
     def replies(self, connection: Connection, ids: Collection[int]) -> dict[int, Reply]:
@@ -103,15 +102,13 @@ class Requests:
         """The first rows that we have to answer, oldest first, without those `under_way`."""
         row = requests.c
         query = (
-            select(row.id, row.what, row.asked, row.is_order, row.place)
+            select(row.id, row.what, row.asked, row.is_order, row.place == PLACE)
             .where(row.instance_name == self._instance, row.answer.is_(None))
             .where(row.id.not_in(under_way))
             .order_by(row.id)
             .limit(AT_ONCE - len(under_way))
         )
-        found = connection.execute(query).all()
-        here = connection.scalar(PLACE) if found else None
-        return [Request(*each[:-1], stands=each.place == here) for each in found]
+        return [Request(*each) for each in connection.execute(query)]
 
     @writing
     def take(self, connection: Connection, ids: Collection[int]) -> None:
@@ -154,7 +151,7 @@ def _insert(
     asked: str,
     is_order: bool,
     now_ms: int,
-    place: str,
+    place: str | ColumnElement[str],
 ) -> dict[int, str]:
     row = {"what": what, "asked": asked, "is_order": is_order, "asked_ms": now_ms, "taken": False}
     row["place"] = place
