@@ -5,7 +5,7 @@ transaction on the wire, its memory from time to time, each start, and at last t
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -291,7 +291,7 @@ class CommitChecks:
         self._ledger = ledger
         self._outbox: dict[tuple[str, int], str] = {}
         self._fed_upto = 0
-        self._quarantine: dict[int, QuarantinedItem] = {}
+        self._quarantine: Mapping[int, QuarantinedItem] = {}
         # By server, up to where a failover repeats nothing.
         self._kept: dict[str, int] = {}
 
@@ -323,7 +323,7 @@ class CommitChecks:
         self._observed.orderings.back_to(disk.base())
         self._outbox = disk.outbox()
         self._fed_upto = disk.feed_position()
-        self._quarantine = {item.id: item for item in disk.quarantine()}
+        self._quarantine = disk.quarantine()
 
     def lost_commits(self) -> None:
         """The homeserver's database is as it was some commits ago, and a daemon may run on it.
@@ -365,22 +365,23 @@ class CommitChecks:
 
     def _note_quarantine(self, disk: Disk) -> None:
         """An operator may empty it before this check."""
-        now = {item.id: item for item in disk.quarantine()}
-        for item in disk.quarantine():
-            if item.id not in self._quarantine:
-                self._observed.trace.note("quarantined", item.destination, item.event_id)
-                self._observed.counts["quarantined"] += 1
-                self._check_guilt(item)
-        for item in self._quarantine.values():
-            if item.id not in now:
-                self._observed.trace.note("let go", item.destination, item.event_id)
-        self._quarantine = now
-        for item in disk.quarantine():
+        before, now = self._quarantine, disk.quarantine()
+        if now is before:
+            return
+        for number in sorted(now.keys() - before.keys()):
+            item = now[number]
+            self._observed.trace.note("quarantined", item.destination, item.event_id)
+            self._observed.counts["quarantined"] += 1
+            self._check_guilt(item)
             if item.destination is None:
                 self._observed.unsent.add(str(item.event_id))
                 continue
             thing = item.event_id or message_id(item.content.decode())
             self._observed.views.of[item.destination].quarantined.add(thing)
+        for number in sorted(before.keys() - now.keys()):
+            item = before[number]
+            self._observed.trace.note("let go", item.destination, item.event_id)
+        self._quarantine = now
 
     def _note_set_aside(self, disk: Disk) -> None:
         """An event that was set aside may be found owed once more, after a kill or by catch-up."""
@@ -607,7 +608,7 @@ class FinalChecks:
         self._check_modes()
 
     def _check_quarantine(self) -> None:
-        for item in self._observed.disk.quarantine():
+        for item in self._observed.disk.quarantine().values():
             if not item.reason:
                 self._observed.fail("I9", f"quarantine item {item.id} has no reason")
 

@@ -126,7 +126,7 @@ class Operator:
         observed = self._observed
         if not observed.disk.ready():
             return
-        items = observed.disk.quarantine()
+        items = observed.disk.quarantine().values()
         hopeless = [
             item.id
             for item in items
@@ -158,7 +158,7 @@ class Operator:
         happenings = observed.homeserver.by_id
         blocking = [
             (item.id, happenings[item.event_id])
-            for item in observed.disk.quarantine()
+            for item in observed.disk.quarantine().values()
             if item.destination is None and item.event_id in happenings
         ]
         hopeless = [number for number, happening in blocking if not happening.sendable]

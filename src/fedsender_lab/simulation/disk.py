@@ -6,7 +6,7 @@ followed as it grows.
 
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,13 @@ class Disk:
         self.directory = directory
         self._token = (orderings or Orderings()).token
         self._connections: dict[str, sqlite3.Connection] = {}
-        self._quarantine: list[QuarantinedItem] | None = None
-        self._by_event: dict[tuple[str | None, str], QuarantinedItem] = {}
+        self._forget_quarantine()
 
     def look_at(self, directory: Path) -> None:
         """From now on, the files of another life."""
         self.close()
         self.directory = directory
-        self._quarantine = None
-        self._by_event = {}
+        self._forget_quarantine()
 
     def back_up(self, to: Path, *names: str) -> None:
         """Copy these databases as they are, as `sqlite3 FILE .backup` does."""
@@ -100,8 +98,12 @@ class Disk:
 
     def committed(self, database: str) -> None:
         """A commit was made: the cache of that database is stale."""
-        if database == "sender":
-            self._quarantine = None
+        self._quarantine_stale |= database == "sender"
+
+    def _forget_quarantine(self) -> None:
+        self._quarantine: dict[int, QuarantinedItem] = {}
+        self._in_quarantine: set[tuple[str | None, str | None]] = set()
+        self._quarantine_stale = True
 
     def ready(self) -> bool:
         """Whether both databases have their tables."""
@@ -236,25 +238,44 @@ class Disk:
             due |= owed - {row[0] for row in self._rows(SENDER, held, now_ms, now_ms)}
         return due
 
-    def quarantine(self) -> list[QuarantinedItem]:
-        """All of the quarantine."""
-        if self._quarantine is None:
-            query = "SELECT id, destination, event_id, content, reason FROM quarantine"
-            self._quarantine = [
-                QuarantinedItem(number, destination, event_id, content or b"", reason)
-                for number, destination, event_id, content, reason in self._rows(SENDER, query)
-            ]
-            self._by_event = {
-                (item.destination, item.event_id): item
-                for item in self._quarantine
-                if item.event_id is not None
+    def quarantine(self) -> Mapping[int, QuarantinedItem]:
+        """All of the quarantine, by ascending id; the same mapping if nothing has changed.
+
+        It may be long, and items never change: only what is new is read.
+        """
+        if self._quarantine_stale:
+            self._quarantine_stale = False
+            known = self._quarantine
+            query = (
+                "SELECT id, destination, event_id, content, reason FROM quarantine"
+                " WHERE id > ? ORDER BY id"
+            )
+            new = {
+                number: QuarantinedItem(number, destination, event_id, content or b"", reason)
+                for number, destination, event_id, content, reason in self._rows(
+                    SENDER, query, next(reversed(known), 0)
+                )
             }
+            if new:
+                self._quarantine = known | new
+                self._note_in_quarantine(new)
+            ((count,),) = self._rows(SENDER, "SELECT count(*) FROM quarantine")
+            if count != len(self._quarantine):
+                there = {row[0] for row in self._rows(SENDER, "SELECT id FROM quarantine")}
+                kept = {
+                    number: item for number, item in self._quarantine.items() if number in there
+                }
+                self._quarantine, self._in_quarantine = kept, set()
+                self._note_in_quarantine(kept)
         return self._quarantine
+
+    def _note_in_quarantine(self, items: Mapping[int, QuarantinedItem]) -> None:
+        self._in_quarantine.update((item.destination, item.event_id) for item in items.values())
 
     def quarantined(self, server: str | None, event_id: str) -> bool:
         """Whether this event is in quarantine for this server (None: for all servers)."""
         self.quarantine()
-        return (server, event_id) in self._by_event
+        return (server, event_id) in self._in_quarantine
 
     def catch_up_floor(self, server: str) -> int | None:
         """Above which mark a catch-up under way began; None: there is none."""

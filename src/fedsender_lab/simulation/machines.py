@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 import psycopg
 import sqlalchemy.exc
 import trio
-from sqlalchemy import Engine, event, text
+from sqlalchemy import Engine, String, event, literal_column
 from sqlalchemy.pool import Pool
 
 from fedsender.admin import together
@@ -35,7 +35,7 @@ from fedsender.embedded import taking
 from fedsender.runtime import Limiter, Runtime
 from fedsender.store import LockHeld, leases, membership, positions, requests
 from fedsender.store.leases import LeaseLost
-from fedsender.switching.senders import DRAIN_S
+from fedsender.switching import senders
 from fedsender_lab.simulation.daemon_life import Crash, Life, copy_files
 from fedsender_lab.simulation.disk import LedgerTail
 from fedsender_lab.testing.clock import keep_tasks, run_on
@@ -53,16 +53,21 @@ SPEAKS: Final[ContextVar[Process | None]] = ContextVar("SPEAKS", default=None)
 _SERIALS: Final = count(1)
 SLOW_S: Final = 0.3
 """The longest wait for the database."""
-SELDOM_S: Final = 0.5, 1.0
-"""Seconds between two looks for another's news of the feed, and for orders: most find nothing."""
 TIMELINE: Final = "fedsender.timeline"
 """A setting of both databases: the PostgreSQL's timeline, as their sessions see it."""
-_ASK_FOR_IT: Final = (
-    (leases, "PLACE"),
-    (membership, "PLACE"),
-    (requests, "PLACE"),
-    (positions, "_TIMELINE"),
+_ASK_FOR_IT: Final = literal_column(f"coalesce(current_setting('{TIMELINE}', true), '0')", String)
+_OURS: Final = (
+    *((module, "PLACE", _ASK_FOR_IT) for module in (leases, membership, requests)),
+    (positions, "_TIMELINE", _ASK_FOR_IT),
+    # Seconds between two looks for what others have done: most find nothing.
+    (leases, "LOOK_EVERY_S", 1.0),
+    (senders, "LOOK_EVERY_S", 1.0),
+    (senders, "WATCH_EVERY_S", 2.0),
+    (taking, "LOOK_EVERY_S", 1.0),
+    (taking, "TRY_EVERY_S", 2.0),
+    (together, "LOOK_EVERY_S", 1.0),
 )
+"""What another value stands for, in these modules."""
 
 
 def acting() -> Process | None:
@@ -170,7 +175,7 @@ class Process(Life):
                     finally:
                         self.acts = None
                 if daemon.changes.is_set():
-                    daemon.sender.drain_s = min(daemon.sender.drain_s, DRAIN_S)
+                    daemon.sender.drain_s = min(daemon.sender.drain_s, senders.DRAIN_S)
                 self.draining = True
             self.shared.drained(self)
         finally:
@@ -414,16 +419,13 @@ def observed_sessions() -> Iterator[None]:
     event.listen(Engine, "do_connect", may_connect)
     event.listen(Pool, "connect", has_connected)
     event.listen(Pool, "checkout", is_taken)
-    real = [getattr(module, name) for module, name in _ASK_FOR_IT]
-    for module, name in _ASK_FOR_IT:
-        setattr(module, name, text(f"SELECT coalesce(current_setting('{TIMELINE}', true), '0')"))
-    often = taking.LOOK_EVERY_S, together.LOOK_EVERY_S
-    taking.LOOK_EVERY_S, together.LOOK_EVERY_S = SELDOM_S  # type: ignore[misc]
+    real = [getattr(module, name) for module, name, _ in _OURS]
+    for module, name, value in _OURS:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        taking.LOOK_EVERY_S, together.LOOK_EVERY_S = often  # type: ignore[misc]
-        for (module, name), value in zip(_ASK_FOR_IT, real, strict=True):
+        for (module, name, _), value in zip(_OURS, real, strict=True):
             setattr(module, name, value)
         event.remove(Engine, "do_connect", may_connect)
         event.remove(Pool, "connect", has_connected)

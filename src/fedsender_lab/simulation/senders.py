@@ -219,7 +219,7 @@ class SharedDisk(Disk):
             if file in copies:
                 with connection.transaction():
                     self._become(connection, copies[file])
-        self.committed(SENDER)
+        self._forget_quarantine()
 
     def _become(self, connection: psycopg.Connection, copy: Copy) -> None:
         names = sql.SQL(", ").join(map(sql.Identifier, copy.tables))
@@ -612,7 +612,7 @@ class _Orders(Operator):
         events = observed.homeserver.by_id
         items = [
             item
-            for item in observed.disk.quarantine()
+            for item in observed.disk.quarantine().values()
             if item.event_id in events and events[str(item.event_id)].sendable == sendable
         ]
         if not items:
