@@ -333,6 +333,21 @@ async def test_by_another_list_each_sender_holds_back_what_any_of_the_old_ones_d
         assert await store.sender.quarantined_rooms() == {"!r": 5}
 
 
+async def test_whoever_has_another_name_goes_on_with_what_is_in_quarantine(tmp_path: Path) -> None:
+    """On an SQLite the list is that of the configuration, in which the name was changed."""
+    url = lay(tmp_path / "sender.db", "sender")
+    async with open_store(settings(url, tmp_path, "fed1"), real_runtime()) as one:
+        await one.sender.senders.follow(("fed1",), {"fed1": 5})
+        await hold_back(one, "$n")
+        await one.sender.quarantine_item(
+            destination="a.example", kind="pdu", event_id="$of one", reason="x"
+        )
+    async with open_store(settings(url, tmp_path, "fed2"), real_runtime()) as two:
+        await two.sender.senders.follow(("fed2",), {"fed1": 5})
+        assert sorted(map(str, await held_back(two))) == ["$n", "$of one"]
+        assert await two.sender.quarantined_rooms() == {"!r": 5}
+
+
 async def test_what_a_name_left_behind_says_nothing_once_it_is_back(
     three: tuple[Store, Store, Store],
 ) -> None:

@@ -126,7 +126,7 @@ class Membership:
         first = first.values(id=_ONE, in_force=list(senders))
         made = connection.execute(first.on_conflict_do_nothing().returning(sender_list.c.id))
         if made.first() is not None:
-            _walk_if_others_sent(connection, senders, places)
+            _take_over_if_others_sent(connection, senders, places)
 
     @writing
     def follow(
@@ -134,7 +134,7 @@ class Membership:
     ) -> None:
         """Put this list in force, in a database that no other sender uses; `places` as above."""
         replace_rows(connection, sender_list, ("id",), [{"id": _ONE, "in_force": list(senders)}])
-        _walk_if_others_sent(connection, senders, places)
+        _take_over_if_others_sent(connection, senders, places)
 
     @writing
     def want(
@@ -339,12 +339,15 @@ def _holders(connection: Connection, *, lock: bool = False) -> dict[str, Holder]
     return {name: Holder(*values) for name, *values in rows}
 
 
-def _walk_if_others_sent(
+def _take_over_if_others_sent(
     connection: Connection, senders: Sequence[str], places: Mapping[str, int]
 ) -> None:
-    """Write walks for all servers, unless it is these senders that have sent so far."""
+    """Write walks for all servers, and give these senders what is in quarantine, unless it is they
+    that have sent so far."""
     if places and set(senders) != set(places):
         _send_to_walk(connection, senders, min(places.values()), max(places.values()), None, ())
+        _give_to_all(connection, senders)
+        _give_to_owners(connection, senders)
 
 
 def _send_to_walk(
