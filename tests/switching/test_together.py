@@ -15,7 +15,17 @@ from structlog.testing import capture_logs
 from tests.admin.desk import OURS, checked
 from tests.pipeline.test_repair import lake_that_misses
 from tests.servers import Databases
-from tests.switching.test_senders import BAD, HS, Site, all_have, fan_out, site, write_history
+from tests.switching.test_senders import (
+    BAD,
+    HS,
+    ROOM,
+    Site,
+    all_have,
+    fan_out,
+    nothing_came_twice,
+    site,
+    write_history,
+)
 
 from fedsender.admin import open_admin
 from fedsender.admin.app import build_app
@@ -272,6 +282,43 @@ async def test_an_event_that_no_server_got_is_one_entry(
             assert not sender.sender.fan_out.blocked
         assert (await both.get("a", "quarantine"))["items"] == []
         await both.post("a", "quarantine/release", {"ids": [waits]}, 404)
+
+
+@pytest.mark.parametrize("left", ["it comes back", "its servers get another sender"])
+async def test_what_a_sender_has_yet_to_come_to_is_not_released_before(
+    left: str, tmp_path: Path, postgres: Databases
+) -> None:
+    """b would hold it back again, as would a, once it walks for b's servers; and all that a had
+    sent in that room since would come twice with the next release."""
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        it.become(well=True)
+        await until(it.all_have(200))
+        both.close("b")
+        await it.stop("b")
+        good, upto = await write_history(it)
+        await fan_out(it, upto, "a")
+        bad, waits = [each["id"] for each in (await both.get("a", "quarantine"))["items"]]
+        for path in ("quarantine/drop", "quarantine/release"):
+            for what in ({"ids": [bad, waits]}, {"room_id": ROOM}):
+                said = await both.post("a", path, what, 409)
+                assert said["errcode"] == "FEDSENDER_BEHIND"
+                assert said["error"].startswith("b has yet to come to it"), said
+        if left == "it comes back":
+            await it.start("b")
+            both.open("b")
+            await fan_out(it, upto, "b")
+        else:
+            both.close("a")
+            await it.change("a")
+            both.open("a")
+        bad, waits = [each["id"] for each in (await both.get("a", "quarantine"))["items"]]
+        await both.post("a", "quarantine/drop", {"ids": [bad]})
+        said = await both.post("a", "quarantine/release", {"ids": [waits]})
+        assert (said["released"], said["kept"]) == ([waits], [])
+        await until(all_have(it, good))
+        assert (await both.get("a", "quarantine"))["items"] == []
+        nothing_came_twice(it)
 
 
 async def test_an_audit_repairs_at_each_of_the_senders(tmp_path: Path, postgres: Databases) -> None:

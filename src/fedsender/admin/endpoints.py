@@ -1,6 +1,6 @@
 """Our own endpoints: wake, look, hold, forget, send again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -347,10 +347,28 @@ async def _present(
     missing = sorted(set(ids) - {item.id for item in found})
     if missing:
         raise not_found(f"not in quarantine: {', '.join(map(str, missing[:20]))}")
-    events = [str(item.event_id) for item in found if item.destination is None]
+    of_nobody = [item for item in found if item.destination is None]
+    await _all_have_come_to(context, [item.stream_ordering for item in of_nobody])
+    events = [str(item.event_id) for item in of_nobody]
     servers = [item.destination for item in found if item.destination is not None]
     in_hand = InHand([item.id for item in found if item.destination is not None], events)
     return found, in_hand, None if events else servers
+
+
+async def _all_have_come_to(context: AdminContext, tokens: Iterable[int | None]) -> None:
+    """Refuse the request if a sender has yet to come to one of these events, which no server got:
+    it would hold that event back later, whatever was said before."""
+    newest = max((token for token in tokens if token is not None), default=-1)
+    places = await context.homeserver.places()
+    behind = [name for name in context.senders if places.get(name, newest) < newest]
+    if behind:
+        text = f"{', '.join(behind)} has yet to come to it: wait, or take it out of the list"
+        raise Refusal(409, "FEDSENDER_BEHIND", f"{text} of senders")
+
+
+async def _all_have_come_to_room(context: AdminContext, room_id: str) -> None:
+    """The same for the event that blocks this room."""
+    await _all_have_come_to(context, [await context.store.blocked_from(room_id)])
 
 
 async def _left(context: AdminContext, items: Sequence[Quarantined]) -> list[int]:
@@ -408,6 +426,7 @@ async def release(request: InQuarantine, context: Reach) -> Released:
     A room's events are released in order, up to one that still cannot be sent; those that the
     homeserver does not have any more are given up."""
     if request.room_id is not None:
+        await _all_have_come_to_room(context, request.room_id)
         return (await release_room_here.ask(context, request.room_id)).joined()
     assert request.ids is not None
     items, in_hand, servers = await _present(context, request.ids)
@@ -421,6 +440,7 @@ async def release(request: InQuarantine, context: Reach) -> Released:
 @post("/quarantine/drop", summary="Give quarantined items up for good")
 async def drop(request: InQuarantine, context: Reach) -> Dropped:
     if request.room_id is not None:
+        await _all_have_come_to_room(context, request.room_id)
         return (await drop_room_here.ask(context, request.room_id)).joined()
     assert request.ids is not None
     items, in_hand, servers = await _present(context, request.ids)

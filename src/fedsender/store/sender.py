@@ -436,6 +436,15 @@ class SenderStore:
         return {row[0]: row[1] for row in connection.execute(query)}
 
     @reading
+    def blocked_from(self, connection: Connection, room_id: str) -> int | None:
+        """The stream ordering of the first event of this room that no server got, of any sender's;
+        None: there is none."""
+        query = select(func.min(quarantine.c.stream_ordering)).where(
+            quarantine.c.destination.is_(None), quarantine.c.room_id == room_id
+        )
+        return connection.execute(query).scalar()
+
+    @reading
     def quarantined_in_room(
         self, connection: Connection, room_id: str, limit: int
     ) -> list[Quarantined]:
