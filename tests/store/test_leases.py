@@ -411,6 +411,22 @@ async def test_a_machine_knows_whether_another_one_has_had_the_lease_since(
     assert await take(p, "five") == []
 
 
+async def test_what_a_machine_had_answered_before_a_failover_does_not_count(
+    autojump_clock: MockClock, two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I4: ids that the failover has taken may stand for other rows now, and nobody else had the
+    lease: `before` was killed, or has lost it by the failover itself."""
+    p, _ = two
+    await p.sender.take_lock("before")
+    p.die()
+    p.lease._holder = ""
+    monkeypatch.setattr(module, "PLACE", literal("the replica"))
+    with suppress(LockUnknown):  # Its session has ended.
+        await p.sender.take_lock("again")
+    await p.sender.take_lock("again")
+    assert not p.sender.has_followed("before")
+
+
 async def test_who_has_lost_its_lease_knows_whether_somebody_else_had_it(
     autojump_clock: MockClock, two: tuple[Process, Process]
 ) -> None:

@@ -107,7 +107,8 @@ class Lease:
     Attributes:
         ends_at: when it ends, on the clock `elapsed_s` of the runtime; -inf: it is not ours, inf:
             it does not end.
-        followed: those who ran on this machine before us, with nobody elsewhere between.
+        followed: those who ran on this machine before us, with nobody elsewhere, and no failover,
+            between.
     """
 
     def __init__(
@@ -199,7 +200,8 @@ class Lease:
                 said = why
             await trio.sleep(LOOK_EVERY_S if watched_long else min(LOOK_EVERY_S, left_s))
         alone_since = _since_others(dead)
-        self.followed = alone_since if found.holder in alone_since else ()
+        follows = found.stands and found.holder in alone_since
+        self.followed = alone_since if follows else ()
         await self._run(lambda: self._here.note(holder, anew=not self.followed))
         await self._swap(found, holder, ends=ends)
 
