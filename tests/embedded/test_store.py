@@ -18,7 +18,7 @@ from fedsender.store import Store, StoreConfig, migrations, open_store
 from fedsender.store.engine import FeedError, open_database
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.positions import SetBack
-from fedsender.store.records import History
+from fedsender.store.records import History, StoredGeneration
 from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
 
 ROOM = "!room:us.example"
@@ -243,7 +243,7 @@ async def test_fan_out_starts_at_the_beginning_and_owes_by_room(store: Store) ->
 async def test_both_databases_hold_one_mark(store: Store) -> None:
     await store.homeserver.events_position()
     await store.homeserver.adopt_generation("mark-1")
-    await store.sender.save_generation("fed1", 7, "mark-1")
+    await store.sender.save_generation("fed1", StoredGeneration(7, "mark-1"))
     here, there = await store.homeserver.generation(), await store.sender.load_generation("fed1")
 
     assert there is not None

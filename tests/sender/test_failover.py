@@ -193,6 +193,32 @@ async def test_a_lost_message_takes_no_other_with_it(world: FailingOver, server:
             await until(lambda: "new key" in edus(near))
 
 
+HAS_FIRST = f"destination = '{NEAR}' AND last_successful_stream_ordering = 1"
+
+
+async def test_a_message_that_is_lost_while_nobody_runs_takes_no_other_with_it(
+    world: FailingOver, server: Postgres
+) -> None:
+    """I4: a transaction on record names its row, and its answer would delete another one."""
+    await world.found()
+    near = world.servers[NEAR]
+    with trio.fail_after(60):
+        async with world.run():
+            world.told(ELSEWHERE, 3, "first")
+            await until(lambda: near.got == ["first"])
+            await until(lambda: rows(server, world, f"destinations WHERE {HAS_FIRST}") == 1)
+            await trio.to_thread.run_sync(server.copy)
+            near.reply = lambda _: answer(500)
+            world.message(NEAR, 6, "lost key")
+            await until(lambda: NEAR in frozen(world))
+        await trio.to_thread.run_sync(server.fail_over)
+        near.reply = ok
+        world.message(NEAR, 6, "new key")
+        async with world.run() as sender:
+            sender.registry.wake([NEAR], by_admin=True)
+            await until(lambda: "new key" in edus(near))
+
+
 async def test_a_commit_whose_answer_is_lost_is_ours(world: FailingOver, server: Postgres) -> None:
     """At our own target nothing was set back; beyond it, another sender has our name."""
     await world.found()

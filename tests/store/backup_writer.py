@@ -12,6 +12,7 @@ import trio
 
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
+from fedsender.store.records import StoredGeneration
 
 
 def config(homeserver_url: str, sender_url: str) -> StoreConfig:
@@ -26,7 +27,7 @@ async def write(homeserver_url: str, sender_url: str) -> None:
         while True:
             number += 1
             await store.homeserver.adopt_generation(str(number))
-            await store.sender.save_generation("fed1", number, str(number))
+            await store.sender.save_generation("fed1", StoredGeneration(number, str(number)))
             print(number, flush=True)
 
 

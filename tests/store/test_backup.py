@@ -30,6 +30,7 @@ from fedsender.store import (
 from fedsender.store.backup import Ours, Owner
 from fedsender.store.engine import open_database
 from fedsender.store.lock import LockHeld
+from fedsender.store.records import StoredGeneration
 from fedsender_lab.testing.clock import until
 
 PATIENCE_S = 60.0
@@ -70,7 +71,7 @@ class World:
         """Write this number here, as the process does."""
         async with open_store(self.config, real_runtime()) as store:
             await store.homeserver.adopt_generation(str(number))
-            await store.sender.save_generation("fed1", number, str(number))
+            await store.sender.save_generation("fed1", StoredGeneration(number, str(number)))
 
     async def state(self) -> tuple[int, int, str]:
         """The homeserver's mark, and the sender's position and mark; the tables are checked."""

@@ -17,6 +17,7 @@ from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, membership, open_store
 from fedsender.store.leases import DRIFT_S, LEASE_S, LeaseLost
 from fedsender.store.membership import Missing, Standing, Walk
+from fedsender.store.records import StoredGeneration
 from fedsender.store.sender import OwedReceipts
 from fedsender.switching.senders import _try_in_force
 
@@ -353,8 +354,8 @@ async def test_what_a_name_left_behind_says_nothing_once_it_is_back(
 ) -> None:
     """Its position is a new one, and that is not the database having moved without us."""
     one, _, other = three
-    await other.sender.save_generation("fed3", 90, "mark")
-    await one.sender.save_generation("fed2", 5, "mark")
+    await other.sender.save_generation("fed3", StoredGeneration(90, "mark"))
+    await one.sender.save_generation("fed2", StoredGeneration(5, "mark"))
     await change(*three, places={})
     assert await other.sender.load_generation("fed3") is None
     assert await one.sender.load_generation("fed2") is not None

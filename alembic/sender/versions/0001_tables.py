@@ -73,6 +73,12 @@ def upgrade() -> None:
         sa.Column(
             "mark", sa.Text(), nullable=False, comment="the mark that stands in both databases"
         ),
+        sa.Column(
+            "timeline",
+            sa.Text(),
+            nullable=True,
+            comment="of the homeserver's PostgreSQL; NULL: not known",
+        ),
         sa.PrimaryKeyConstraint("instance_name"),
     )
     op.create_table(

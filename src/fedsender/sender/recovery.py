@@ -7,7 +7,7 @@ frozen transactions may still be repeated?
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ async def hand_over(store: Store, instance: str) -> None:
     left = await store.sender.load_generation(instance)
     if left is not None:
         there = await store.homeserver.generation()
-        await store.sender.save_generation(instance, there.position, left.mark)
+        await store.sender.save_generation(instance, replace(left, events_position=there.position))
 
 
 async def note_handed_over(
@@ -215,6 +215,10 @@ class _Recovery:
             return f"another sender has been at work: the events position is {there.position}"
         if there.mark is not None and there.mark != left.mark:
             return "the homeserver's database is not the one that we left"
+        timeline = self.store.homeserver.timeline
+        if None not in (timeline, left.timeline) and timeline != left.timeline:
+            # Only rows that no position shows may be lost, and their ids be given to others.
+            return f"a replica took over: the timeline is {timeline}, and was {left.timeline}"
         known = max(newest_frozen, await self._newest_settled())
         # Who had servers of ours before may have been ahead of us.
         walk = await self.store.sender.senders.walk()
@@ -297,7 +301,8 @@ class _Recovery:
         mark = mark or self.runtime.entropy(8).hex()
         # Ours first: a crash between the two is taken for a move, with nothing left to discard.
         position = await self.store.homeserver.events_position()
-        await self.store.sender.save_generation(self.instance, position, mark)
+        left = StoredGeneration(position, mark, self.store.homeserver.timeline)
+        await self.store.sender.save_generation(self.instance, left)
         await self.store.homeserver.adopt_generation(mark)
         line = Line(self.runtime.now_ms(), EVERY_SERVER, "owned", position=position)
         self.ledger.record(line)

@@ -226,6 +226,11 @@ class HomeserverStore(ABC):
         """
         return max(self._left, default=-1)
 
+    @property
+    def timeline(self) -> str | None:
+        """The PostgreSQL's, as we last saw it; None: it has none, or we may not ask."""
+        return self._timeline
+
     async def check_left(self) -> None:
         """Raise an error if the database is not as we left it: SetBack if its state is an earlier
         one; LeaseLost if who has our lease now has moved our position; else NotAsLeft."""

@@ -13,8 +13,8 @@ restored under us. Then all that we know of what came since is void, and nothing
 written (`SetBack`). Higher, another process sends under our name.
 
 A failover may also lose other rows alone, and their ids are given to new ones: a to-device message
-that we have read, say. So we note a PostgreSQL's timeline, too. It is another one after each
-failover.
+that we have read, say. So we note a PostgreSQL's timeline, too, also for the next start. It is
+another one after each failover.
 """
 
 from collections.abc import Callable, Collection

@@ -400,6 +400,7 @@ class StoredGeneration:
 
     events_position: int
     mark: str
+    timeline: str | None = None
 
     @property
     def restored(self) -> str | None:

@@ -699,19 +699,18 @@ class SenderStore:
 
     @writing
     def save_generation(
-        self, connection: Connection, instance: str, events_position: int, mark: str
+        self, connection: Connection, instance: str, left: StoredGeneration
     ) -> None:
         """Store the state in which we leave the homeserver's database."""
-        row = {"instance_name": instance, "events_position": events_position, "mark": mark}
+        row = {"instance_name": instance, **asdict(left)}
         replace_rows(connection, tables.generation, ("instance_name",), [row])
 
     @reading
     def load_generation(self, connection: Connection, instance: str) -> StoredGeneration | None:
         """The state in which we last left the homeserver's database; None: never."""
         table = tables.generation
-        query = select(table.c.events_position, table.c.mark).where(
-            table.c.instance_name == instance
-        )
+        columns = (table.c.events_position, table.c.mark, table.c.timeline)
+        query = select(*columns).where(table.c.instance_name == instance)
         row = connection.execute(query).one_or_none()
         return None if row is None else StoredGeneration(*row)
 

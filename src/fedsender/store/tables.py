@@ -430,6 +430,7 @@ generation = Table(
     Column("instance_name", Text, primary_key=True),
     Column("events_position", BigInteger, nullable=False, comment="as we last left it"),
     Column("mark", Text, nullable=False, comment="the mark that stands in both databases"),
+    Column("timeline", Text, comment="of the homeserver's PostgreSQL; NULL: not known"),
 )
 sender_list = Table(
     "sender_list",
