@@ -373,7 +373,11 @@ class SharedObservations(Observations):
     def opened(self, process: Process) -> None:
         """This process sends from now on."""
         self.trace.note(process, "sends")
-        if process.name not in self.shared_disk.senders()[0]:
+        standing = self._unaware.get(process, (None, None))[1]
+        if standing is None or standing.holder != process.boot_id:
+            self._notice(process)
+            standing = self.shared_disk.standing(process.name)
+        if process.name not in standing.in_force:
             self.fail("one", f"{process} sends, and is not in the list")
         self._positions[process.name] = self.shared_disk.position()
         for server in sorted(self._left):
@@ -381,7 +385,6 @@ class SharedObservations(Observations):
                 last = self._left.pop(server)
                 self.counts["taken over"] += last.machine is not process.machine
                 self._forget(self.views.of[server])
-        self._notice(process)
         self.on_opened(process)
 
     def left(self, process: Process) -> None:
