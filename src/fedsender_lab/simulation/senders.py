@@ -125,6 +125,7 @@ class SharedDisk(Disk):
     def __init__(self, directory: Path, urls: Sequence[str]) -> None:
         super().__init__(directory)
         self._there, self._timeline = False, 0
+        self._walks: dict[str, Walk | None] = {}
         self._shared = {
             name: psycopg.connect(url, autocommit=True)
             for name, url in zip((HOMESERVER, SENDER), urls, strict=True)
@@ -170,10 +171,17 @@ class SharedDisk(Disk):
 
     def walk(self, name: str) -> Walk | None:
         """The walk of this name, also one that has ended."""
-        query = "SELECT after, upto, before FROM walks WHERE instance_name = ?"
-        for after, upto, before in self._rows(SENDER, query, name):
-            return Walk(after, upto, None if before is None else tuple(before))
-        return None
+        if name not in self._walks:
+            query = "SELECT after, upto, before FROM walks WHERE instance_name = ?"
+            self._walks[name] = None
+            for after, upto, before in self._rows(SENDER, query, name):
+                self._walks[name] = Walk(after, upto, None if before is None else tuple(before))
+        return self._walks[name]
+
+    def committed(self, database: str) -> None:
+        super().committed(database)
+        if database == "sender":
+            self._walks.clear()
 
     def holder(self, name: str) -> tuple[str, str | None]:
         """The boot id in the row of this name's lease, empty if nobody holds it, and the id of the
@@ -220,6 +228,7 @@ class SharedDisk(Disk):
                 with connection.transaction():
                     self._become(connection, copies[file])
         self._forget_quarantine()
+        self._walks.clear()
 
     def _become(self, connection: psycopg.Connection, copy: Copy) -> None:
         names = sql.SQL(", ").join(map(sql.Identifier, copy.tables))
