@@ -66,6 +66,9 @@ BENCHES: Final[Mapping[str, Bench]] = {
     ),
     # Pairs: about half of servers x events.
     "pipeline-whole": Bench("fedsender_lab.bench.pipeline", servers=300, events=10_000, rounds=1),
+    "pipeline-one-server": Bench(
+        "fedsender_lab.bench.pipeline", servers=100, events=20_000, rounds=1
+    ),
     "pipeline-read": Bench("tests.benchmarks.pipeline_read", servers=1, events=1_000_000, rounds=1),
     # Events: records per size of request.
     "append": Bench("fedsender_lab.bench.append", servers=1, events=20_000, rounds=3),

@@ -34,13 +34,22 @@ SMALL_BOX_MB: Final = 4096
 
 
 async def pipeline(
-    options: Options, master: str = "local[2]", *, whole_ledger: bool = False
+    options: Options,
+    master: str = "local[2]",
+    *,
+    whole_ledger: bool = False,
+    one_server: bool = False,
 ) -> dict[str, Any]:
     """The cost of the jobs; `events` and `servers` of `Options` are the input's."""
     # Spark's own scratch files go where the input is, which can be a disk of its own (TMPDIR).
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
-        shape = Shape(servers=options.servers, events=options.events, whole_ledger=whole_ledger)
+        shape = Shape(
+            servers=options.servers,
+            events=options.events,
+            whole_ledger=whole_ledger,
+            one_server=one_server,
+        )
         config = from_values(
             {
                 "server_name": US,
@@ -86,6 +95,11 @@ async def pipeline_16(options: Options) -> dict[str, Any]:
 async def pipeline_whole(options: Options) -> dict[str, Any]:
     """The same, with every delivery in the ledger."""
     return await pipeline(options, whole_ledger=True)
+
+
+async def pipeline_one_server(options: Options) -> dict[str, Any]:
+    """The same, with one server that half of all deliveries are for."""
+    return await pipeline(options, whole_ledger=True, one_server=True)
 
 
 def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[str, Any]:

@@ -4,7 +4,8 @@ They are skewed as real ones are. One room has all the servers and up to a milli
 other events are in rooms of nine events and four servers, so ten million events are a million of
 those. In the large room a server leaves, or one that had left comes back, every fifty events; of
 its state there is a full copy every hundred changes, as Synapse keeps it. The large room's events
-are spread evenly among the others'.
+are spread evenly among the others'. With `one_server` each small room has two servers, one of them
+the same everywhere: it has half of all pairs.
 
 The ledger begins late: with as many pairs of event and server as there are events, nearly all of
 them the large room's; or, with `whole_ledger`, it has all pairs. The fate of those is known, so
@@ -15,7 +16,8 @@ is missing.
 The database has `destinations` and `destination_rooms`; the other tables are written into the lake.
 
 `add_hour` adds an hour: a thousand events, all but one in small rooms from all of the history, and
-the ledger's lines about them. A server leaves the large room; one that was failing is caught up.
+the ledger's lines about them. A server leaves the large room; one that was failing is caught up. An
+old line comes late: one of the first event, which is a year old if the ledger is whole.
 
 `Made` has the number of pairs of event and server.
 """
@@ -46,11 +48,12 @@ SMALL_ROOM_EVENTS: Final = 9
 SMALL_ROOM_SERVERS: Final = 4
 CHANGE_EVERY: Final = 50
 ONE_IN: Final = 100
-"""Of so many servers one is failing, and one was caught up."""
+"""Of so many servers one is failing, one was caught up, and one is away from the large room."""
 _DAY_MS: Final = 86_400_000
 _BEGAN_MS: Final = 1_700_000_000_000 // _DAY_MS * _DAY_MS
 _DAYS_BEFORE: Final = 20
 _DAYS_OF_LEDGER: Final = 10
+_DAYS_OF_WHOLE_LEDGER: Final = 365
 
 
 class Shape:
@@ -60,25 +63,36 @@ class Shape:
     in small room n / 9.
     """
 
-    def __init__(self, *, servers: int, events: int, whole_ledger: bool = False) -> None:
+    def __init__(
+        self, *, servers: int, events: int, whole_ledger: bool = False, one_server: bool = False
+    ) -> None:
         # One of each hundred servers fails, and one of those is caught up in the hour.
         if servers < ONE_IN or events < 4 * CHANGE_EVERY:
             raise BenchFailed(f"{ONE_IN} servers and {4 * CHANGE_EVERY} events at least")
         self.servers = servers
         self.every = max(2, events // min(events // 2, LARGE_ROOM_EVENTS))
+        self.small_servers = SMALL_ROOM_SERVERS
+        self._one_server = one_server
+        if one_server:
+            self.small_servers = 2
+            # As many small-room events as make up for the other servers' pairs.
+            self.every = servers * SMALL_ROOM_EVENTS // (SMALL_ROOM_EVENTS - LEAVES_AT)
         self.large = events // self.every
         self.events = self.large * self.every
         self.small = self.events - self.large
         self.rooms = -(-self.small // SMALL_ROOM_EVENTS)
         self.large_groups = self.large // CHANGE_EVERY + 1
         # Pairs per event, so that the ledger has about as many PDUs as there are events.
-        per_event = (servers + (self.every - 1) * SMALL_ROOM_SERVERS) / self.every
+        per_event = (servers + (self.every - 1) * self.small_servers) / self.every
         recent = max(int(self.events / per_event), 4 * self.every)
+        self.days = _DAYS_OF_LEDGER
         if whole_ledger:
-            recent = self.events
+            recent, self.days = self.events, _DAYS_OF_WHOLE_LEDGER
         self.began = max(self.events - recent, 0) // self.every * self.every + 1
         """The first event in the ledger, and the first of its second half."""
         self.middle = (self.began + self.events) // 2 // self.every * self.every + 1
+        self.per_line = PDUS_PER_LINE * (1 if one_server else self.every)
+        """The events whose PDUs for a server are in one line."""
 
     def at_of_small(self, number: str) -> str:
         """Stream ordering of the n-th small-room event, from 0, in SQL."""
@@ -86,9 +100,9 @@ class Shape:
         return f"(({number}) div {others} * {self.every} + ({number}) % {others} + 1)"
 
     def ms_of(self, at: str) -> str:
-        """When an event came, in SQL: all that is before the ledger in some days, and it in ten."""
+        """When an event came, in SQL: what is before the ledger in some days, and it in `days`."""
         before = _DAYS_BEFORE * _DAY_MS
-        ledger = _DAYS_OF_LEDGER * _DAY_MS - 1
+        ledger = self.days * _DAY_MS - 1
         length = self.events - self.began + 1
         return (
             f"({_BEGAN_MS} + if({at} < {self.began}, {at} * {before} div {self.began},"
@@ -98,8 +112,10 @@ class Shape:
     @property
     def server_of_small(self) -> str:
         """The server at `place` in a small `room`, in SQL."""
-        step = self.servers // SMALL_ROOM_SERVERS
-        return f"concat('s', pmod(hash(room) + place * {step}, {self.servers}), '.example')"
+        number = f"pmod(hash(room) + place * {self.servers // SMALL_ROOM_SERVERS}, {self.servers})"
+        if self._one_server:
+            number = f"if(place = 1, 0, 1 + pmod(hash(room), {self.servers - 1}))"
+        return f"concat('s', {number}, '.example')"
 
 
 US: Final = "bench.example"
@@ -107,7 +123,6 @@ INSTANCE: Final = "bench"
 LARGE: Final = "!large"
 LEAVES_AT: Final = 4
 FULL_STATE_EVERY: Final = 100
-AWAY: Final = 100
 PDUS_PER_LINE: Final = 10
 PDUS_PER_SEGMENT: Final = 400_000
 HOUR_EVENTS: Final = 1_000
@@ -146,8 +161,8 @@ def make(
         commit.set_position("events", shape.events)
         commit.set_position("state_groups", shape.large_groups + 2 * shape.rooms)
     small_pairs = spark.range(shape.small).selectExpr(
-        f"sum(if(id % {SMALL_ROOM_EVENTS} < {LEAVES_AT}, {SMALL_ROOM_SERVERS},"
-        f" {SMALL_ROOM_SERVERS - 1})) AS n"
+        f"sum(if(id % {SMALL_ROOM_EVENTS} < {LEAVES_AT}, {shape.small_servers},"
+        f" {shape.small_servers - 1})) AS n"
     )
     first = small_pairs.first()
     assert first is not None
@@ -201,7 +216,7 @@ class _LargeRoom:
     def _change(self, event: int) -> int:
         """At the large room's n-th event, from 1, a server comes back or leaves; which one."""
         at = event * self._shape.every
-        if len(self._gone) >= min(AWAY, self._shape.servers // 2):
+        if len(self._gone) >= self._shape.servers // ONE_IN:
             server = self._gone.popleft()
             self._inside.add(server)
             self._since[server] = at
@@ -294,7 +309,7 @@ def _small_rooms(
             schemas.STATE_GROUPS,
         ),
     )
-    places = f"explode(sequence(0, if(second = 1, 0, {SMALL_ROOM_SERVERS - 1}))) AS place"
+    places = f"explode(sequence(0, if(second = 1, 0, {shape.small_servers - 1}))) AS place"
     yield (
         schemas.STATE_MEMBERS,
         _filled(
@@ -313,7 +328,7 @@ def _as_they_stand(
 ) -> None:
     """Write `destinations` and `destination_rooms`, as a fan-out without a fault left them."""
     number = f"room * {SMALL_ROOM_EVENTS} + if(place = 0, {LEAVES_AT} - 1, {SMALL_ROOM_EVENTS} - 1)"
-    places = f"explode(sequence(0, {SMALL_ROOM_SERVERS - 1})) AS place"
+    places = f"explode(sequence(0, {shape.small_servers - 1})) AS place"
     newest = shape.at_of_small(f"least({number}, {shape.small} - 1)")
     small = spark.range(shape.rooms).selectExpr("id AS room", places)
     rooms = small.selectExpr(
@@ -369,7 +384,7 @@ def _recent(spark: "SparkSession", shape: Shape, spans: "DataFrame") -> "DataFra
     small = (
         spark.range(number, shape.small)
         .withColumnRenamed("id", "number")
-        .selectExpr("*", f"explode(sequence({left}, {SMALL_ROOM_SERVERS - 1})) AS place")
+        .selectExpr("*", f"explode(sequence({left}, {shape.small_servers - 1})) AS place")
         .selectExpr("*", f"number div {SMALL_ROOM_EVENTS} AS room")
         .selectExpr(
             f"{shape.server_of_small} AS server",
@@ -435,7 +450,7 @@ def _lines(pdus: "DataFrame", shape: Shape, ms: str) -> "DataFrame":
     return (
         pdus.selectExpr(
             "server",
-            f"at div {PDUS_PER_LINE * shape.every} AS stretch",
+            f"at div {shape.per_line} AS stretch",
             "outcome",
             "lane",
             f"{pdu} AS pdu",
@@ -475,7 +490,7 @@ def add_hour(
     spark: "SparkSession", lake: Lake, ledger: Path, homeserver: sa.Engine, shape: Shape
 ) -> Counter[str]:
     """Add an hour to a lake that has `intervals`; by how many pairs each fate changes."""
-    began_ms = _BEGAN_MS + (_DAYS_BEFORE + _DAYS_OF_LEDGER) * _DAY_MS
+    began_ms = _BEGAN_MS + (_DAYS_BEFORE + shape.days) * _DAY_MS
     first, last = shape.events + 1, shape.events + HOUR_EVENTS
     of_large, last_large = shape.events + HOUR_EVENTS // 2, shape.large * shape.every
     group = shape.large_groups + 2 * shape.rooms + 1
@@ -496,7 +511,7 @@ def add_hour(
         .selectExpr("*", f"if(large, '{LARGE}', concat('!small', room)) AS room_id")
     )
     small = events.where("not large").selectExpr(
-        "*", f"explode(sequence(1, {SMALL_ROOM_SERVERS - 1})) AS place"
+        "*", f"explode(sequence(1, {shape.small_servers - 1})) AS place"
     )
     pairs = (
         small.selectExpr(f"{shape.server_of_small} AS server", "room_id", "at")
@@ -517,7 +532,20 @@ def add_hour(
         "'catch_up'",
         f"array({shape.middle}L, {last_large - 1}L)",
     )
+    late = (
+        spark.range(1)
+        .selectExpr("0 AS room", f"{shape.small_servers - 1} AS place")
+        .selectExpr(
+            f"{shape.server_of_small} AS server",
+            "'!small0' AS room_id",
+            "1L AS at",
+            "'delivered' AS outcome",
+            "'redelivery' AS lane",
+            "null AS supersedes",
+        )
+    )
     lines = _lines(pdus.union(stood_in), shape, ms.replace("AT", f"greatest(newest, {first})"))
+    lines = lines.union(_lines(late, shape, shape.ms_of("newest")))
     _segments(lines.coalesce(1), ledger, f"{INSTANCE}.1")
     with lake.commit() as commit:
         rows = events.selectExpr(
@@ -568,6 +596,11 @@ def add_hour(
     fates.update({row["fails"]: row["count"] for row in pairs.groupBy("fails").count().collect()})
     pairs.unpersist()
     made_up = shape.large - (shape.middle - 1) // shape.every
-    return Counter(
+    was, became = "before_ledger", "delivered"
+    if shape.began == 1:
+        was, became = "delivered", "delivered_again"
+    found = Counter(
         delivered=fates[False] + 1, pending=fates[True] - made_up, superseded=made_up - 1
     )
+    found.update({was: -1, became: 1})
+    return found
