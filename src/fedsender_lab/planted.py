@@ -243,6 +243,12 @@ def by_name(scene: Scene) -> Found:
     first, second = scene.take_two()  # In the wrong order.
     first["pdus"], second["pdus"] = second["pdus"], first["pdus"]
     planted.stray.add((second["destination"], second["pdus"][0]["event_id"], fates.TOO_LATE))
+
+    first, second = scene.take_two()  # Lost; an earlier one is said to stand in for it.
+    (earlier,), (lost,) = first["pdus"], second["pdus"]
+    earlier["supersedes"] = [earlier["stream_ordering"], lost["stream_ordering"]]
+    second["pdus"] = []
+    planted.missing.add((second["destination"], lost["event_id"]))
     scene.write(scene.half)
     return planted
 

@@ -366,7 +366,7 @@ def read_named(spark: SparkSession, lake: Lake, after: int) -> Named:
     # Far fewer than the lines, before anything is spread.
     each = few(lines.select(*_EVENT))
     events = among_rows(spark, lake, schemas.EVENTS, each.only("stream_ordering"))
-    return Named(lines, kept(fates.misnamed(each.frame, events)))
+    return Named(lines, kept(fates.misnamed(each.frame, events, lake.manifest.server_name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,7 +544,8 @@ _IN_ORDER: Final = schemas.PDUS.only(
     *("instance", "transaction_id", "outcome", "lane"),
 )
 _NAMED: Final = schemas.PDUS.only(
-    *("destination", "room_id", "event_id", "stream_ordering", "ms", "outcome", "line", "version")
+    *("destination", "room_id", "event_id", "stream_ordering", "ms", "outcome", "lane", "line"),
+    "version",
 )
 
 
@@ -756,7 +757,8 @@ class View:
         return newest, first, found.where(f"stream_ordering <= {lake.position('intervals')}")
 
     def misnamed(self) -> tuple[DataFrame, DataFrame]:
-        """Rows of `stray` and of `purged`: lines whose event or room the homeserver lacks."""
+        """Rows of `stray` and of `purged`: lines whose event or room the homeserver lacks, and live
+        ones of events that are another server's. (Catch-up sends a room's newest, whose it is.)"""
         named, config = self.look.named, self._config
         wrong = named.wrong.drop("its_room")
         wrong = wrong.join(named.sent.select(*_EVENT), on=[*_EVENT], how="left_semi")
@@ -769,7 +771,9 @@ class View:
             others = others.unionByName(never.withColumn("why", F.lit(fates.NEVER_THERE)))
             absent = absent.join(never, on=[*_EVENT], how="left_anti")
         day = F.expr(self.look.days.of("stream_ordering"))
-        strays = named.sent.join(others.hint("broadcast"), on=[*_EVENT], how="inner").selectExpr(
-            "destination as server", *_EVENT, "ms", "line", "why"
+        strays = (
+            named.sent.join(others.hint("broadcast"), on=[*_EVENT], how="inner")
+            .where(f"why != '{fates.OF_ANOTHER_SERVER}' or lane = 'live'")
+            .selectExpr("destination as server", *_EVENT, "ms", "line", "why")
         )
         return strays.withColumn("day", day), absent.withColumn("day", day)

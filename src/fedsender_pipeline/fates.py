@@ -20,7 +20,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.ledger import EVERY_SERVER
 from fedsender_pipeline import ledger_lines, schemas
-from fedsender_pipeline.intervals import few, upto_here
+from fedsender_pipeline.intervals import few, server_of, upto_here
 from fedsender_pipeline.lake import listed, literal
 from fedsender_pipeline.schemas import FATES
 
@@ -277,10 +277,12 @@ def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
 NOT_FOR_IT: Final = "the event is not for this server"
 TOO_LATE: Final = "it came after "
 OF_ANOTHER_ROOM: Final = "the event is of the room "
+OF_ANOTHER_SERVER: Final = "the event is of another server"
 
 
-def misnamed(named: DataFrame, events: DataFrame) -> DataFrame:
-    """stream_ordering, event_id, room_id, why: where the homeserver has another event, or room.
+def misnamed(named: DataFrame, events: DataFrame, server_name: str) -> DataFrame:
+    """stream_ordering, event_id, room_id, why: where the homeserver has another event, or room, or
+    where the event is another server's.
 
     Why is null where it has no event at that stream ordering. `its_room`: that of the event, where
     it is another one than the line says.
@@ -288,18 +290,23 @@ def misnamed(named: DataFrame, events: DataFrame) -> DataFrame:
     Args:
         named: stream_ordering, event_id, room_id, as lines have them.
     """
-    theirs = events.selectExpr("stream_ordering", "event_id as its_id", "room_id as its_room")
+    theirs = events.selectExpr(
+        *("stream_ordering", "event_id as its_id", "room_id as its_room"),
+        f"on_behalf_of is null and {server_of('sender')} != '{server_name}' as is_others",
+    )
     why = (
         "case when its_id != event_id then concat('the homeserver has no such event, but ', its_id)"
     )
-    why += f" when its_room != room_id then concat('{OF_ANOTHER_ROOM}', its_room) end as why"
+    why += f" when its_room != room_id then concat('{OF_ANOTHER_ROOM}', its_room)"
+    why += f" when is_others then '{OF_ANOTHER_SERVER}' end as why"
     return (
         named.join(theirs.hint("shuffle_hash"), on="stream_ordering", how="left")
-        .where("its_id is null or its_id != event_id or its_room != room_id")
         .selectExpr(
-            *("stream_ordering", "event_id", "room_id", why),
-            "if(its_id = event_id, its_room, null) as its_room",
+            *("stream_ordering", "event_id", "room_id", why, "its_id"),
+            "if(its_id = event_id and its_room != room_id, its_room, null) as its_room",
         )
+        .where("its_id is null or why is not null")
+        .drop("its_id")
     )
 
 
@@ -466,11 +473,14 @@ def owed_ranges(
 
 
 def stood_in(pdus: DataFrame) -> DataFrame:
-    """server, room_id, first, last, kind: the ranges that an event of catch-up stood in for."""
+    """server, room_id, first, last, kind: the ranges that an event of catch-up stood in for.
+
+    It stands in for no later event, whatever its line says.
+    """
     standing = pdus.where("outcome = 'delivered' and supersedes_from is not null")
     return standing.selectExpr(
         *("destination as server", "room_id"),
-        *("supersedes_from as first", "supersedes_to as last"),
+        *("supersedes_from as first", "least(supersedes_to, stream_ordering) as last"),
         "if(refused is null, 'superseded', 'stand_in_refused') as kind",
     )
 

@@ -75,9 +75,9 @@ class Found:
     repeated: set[tuple[str, str, bool]]
 
 
-NOT_FOR_IT, NO_SUCH, NEVER, ROOM, LATE = (
-    "the event is not for", "the homeserver has no", "the homeserver never", "the event is of the",
-    "it came after",
+NOT_FOR_IT, NO_SUCH, NEVER, ROOM, OTHERS, LATE = (
+    "the event is not for", "the homeserver has no", "the homeserver never",
+    "the event is of the room", "the event is of another server", "it came after",
 )  # fmt: skip
 
 
@@ -164,9 +164,11 @@ CREATE TABLE fates AS
         WHEN EXISTS (FROM quarantine q WHERE q.event_id = x.event_id
                      AND coalesce(q.destination, x.server) = x.server) THEN 'quarantined'
         WHEN EXISTS (FROM answers a WHERE a.server = x.server AND a.room_id = x.room_id
-                     AND a.refused IS NULL AND x.so BETWEEN a.first AND a.last) THEN 'superseded'
+                     AND a.refused IS NULL AND x.so BETWEEN a.first
+                         AND least(a.last, a.stream_ordering)) THEN 'superseded'
         WHEN EXISTS (FROM answers a WHERE a.server = x.server AND a.room_id = x.room_id
-                     AND x.so BETWEEN a.first AND a.last) THEN 'stand_in_refused'
+                     AND x.so BETWEEN a.first
+                         AND least(a.last, a.stream_ordering)) THEN 'stand_in_refused'
         WHEN EXISTS (FROM owed o WHERE o.server = x.server AND o.room_id = x.room_id
                      AND x.so > o.after AND x.so <= o.last AND o.parked) THEN 'parked'
         WHEN EXISTS (FROM owed o WHERE o.server = x.server AND o.room_id = x.room_id
@@ -200,6 +202,12 @@ CREATE TABLE strays AS
         FROM answers a LEFT JOIN events e ON e.stream_ordering = a.stream_ordering
         WHERE a.stream_ordering <= (SELECT upto FROM read)
             AND (e.event_id IS DISTINCT FROM a.event_id OR e.room_id != a.room_id)
+    UNION SELECT a.server, a.event_id, getvariable('others')
+        FROM answers a JOIN events e USING (stream_ordering, event_id, room_id)
+        JOIN event_json j USING (event_id)
+        WHERE a.lane = 'live' AND a.stream_ordering <= (SELECT upto FROM read)
+            AND e.sender NOT LIKE '%:' || getvariable('us')
+            AND j.internal_metadata ->> 'send_on_behalf_of' IS NULL
     UNION SELECT e.server, e.event_id, getvariable('late')
         FROM firsts e JOIN firsts l USING (server, room_id, boot)
         WHERE e.lane = 'live' AND l.lane = 'live' AND l.nth < e.nth
@@ -242,7 +250,7 @@ def judge(
         engine.register("accepted", pa.Table.from_pylist(list(accepted), _ACCEPTED))
         for name, value in (
             ("us", us), ("not_for_it", NOT_FOR_IT), ("never", NEVER), ("no_such", NO_SUCH),
-            ("room", ROOM), ("late", LATE),
+            ("room", ROOM), ("others", OTHERS), ("late", LATE),
         ):  # fmt: skip
             engine.execute(f"SET VARIABLE {name} = '{value}'")
         engine.execute(_SQL)
@@ -269,7 +277,7 @@ def found_by_audit(lake: Path) -> Found:
         for server, room, *numbers in table.fetchall():
             for fate, number in zip(table.columns[2:], numbers, strict=True):
                 counts[server, room, fate] += number
-        begins = (NOT_FOR_IT, NO_SUCH, NEVER, ROOM, LATE)
+        begins = (NOT_FOR_IT, NO_SUCH, NEVER, ROOM, OTHERS, LATE)
         strays = engine.sql("SELECT server, event_id, why FROM stray").fetchall()
         return Found(
             {key: number for key, number in counts.items() if number},

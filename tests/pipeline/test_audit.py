@@ -78,7 +78,7 @@ def of(sender: str, *names: str) -> list[str]:
             for some in numbered]  # fmt: skip
 
 
-ONE, PARKED, CATCHING, REFUSING = of("fedsender", "one", "parked", "catching", "no")
+ONE, PARKED, CATCHING, REFUSING, EARLY = of("fedsender", "one", "parked", "catching", "no", "early")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     assert told.expected == sum(told.counts.values())
     assert told.counts == dict.fromkeys(schemas.FATES, 0) | fates_of(lake)
     assert told.is_red
-    assert told.stray == len(told.strays) == 7
+    assert told.stray == len(told.strays) == 8
     assert "; 1 events were purged before they were read" in str(told)
     assert [row["event_id"] for row in told.repeats] == ["$76", "$92"]
     return lake
@@ -213,15 +213,19 @@ def test_in_catch_up_and_parked(audited: Lake) -> None:
 
 
 def stand_ins() -> tuple[Rows, Lines, Lines]:
-    """Three events that stand for those before them; the second is refused."""
+    """Three events that stand for those before them; the second is refused. And one for another
+    server, that is said to stand for those after it."""
     refused = {"$50": "You are not in the room"}
     lines: Lines = [
         attempt(REFUSING, pdu(31, "!t")),
         attempt(REFUSING, pdu(40, "!t", "catch_up", supersedes=[32, 40])),
         attempt(REFUSING, pdu(50, "!t", "catch_up", supersedes=[36, 50]), refused=refused),
         attempt(REFUSING, pdu(60, "!t", "catch_up", supersedes=[51, 60])),
+        attempt(EARLY, pdu(57, "!t", "catch_up", supersedes=[56, 60])),
     ]
-    return shared_room(60, REFUSING, first=31, room="!t"), lines, []
+    rows = shared_room(60, REFUSING, first=31, room="!t")
+    rows["intervals"].append({"room_id": "!t", "server": EARLY, "first": 56, "last": 60})
+    return rows, lines, []
 
 
 def test_a_stand_in_that_was_refused_stands_for_nothing(audited: Lake) -> None:
@@ -231,15 +235,24 @@ def test_a_stand_in_that_was_refused_stands_for_nothing(audited: Lake) -> None:
         "delivered": 3, "refused": 1, "superseded": 8 + 9, "stand_in_refused": 9}  # fmt: skip
 
 
+def test_nothing_stands_in_for_later_events(audited: Lake) -> None:
+    """They were not there when it was formed, so its server does not know of them."""
+    assert fates_of(audited, EARLY) == {"delivered": 1, "superseded": 1, "missing": 3}
+    assert {event_id for _, event_id in missing(audited, EARLY)} == {"$58", "$59", "$60"}
+
+
 LEFT, NEVER = of("fedsender", "left", "never")
 
 
 def leaks() -> tuple[Rows, Lines, Lines]:
     """A server that leaves, and one that was never there. Of both events at 66 the homeserver has
     no row: a purge would have taken what is before $66, and nothing is left of the other one's
-    room. 999 is above what the lake has read: nothing can be said of it."""
+    room. 999 is above what the lake has read: nothing can be said of it. 70 and 71 are another
+    server's: catch-up sends such a one as the end of a room's history, and nothing else does."""
     rows = shared_room(65, LEFT, first=61, room="!u")
     rows["events"] += [event(at, "!u") for at in (*range(67, 72), 999)]
+    for row in rows["events"][-3:-1]:
+        row |= {"ours": False, "sender": "@them:c.example"}
     rows["intervals"][0]["last"] = 65
     invented = pdu(62, "!u") | {"event_id": "$invented"}
     lines: Lines = [
@@ -249,6 +262,8 @@ def leaks() -> tuple[Rows, Lines, Lines]:
         attempt(NEVER, pdu(65, "!u"), outcome="failing", status=500),
         attempt(NEVER, pdu(66, "!u"), pdu(999, "!u"), transaction_id="d"),
         attempt(LEFT, pdu(66, "!purged") | {"event_id": "$purged"}, transaction_id="d"),
+        attempt(LEFT, pdu(70, "!u"), transaction_id="h"),
+        attempt(LEFT, pdu(71, "!u", "catch_up", supersedes=[66, 67]), transaction_id="i"),
     ]
     last: Lines = [
         attempt(LEFT, invented, transaction_id="e"),
@@ -273,6 +288,7 @@ def test_what_went_where_it_should_not_is_named(audited: Lake) -> None:
         (NEVER, "$66", "!u", "the homeserver never had this event"): "d",
         (LEFT, "$invented", "!u", "the homeserver has no such event, but $62"): "e",
         (LEFT, "$68", "!u", not_for_it): "f",
+        (LEFT, "$70", "!u", "the event is of another server"): "h",
     }
     (purged,) = audited.read(schemas.PURGED).to_pylist()
     assert (purged["event_id"], purged["room_id"]) == ("$purged", "!purged")

@@ -104,7 +104,7 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     pdus = lake.frame(spark, schemas.PDUS)
     yield "missing", fates.missing(by_day, places, pdus)
     named = pdus.select("stream_ordering", "event_id", "room_id")
-    yield "named wrongly", fates.misnamed(named, events)
+    yield "named wrongly", fates.misnamed(named, events, "us.example")
     yield "never there", fates.never_there(named, events)
     yield "out of order", fates.overtaken(pdus, dates)
     odd = named.selectExpr("*", "'a' as server", "current_date() as day", "'x' as fate")
