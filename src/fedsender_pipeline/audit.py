@@ -587,9 +587,11 @@ def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     if look.units is None:
         events = intervals.ours(spark, lake)
     else:
-        # Arrow passes the others by, without reading most of them.
+        # Arrow passes the others by, without reading most of them. A day may have many events.
         at, upto = ds.field("stream_ordering"), lake.position("intervals")
-        every = lake.some(spark, _EVENTS, look.has(at, at))
+        assert look.units.rows is not None
+        of_rooms = near(look.units.rows.select(["room_id"]))
+        every = lake.some(spark, _EVENTS, (at > look.after) | (look.has(at, at) & of_rooms))
         every = every.where(f"{intervals.OURS} and stream_ordering <= {upto}")
         older = every.where(f"stream_ordering <= {look.after}").withColumn(
             "day", F.expr(look.days.of("stream_ordering"))

@@ -31,6 +31,11 @@ ROWS_PER_COMMIT: Final = 250_000
 _SECONDS_PER_COMMIT: Final = 60
 ROWS_PER_NEW: Final = 1_000
 """So many rows of the lake are passed by in the time that one takes to work on."""
+READ: Final = (
+    *("events", "state_groups", "state_members", "room_servers", "told_servers"),
+    *("attempts", "pdus"),
+)
+"""The tables to which an ingest adds rows: jobs write the others anew, or take them as they are."""
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
 MOST_NEWER: Final = 200_000
@@ -47,11 +52,11 @@ def new_rows(lake: Lake, since: int, *names: str) -> dict[str, int]:
 
 
 def rows_to_work_on(lake: Lake, config: Config, since: int) -> int:
-    """The rows that a job works on, about: those that came after the commit `since`, new lines of
+    """The rows that a job works on, about: what was read after the commit `since`, new lines of
     the ledgers, and a share of those that it passes by."""
     there = [path for path in (config.ledger.directory, *config.pipeline.ledgers) if path.is_dir()]
     unread = sum(sum(batch.values()) for batch in ledger_lines.new_segments(lake, there))
-    new = sum(new_rows(lake, since).values())
+    new = sum(new_rows(lake, since, *READ).values())
     return new + unread // LINE_BYTES + lake.rows() // ROWS_PER_NEW
 
 

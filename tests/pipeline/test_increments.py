@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from tests.pipeline.lakes import DAY_MS, EVENT_MS, START_MS, attempt, event, note, pdu, write
+from tests.pipeline.lakes import (
+    DAY_MS,
+    EVENT_MS,
+    START_MS,
+    attempt,
+    config_of,
+    event,
+    ingest_ledger,
+    lake_of,
+    note,
+    pdu,
+    write,
+)
 from tests.pipeline.test_audit import SERVERS
 from tests.pipeline.test_ingest import Killed
 from tests.pipeline.worlds import US
@@ -30,7 +42,7 @@ from fedsender_pipeline.ledger_lines import fetched, read_ledger
 from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 ROOMS = ("!p", "!q", "!r")
 ROUNDS = 5
@@ -358,3 +370,31 @@ def test_late_lines_have_their_own_server_room_and_day_looked_at_and_no_later_da
     read_ledger(spark, lake, fetched(config), steps)
     told = audit(spark, lake, config, steps)
     assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (599, 1, 0)
+
+
+def test_of_the_day_of_a_late_line_only_its_room_is_read(
+    spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a day with more events than are held here not all events are read for one line."""
+    events = [event(at, "!r" if at == 5 else "!q") for at in range(1, 41)]
+    span = {"room_id": "!r", "server": SERVERS[0], "first": 1, "last": None}
+    lake = lake_of(tmp_path, {"events": events, "intervals": [span]}, 40)
+    config = config_of(tmp_path)
+    write(tmp_path / "ledger", "fedsender.b.000001.jsonl", note("owned", 0))
+    ingest_ledger(spark, lake, tmp_path)
+    assert audit(spark, lake, config, Steps(quiet=True)).missing == 1
+    write(tmp_path / "ledger", "fedsender.b.000002.jsonl", attempt(SERVERS[0], pdu(5, "!r")))
+    ingest_ledger(spark, lake, tmp_path)
+    whole: list[str] = []
+    frame = Lake.frame
+
+    def read_whole(
+        lake: Lake, spark: "SparkSession", table: schemas.LakeTable, *parts: Any
+    ) -> "DataFrame":
+        whole.append(table.name)
+        return frame(lake, spark, table, *parts)
+
+    monkeypatch.setattr(lake_module, "MOST_WANTED", 10)
+    monkeypatch.setattr(Lake, "frame", read_whole)
+    assert audit(spark, lake, config, Steps(quiet=True)).missing == 0
+    assert "events" not in whole

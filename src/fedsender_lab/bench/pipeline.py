@@ -179,9 +179,15 @@ def _jobs(
     return {
         "attempts": lake.rows(schemas.ATTEMPTS),
         "pdus": lake.rows(schemas.PDUS),
-        "fates": {fate: number for fate, number in audited.counts.items() if number},
+        "fates": _found(audited),
         "servers_seen": well.servers,
     }
+
+
+def _found(audited: audit.Audited) -> dict[str, int]:
+    """The number of pairs of each fate, and of what went astray."""
+    found = audited.counts | {"stray": audited.stray}
+    return {fate: number for fate, number in found.items() if number}
 
 
 def _read_owed(lake: Lake, config: Config, steps: Steps) -> None:

@@ -534,7 +534,7 @@ def add_hour(
     )
     late = (
         spark.range(1)
-        .selectExpr("0 AS room", f"{shape.small_servers - 1} AS place")
+        .selectExpr("0L AS room", f"{shape.small_servers - 1} AS place")
         .selectExpr(
             f"{shape.server_of_small} AS server",
             "'!small0' AS room_id",
