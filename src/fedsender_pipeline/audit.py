@@ -63,6 +63,7 @@ class Audited:
         strays: the first of them.
         purged: events in the ledger that the homeserver had no row of, and that may have been
             purged before they were read.
+        rejects: lines of the ledger that could not be read: what went astray may be in one.
         repeats: the first events that were answered more than once without a good reason.
         began: the last event before the ledger's start; None: it has not started.
         unproven: why it is not known where the ledger begins, so that `before_ledger` may hide what
@@ -78,6 +79,7 @@ class Audited:
     strays: list[dict[str, Any]] = field(default_factory=list)
     repeats: list[dict[str, Any]] = field(default_factory=list)
     purged: int = 0
+    rejects: int = 0
     began: int | None = None
     unproven: str | None = None
 
@@ -101,6 +103,8 @@ class Audited:
             lost += f"; {self.expected - self.judged} cannot be judged{begins}"
         if self.purged:
             lost += f"; {self.purged} events were purged before they were read"
+        if self.rejects:
+            lost += f"; {self.rejects} lines of the ledger could not be read"
         return lost + (f"; {self.unproven}" if self.unproven else "")
 
     def in_words(self) -> Iterator[str]:
@@ -275,6 +279,7 @@ def summed_up(lake: Lake, config: Config) -> Audited:
         _first(lake, schemas.STRAY),
         _first(lake, schemas.REPEATED, ~ds.field("expected")),
         lake.rows(schemas.PURGED),
+        lake.rows(schemas.REJECTS),
         start,
         ("; ".join(filter(None, unproven)) or None) if totals[fates.EXPECTED] else None,
     )

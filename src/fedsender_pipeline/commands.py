@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -70,29 +70,27 @@ def add_to(whole: typer.Typer) -> None:
 
 @contextmanager
 def job(name: str, config: Path) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
-    """The parts of a job that reads no database: see `opened` and `spark_for`."""
-    with (
-        opened(name, config) as (lake, loaded, steps),
-        spark_for(name, lake, loaded, steps) as spark,
-    ):
-        yield spark, lake, loaded, steps
+    """The parts of a job that reads no database; all but a report read the ledgers first."""
+    from fedsender_pipeline.ledger_lines import fetched, read_ledger
+
+    with opened(name, config) as (lake, loaded, steps):
+        ledgers = [] if name == "report" else fetched(loaded)
+        with spark_for(name, lake, loaded, ledgers) as spark:
+            if ledgers:
+                read_ledger(spark, lake, ledgers, steps)
+            yield spark, lake, loaded, steps
 
 
-@contextmanager
 def spark_for(
-    name: str, lake: "Lake", loaded: "Config", steps: "Steps"
-) -> Iterator["SparkSession"]:
-    """A Spark session for this job."""
+    name: str, lake: "Lake", loaded: "Config", ledgers: Sequence[Path]
+) -> AbstractContextManager["SparkSession"]:
+    """A Spark session for this job, which reads these ledgers."""
     from fedsender_pipeline.ingest import rows_to_work_on
     from fedsender_pipeline.session import spark_session
 
     since = lake.position("health" if name in ("health", "report") else "audit_version")
-    rows = rows_to_work_on(lake, loaded, since)
-    with ExitStack() as stack:
-        with steps.step("starting Spark"):
-            session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
-            spark = stack.enter_context(session)
-        yield spark
+    rows = rows_to_work_on(lake, ledgers, since)
+    return spark_session(loaded.pipeline.spark, name, lake.directory, rows)
 
 
 @contextmanager
@@ -155,7 +153,7 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
         before = lake.manifest.commit
         module.read_databases(lake, loaded, steps)
         ledgers = fetched(loaded)
-        with spark_for("ingest", lake, loaded, steps) as spark:
+        with spark_for("ingest", lake, loaded, ledgers) as spark:
             module.take_in(spark, lake, loaded.server_name, ledgers, steps)
         new, position = module.new_rows(lake, before, *COUNTED), lake.position("events")
         said = f"{new['events']} events up to {position}, {new['attempts']} attempts with"
@@ -197,14 +195,12 @@ def audit(
     from fedsender_pipeline import accepted
     from fedsender_pipeline import audit as module
     from fedsender_pipeline import repair as repair_module
-    from fedsender_pipeline.ledger_lines import fetched, read_ledger
 
     repaired = failed = None
     rows = None if accept is None else accepted.read_accepted(accept)
     with job("audit", config) as (spark, lake, loaded, steps):
         if rows is not None:
             accepted.accept(lake, rows)
-        read_ledger(spark, lake, fetched(loaded), steps)
         found = module.audit(spark, lake, loaded, steps)
         if repair:
             try:
@@ -232,10 +228,8 @@ def audit(
 def health(config: ConfigFile, as_json: AsJson = False) -> int:
     """Compute the health of the servers from the ledger, for the daemon."""
     from fedsender_pipeline import health as module
-    from fedsender_pipeline.ledger_lines import fetched, read_ledger
 
-    with job("health", config) as (spark, lake, loaded, steps):
-        read_ledger(spark, lake, fetched(loaded), steps)
+    with job("health", config) as (spark, lake, _, steps):
         known = module.health(spark, lake, steps)
         with steps.step("the week"):
             level = module.service_level(spark, lake)
@@ -308,7 +302,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         # What follows takes long to import.
         from fedsender_pipeline import report as report_module
 
-        with spark_for("run", lake, loaded, steps) as spark:
+        with spark_for("run", lake, loaded, ledgers) as spark:
             ingest_module.take_in(spark, lake, loaded.server_name, ledgers, steps)
             found = audit_module.audit(spark, lake, loaded, steps)
             if not as_json:

@@ -51,11 +51,10 @@ def new_rows(lake: Lake, since: int, *names: str) -> dict[str, int]:
     }
 
 
-def rows_to_work_on(lake: Lake, config: Config, since: int) -> int:
+def rows_to_work_on(lake: Lake, ledgers: Sequence[Path], since: int) -> int:
     """The rows that a job works on, about: what was read after the commit `since`, new lines of
     the ledgers, and a share of those that it passes by."""
-    there = [path for path in (config.ledger.directory, *config.pipeline.ledgers) if path.is_dir()]
-    unread = sum(sum(batch.values()) for batch in ledger_lines.new_segments(lake, there))
+    unread = sum(sum(batch.values()) for batch in ledger_lines.new_segments(lake, ledgers))
     new = sum(new_rows(lake, since, *READ).values())
     return new + unread // LINE_BYTES + lake.rows() // ROWS_PER_NEW
 

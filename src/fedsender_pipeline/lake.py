@@ -455,11 +455,9 @@ class Commit:
         """Remove the table's rows, or those of some parts, which this commit replaces."""
         self._drop(table, [f for f in self._manifest.tables.get(table.name, []) if parts(f.part)])
 
-    def replace(
-        self, table: LakeTable, frame: DataFrame, parts: Callable[[str], bool] = lambda _: True
-    ) -> None:
-        """Put the rows of a Spark job in place of the table's rows, or of those of some parts."""
-        self.clear(table, parts)
+    def replace(self, table: LakeTable, frame: DataFrame) -> None:
+        """Put the rows of a Spark job in place of the table's rows."""
+        self.clear(table)
         self.append_frame(table, frame)
 
     def _drop(self, table: LakeTable, files: Sequence[LakeFile]) -> None:

@@ -84,7 +84,6 @@ class Figures:
     audited: audit.Audited = _NO_AUDIT
     losses: list[dict[str, Any]] = field(default_factory=list)
     audits: list[dict[str, Any]] = field(default_factory=list)
-    rejects: int = 0
 
 
 def report(spark: SparkSession, lake: Lake, config: Config, steps: Steps, path: Path) -> Figures:
@@ -132,7 +131,6 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         audit.summed_up(lake, config) if lake.position("audit") >= 0 else _NO_AUDIT,
         _losses(spark, lake),
         _audits(lake),
-        lake.rows(schemas.REJECTS),
     )
 
 

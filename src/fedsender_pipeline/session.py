@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
@@ -249,12 +250,8 @@ def write_wrapper(home: Path, java: Path, log: Path) -> None:
     """Make `home` a JAVA_HOME with a wrapper of the real `java` in it."""
     (home / "bin").mkdir()
     wrapper = home / "bin" / "java"
-    wrapper.write_text(_WRAPPER.format(java=_quoted(java), log=_quoted(log)))
+    wrapper.write_text(_WRAPPER.format(java=quote(str(java)), log=quote(str(log))))
     wrapper.chmod(stat.S_IRWXU)
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("'", "'\\''") + "'"
 
 
 def find_java(environment: Mapping[str, str]) -> Path:

@@ -108,6 +108,7 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     assert told.is_red
     assert told.stray == len(told.strays) == 8
     assert "; 1 events were purged before they were read" in str(told)
+    assert "; 1 lines of the ledger could not be read" in str(told)
     assert [row["event_id"] for row in told.repeats] == ["$76", "$92"]
     return lake
 

@@ -329,11 +329,12 @@ def test_what_a_job_works_on_is_estimated(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/main.db"
     synapse_world(url, 7, rooms=2, steps=10)
     config = config_of(tmp_path, "synapse", database=url)
-    config.ledger.directory.mkdir(parents=True)
+    ledgers = [config.ledger.directory]
+    ledgers[0].mkdir(parents=True)
     lake = open_lake(tmp_path / "lake", US, create=True)
-    assert ingest.rows_to_work_on(lake, config, -1) == 0
+    assert ingest.rows_to_work_on(lake, ledgers, -1) == 0
     read(lake, url, config)
-    known = ingest.rows_to_work_on(lake, config, -1)
+    known = ingest.rows_to_work_on(lake, ledgers, -1)
     assert known == sum(lake.rows(schemas.TABLES[name]) for name in ingest.READ) > 0
     rows = [
         {"server": f"s{n}", "hour_ms": 0, "day": date(1970, 1, 1), "attempts": 1, "delivered": 1,
@@ -342,8 +343,8 @@ def test_what_a_job_works_on_is_estimated(tmp_path: Path) -> None:
     ]  # fmt: skip
     with lake.commit() as commit:
         commit.append_rows(schemas.HEALTH, rows)
-    assert ingest.rows_to_work_on(lake, config, -1) == known
-    assert ingest.rows_to_work_on(lake, config, lake.manifest.commit - 1) == 0
-    segment = config.ledger.directory / f"{config.instance_name}.b.000001.jsonl"
+    assert ingest.rows_to_work_on(lake, ledgers, -1) == known
+    assert ingest.rows_to_work_on(lake, ledgers, lake.manifest.commit - 1) == 0
+    segment = ledgers[0] / f"{config.instance_name}.b.000001.jsonl"
     segment.write_bytes(b" " * ingest.LINE_BYTES * 70)
-    assert ingest.rows_to_work_on(lake, config, lake.manifest.commit) == 70
+    assert ingest.rows_to_work_on(lake, ledgers, lake.manifest.commit) == 70

@@ -208,7 +208,7 @@ def named(name: str) -> str:
     return page(
         figures_of(
             server_name=name, worst=[worst], losses=[loss], owed={name: {"today": 1}},
-            audited=audited(**dict.fromkeys(schemas.FATES, 1)), rejects=1,
+            audited=replace(audited(**dict.fromkeys(schemas.FATES, 1)), rejects=1),
         )
     )  # fmt: skip
 

@@ -132,7 +132,8 @@ def _measure_hour(
     lake = open_lake(config.pipeline.lake, US)
     with spark_session(config.pipeline.spark, "bench hour input", directory) as spark:
         more = add_hour(spark, lake, config.ledger.directory, homeserver, shape)
-    rows = ingest.rows_to_work_on(lake, config, lake.position("audit_version"))
+    ledgers = [config.ledger.directory]
+    rows = ingest.rows_to_work_on(lake, ledgers, lake.position("audit_version"))
     python_s = cpu_s_of(os.getpid())
     steps = Steps()
     with spark_session(config.pipeline.spark, "bench", directory, rows) as spark:
