@@ -139,12 +139,11 @@ def update(spark: SparkSession, lake: Lake) -> None:
         for table in (schemas.ATTEMPTS, schemas.PDUS)
     )
     sent = lake.dataset(schemas.PDUS, lake.files(schemas.PDUS, in_days(days)))
-    batches = sent.to_batches(columns=["stream_ordering"])
-    firsts = (pc.min(rows["stream_ordering"]).as_py() for rows in batches if rows.num_rows)
-    first = min(firsts, default=0)
-    events = lake.frame(
-        spark, schemas.EVENTS, lambda part: int(part) >= first // schemas.EVENTS_PER_PART
-    )
+    part = pc.divide(ds.field("stream_ordering"), schemas.EVENTS_PER_PART)
+    batches = sent.to_batches(columns={"part": part})
+    # A late line may be of the oldest events, and of none between.
+    parts = {str(part) for rows in batches for part in rows["part"].unique().to_pylist()}
+    events = lake.frame(spark, schemas.EVENTS, parts.__contains__)
     servers = hours(attempts, waits(pdus, events)).persist()
     found = servers.unionByName(merged(servers, F.lit(ALL).alias("server"), "hour_ms", "day"))
     with lake.commit() as commit:

@@ -32,7 +32,7 @@ from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 START_MS = NOW_MS - NOW_MS % HOUR_MS
 A, B = "a.example", "b.example"
@@ -104,6 +104,30 @@ def hours_of(lake: Lake, *columns: str) -> list[tuple[Any, ...]]:
     """Of each server and hour; first those of all servers."""
     found = lake.read(schemas.HEALTH).sort_by([("server", "ascending"), ("hour_ms", "ascending")])
     return [tuple(row[name] for name in columns) for row in found.to_pylist()]
+
+
+def test_of_the_events_only_those_are_read_that_lines_are_about(
+    spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late line about the oldest of them does not have all that came since read."""
+    old, middle, new = (part * schemas.EVENTS_PER_PART + 5 for part in range(3))
+    events = [event(at, "!r") | {"part": part} for part, at in enumerate((old, middle, new))]
+    lake = lake_of(tmp_path, {"events": events}, new)
+    sent = attempt(A, 1, pdus=[pdu(old, "!r"), pdu(new, "!r")], refused={})
+    write(tmp_path / "ledger", "f.b.000001.jsonl", sent)
+    read: list[str] = []
+    frame = Lake.frame
+
+    def noted(
+        lake: Lake, spark: "SparkSession", table: schemas.LakeTable, *parts: Any
+    ) -> "DataFrame":
+        if table == schemas.EVENTS:
+            read.extend(file.part for file in lake.files(table, *parts))
+        return frame(lake, spark, table, *parts)
+
+    monkeypatch.setattr(Lake, "frame", noted)
+    assert run(spark, lake, tmp_path) == Known(servers=1, ill=0)
+    assert sorted(read) == ["0", "2"]
 
 
 def test_only_days_with_new_attempts_are_computed(spark: "SparkSession", tmp_path: Path) -> None:

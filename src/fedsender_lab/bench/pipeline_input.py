@@ -432,7 +432,9 @@ def _write_ledger(
         "*", "'unreachable' AS outcome", "'live' AS lane", "null AS supersedes"
     )
     lines = _lines(sent.union(caught_up).union(tried), shape, shape.ms_of("newest"))
-    _segments(lines.repartition(-(-shape.events // PDUS_PER_SEGMENT)), directory, f"{INSTANCE}.0")
+    _segments(
+        lines.repartition(-(-sum(fates.values()) // PDUS_PER_SEGMENT)), directory, f"{INSTANCE}.0"
+    )
     told.unpersist()
     return fates
 
