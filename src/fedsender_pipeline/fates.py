@@ -32,7 +32,8 @@ _ANSWERED: Final = ("delivered_again", "delivered", "refused")
 FOR_EVER: Final = 2**62
 
 EVERYWHERE: Final = f"server = '{EVERY_SERVER}'"
-_KINDS: Final = (EXPECTED, *FATES[:-1])
+COUNTS: Final = (EXPECTED, *FATES)
+_KINDS: Final = COUNTS[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,6 @@ def split_by_day(found: DataFrame, places: DataFrame) -> DataFrame:
 
 
 RANGE: Final = "first: BIGINT, last: BIGINT, kind: STRING"
-COUNTS: Final = (EXPECTED, *FATES)
 
 
 def counts_of(found: DataFrame) -> DataFrame:

@@ -63,12 +63,12 @@ _EVERYWHERE: Final = {
     # A field beyond what it can hold is a line for the reject table and not the end of the job.
     "spark.sql.ansi.enabled": "false",
 }
-# Spark's Java listens on loopback, and takes Java objects from whoever connects. With this it first
-# wants a secret: for `local`, one that Spark makes anew for each session and tells nobody.
-_LOCKED: Final = {"spark.authenticate": "true"}
 # On this machine Java is one process, and every kind of memory that it takes has a limit: with
 # Python's share a job stays within 4 GiB. What does not fit into the heap goes to the disk.
-_LOCAL: Final = _LOCKED | {
+_LOCAL: Final = {
+    # Java listens on loopback, and takes Java objects from whoever connects. With this it first
+    # wants a secret: one that Spark makes anew for each session and tells nobody.
+    "spark.authenticate": "true",
     "spark.driver.memory": "2g",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
