@@ -17,6 +17,9 @@ from typing import Any, Final
 from fedsender_pipeline import Usage, schemas
 from fedsender_pipeline.lake import Lake
 
+MOST_NAMED: Final = 20
+"""Lines that are named when they cannot be read."""
+MOST_BYTES: Final = 64 * 2**20
 _LINE: Final = re.compile(
     r"(?P<server>[^\s#]{1,255})\s+"
     r"(?:(?P<event>\$\S{1,254})|(?P<first>[0-9]{1,18})-(?P<last>[0-9]{1,18}))"
@@ -30,6 +33,8 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
         Usage: the file, or a line of it, cannot be read; the text has the numbers of such lines.
     """
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise Usage(f"--accept: {path}: is larger than {MOST_BYTES // 2**20} MiB")
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise Usage(f"--accept: {path}: {error.strerror}") from None
@@ -51,7 +56,8 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
         else:
             rows.append({"server": found["server"], "first": first, "last": last})
     if bad:
-        raise Usage("\n".join(("--accept: nothing was accepted:", *bad)))
+        more = [f"and {len(bad) - MOST_NAMED} more"] if len(bad) > MOST_NAMED else []
+        raise Usage("\n".join(("--accept: nothing was accepted:", *bad[:MOST_NAMED], *more)))
     return rows
 
 

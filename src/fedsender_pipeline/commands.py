@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -75,22 +75,27 @@ def job(name: str, config: Path) -> Iterator[tuple["SparkSession", "Lake", "Conf
 
     with opened(name, config) as (lake, loaded, steps):
         ledgers = [] if name == "report" else fetched(loaded)
-        with spark_for(name, lake, loaded, ledgers) as spark:
+        with spark_for(name, lake, loaded, ledgers, steps) as spark:
             if ledgers:
                 read_ledger(spark, lake, ledgers, steps)
             yield spark, lake, loaded, steps
 
 
+@contextmanager
 def spark_for(
-    name: str, lake: "Lake", loaded: "Config", ledgers: Sequence[Path]
-) -> AbstractContextManager["SparkSession"]:
+    name: str, lake: "Lake", loaded: "Config", ledgers: Sequence[Path], steps: "Steps"
+) -> Iterator["SparkSession"]:
     """A Spark session for this job, which reads these ledgers."""
     from fedsender_pipeline.ingest import rows_to_work_on
     from fedsender_pipeline.session import spark_session
 
     since = lake.position("health" if name in ("health", "report") else "audit_version")
     rows = rows_to_work_on(lake, ledgers, since)
-    return spark_session(loaded.pipeline.spark, name, lake.directory, rows)
+    with ExitStack() as stack:
+        with steps.step("starting Spark"):
+            session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
+            spark = stack.enter_context(session)
+        yield spark
 
 
 @contextmanager
@@ -153,7 +158,7 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
         before = lake.manifest.commit
         module.read_databases(lake, loaded, steps)
         ledgers = fetched(loaded)
-        with spark_for("ingest", lake, loaded, ledgers) as spark:
+        with spark_for("ingest", lake, loaded, ledgers, steps) as spark:
             module.take_in(spark, lake, loaded.server_name, ledgers, steps)
         new, position = module.new_rows(lake, before, *COUNTED), lake.position("events")
         said = f"{new['events']} events up to {position}, {new['attempts']} attempts with"
@@ -302,7 +307,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         # What follows takes long to import.
         from fedsender_pipeline import report as report_module
 
-        with spark_for("run", lake, loaded, ledgers) as spark:
+        with spark_for("run", lake, loaded, ledgers, steps) as spark:
             ingest_module.take_in(spark, lake, loaded.server_name, ledgers, steps)
             found = audit_module.audit(spark, lake, loaded, steps)
             if not as_json:
