@@ -35,7 +35,7 @@ from fedsender.fairness import Turns
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 from fedsender.store.engine import WRITTEN
-from fedsender.waiting import Seats, Slots, again
+from fedsender.waiting import Seats, again
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -286,11 +286,13 @@ class _Once:
     def __init__(self, make: Callable[[], "ASGIApp"], runtime: Runtime) -> None:
         self._make = make
         self._runtime = runtime
-        self._lock = Slots(1)
+        self._lock = trio.Lock()
         self._made: ASGIApp | None = None
 
     async def get(self) -> "ASGIApp":
-        """The application; the first request waits for its imports."""
+        """The application; the first requests wait for its imports."""
+        if self._made is not None:
+            return self._made
         async with self._lock:
             if self._made is None:
                 self._made = await self._runtime.run_sync(
