@@ -499,6 +499,15 @@ class Turns(trio.abc.Instrument):
         """
         return trio.current_time() < self._late_until
 
+    @property
+    def busy(self) -> bool:
+        """Whether the last pass took longer than all turns of one do: then little is to be begun.
+
+        What has begun is a step in many a pass, and in each of them an event that is to be sent
+        waits for all.
+        """
+        return self.pass_s > PASS_S
+
     def before_io_wait(self, timeout: float) -> None:
         """Note that a pass of the loop has ended."""
         self._spent_s = 0.0

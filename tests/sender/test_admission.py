@@ -723,6 +723,31 @@ async def test_who_owes_time_of_the_loop_keeps_nobody_from_connecting(
         nursery.cancel_scope.cancel()
 
 
+async def test_fewer_connections_begin_while_the_passes_of_the_loop_are_long(
+    autojump_clock: MockClock,
+) -> None:
+    """Else those of hostile servers fill the passes that an event waits for. But some begin: what
+    fills the passes may be other servers' traffic, for ever."""
+    loop = Turns(lambda: 0.0)
+    admission = admission_of(2000, slow_share=0.5, per_second=100, loop=loop)
+    began = 0
+
+    async def attempt(number: int) -> None:
+        nonlocal began
+        await admission.permit(f"a.b{number}").turn()
+        began += 1
+
+    async with trio.open_nursery() as nursery:
+        for number in range(500):
+            nursery.start_soon(attempt, number)
+        for pass_s, share in ((0.001, 1), (0.03, 1 / 4), (0.001, 1)):
+            await trio.sleep(0.05)
+            loop.pass_s, before = pass_s, began
+            await trio.sleep(1)
+            assert began - before == pytest.approx(100 * share, abs=5)
+        nursery.cancel_scope.cancel()
+
+
 async def test_turns_that_a_busy_moment_made_late_are_made_up_for(
     autojump_clock: MockClock,
 ) -> None:

@@ -73,6 +73,7 @@ _LEAST_BYTES: Final = 65_536
 _LOOK_AT: Final = 20
 _LOOK_EACH_S: Final = 0.05
 _MADE_UP_S: Final = 0.2
+_BUSY_GAPS: Final = 4
 _CHARGE_EACH_S: Final = 1.0
 
 
@@ -253,7 +254,8 @@ class Starts:
     """The right to start what is dear, at a fixed rate per second, evenly spread; a delay of up to
     0.2 s is made up for.
 
-    Nobody gets it while the loop is late with what was begun before. In one class those come later
+    While the passes of the loop are long it is given at a quarter of the rate, and nobody gets it
+    while the loop is late with what was begun before. In one class those come later
     who had it lately, or cost time of the loop.
     """
 
@@ -278,7 +280,8 @@ class Starts:
             found = self._lines.let_one()
             if found is None:
                 return
-            self._next = max(self._next, now - _MADE_UP_S) + self._gap_s
+            gap_s = self._gap_s * (_BUSY_GAPS if self._loop.busy else 1)
+            self._next = max(self._next, now - _MADE_UP_S) + gap_s
             if not self._accounts.calm:
                 self._accounts.charge(found[0].payer.accounts[:1], self._gap_s, self._gap_s)
 
