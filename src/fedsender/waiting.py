@@ -226,6 +226,8 @@ class Steps:
 
 
 _GOES_FIRST: ContextVar[bool] = ContextVar("_GOES_FIRST", default=False)
+goes_first = _GOES_FIRST.get
+"""Whether the calling task has the right of way."""
 
 
 @contextmanager
@@ -271,7 +273,7 @@ class Slots:
     async def acquire_on_behalf_of(self, borrower: object) -> None:
         """Wait for a slot. `borrower`: who gives it back."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        first = _GOES_FIRST.get()
+        first = goes_first()
         if self._may_take(first):
             self._taken[first] += 1
         else:

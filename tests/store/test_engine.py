@@ -204,22 +204,32 @@ async def test_a_crash_at_a_commit_leaves_all_or_nothing(
 
 async def test_writers_are_let_go_when_the_committer_dies(new_url: NewUrl) -> None:
     """A shielded writer must not wait for ever for a committer that is gone."""
-    seen: list[Exception] = []
+    seen: list[type[BaseException]] = []
 
     def faults(_: str) -> None:
         raise Crash
 
     async def run() -> None:
-        async with open_database(new_url(), real_runtime(), name="test", faults=faults) as database:
-            with trio.CancelScope(shield=True):
-                try:
-                    await database.write(make_table)
-                except StoreClosed as error:
-                    seen.append(error)
+        url = new_url()
+        async with (
+            open_database(url, real_runtime(), name="test", faults=faults) as database,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def write() -> None:
+                with trio.CancelScope(shield=True):
+                    try:
+                        await database.write(lambda _: None)
+                    except (Crash, StoreClosed) as error:
+                        seen.append(type(error))
+
+            # The first runs both, and dies of it; the committer tries again.
+            nursery.start_soon(write)
+            nursery.start_soon(write)
 
     with pytest.raises(Crash):
         await run()
-    assert len(seen) == 1
+    assert seen == [Crash, StoreClosed]
 
 
 async def test_many_small_questions_are_asked_together(new_url: NewUrl) -> None:
@@ -243,6 +253,64 @@ async def test_many_small_questions_are_asked_together(new_url: NewUrl) -> None:
     assert sorted(answers) == sorted((item % 30, (item % 30) ** 2) for item in range(90))
     assert len(asked) <= 4
     assert sum(asked) <= 61
+
+
+class StepsOfOthers(trio.abc.Instrument):
+    """The names of the tasks, other than the calling one, that take a step."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._me = trio.lowlevel.current_task()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is not self._me and not task.name.startswith("<"):
+            self.names.add(task.name)
+
+
+async def test_who_finds_nothing_under_way_waits_for_no_other_task(new_url: NewUrl) -> None:
+    """Each change of tasks costs a pass of the loop, and in a busy one that is 20 ms."""
+    async with open_database(new_url(), real_runtime(), name="test") as database:
+        await database.write(make_table)
+        await trio.testing.wait_all_tasks_blocked()
+        others = StepsOfOthers()
+        trio.lowlevel.add_instrument(others)
+        await database.write(lambda connection: add(connection, "a"))
+        assert await database.read_together(ask_for_notes, "all") == ["a"]
+        trio.lowlevel.remove_instrument(others)
+    assert others.names == set()
+
+
+async def test_who_gives_up_before_it_has_begun_leaves_the_others_theirs(new_url: NewUrl) -> None:
+    """The first that asks also asks for those that have come meanwhile."""
+    go_on = threading.Event()
+    answers: list[list[str]] = []
+
+    async with open_database(new_url(), real_runtime(), name="test") as database:
+        await database.write(make_table)
+        async with trio.open_nursery() as nursery, trio.open_nursery() as readers:
+            for _ in range(20):
+                readers.start_soon(database.read, lambda _: go_on.wait(60))
+            await trio.testing.wait_all_tasks_blocked()
+
+            async def ask(scope: trio.CancelScope) -> None:
+                with scope:
+                    answers.append(await database.read_together(ask_for_notes, "all"))
+
+            first = trio.CancelScope()
+            nursery.start_soon(ask, first)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(ask, trio.CancelScope())
+            await trio.testing.wait_all_tasks_blocked()
+            first.cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            go_on.set()
+            nursery.cancel_scope.deadline = trio.current_time() + 20
+    assert first.cancelled_caught
+    assert answers == [[]]
+
+
+def ask_for_notes(connection: Connection, items: Sequence[str]) -> dict[str, list[str]]:
+    return dict.fromkeys(items, notes(connection))
 
 
 async def test_a_small_question_that_fails_fails_alone(new_url: NewUrl) -> None:

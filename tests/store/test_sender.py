@@ -140,7 +140,8 @@ async def test_what_is_on_record_of_several_is_asked_together(
         (None, {"$held"}, [Redelivery(TWO, "$again", "!a:x", 4)]),
         (None, set(), []),
     ]
-    assert looks == [3, 3]
+    # Who asked for the others is the first to ask again.
+    assert (looks[0], sum(looks)) == (3, 6)
 
 
 async def quarantine(store: SenderStore, destination: str | None, event_id: str) -> int:

@@ -46,7 +46,7 @@ from fedsender.matrix import JsonObject
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError, WrongValues
 from fedsender.streams import Json
-from fedsender.waiting import Signal
+from fedsender.waiting import Signal, right_of_way
 
 if TYPE_CHECKING:
     from fedsender.embedded.signing import EventSigner
@@ -210,6 +210,9 @@ class Writer:
         self._stored = stored
         self._waiting = _Queue()
         self._arrived = Signal()
+        self._storing = False
+        # So many of the oldest go one by one: together they could not be stored.
+        self._alone = 0
 
     def close(self, error: Exception) -> None:
         """Take nothing more; calls that wait are told."""
@@ -249,21 +252,26 @@ class Writer:
     async def append_all(self, records: Sequence[Record], epoch: str | None = None) -> list[int]:
         """Wait for room, put records in line, and wait until they are durable; their tokens.
 
-        Raises OtherEpoch, and the errors of `submit`.
+        Raises OtherEpoch, Elsewhere, and the errors of `submit`.
         """
         await self._waiting.room()
         self.check_epoch(epoch)
         call = Call(len(records))
-        self.submit(records, call)
+        self._enqueue(records, call)
+        # Two passes of the event loop sooner than `run` would, which does what is left.
+        await self._store_some()
         return await call.tokens_when_durable()
 
     def submit(self, records: Sequence[Record], call: Call) -> None:
         """Put records in line, to be waited for by the call. Raises KeyReused, Full."""
+        self._enqueue(records, call)
+        self._arrived.set()
+
+    def _enqueue(self, records: Sequence[Record], call: Call) -> None:
         if self.closed is not None:
             raise self.closed
         self._waiting.enqueue(records, call)
         call.submitted.set()
-        self._arrived.set()
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
         """The stored servers of a room; None: no row was about them. Raises Full."""
@@ -278,24 +286,38 @@ class Writer:
         """Store what arrives, and tell the callers; raises Elsewhere once another sender does."""
         while True:
             await self._arrived.wait()
-            await self._write()
+            while await self._store_some():
+                pass
 
-    async def _write(self) -> None:
-        alone = 0  # So many of the oldest go one by one: together they could not be stored.
-        while group := self._waiting.oldest(1 if alone else GROUP_RECORDS, GROUP_BYTES):
-            try:
-                answers = await self._store.append_records(group)
-            except Elsewhere:
-                raise
-            except Exception as error:
-                if len(group) > 1:
-                    alone = len(group)
-                    continue
-                answers = [_refusal(error)]
-            alone = max(0, alone - 1)
-            self.head = max(self.head, *(each for each in answers if isinstance(each, int)), 0)
-            self._stored(group, answers)
-            self._waiting.answer(answers)
+    async def _store_some(self) -> bool:
+        """Store a group of the oldest, if nobody does now; whether it did. Raises Elsewhere."""
+        if self._storing or not self._waiting:
+            return False
+        self._storing = True
+        try:
+            with right_of_way():
+                await self._store_group()
+        finally:
+            self._storing = False
+            if self._waiting:
+                self._arrived.set()
+        return True
+
+    async def _store_group(self) -> None:
+        group = self._waiting.oldest(1 if self._alone else GROUP_RECORDS, GROUP_BYTES)
+        try:
+            answers = await self._store.append_records(group)
+        except Elsewhere:
+            raise
+        except Exception as error:
+            if len(group) > 1:
+                self._alone = len(group)
+                return
+            answers = [_refusal(error)]
+        self._alone = max(0, self._alone - 1)
+        self.head = max(self.head, *(each for each in answers if isinstance(each, int)), 0)
+        self._stored(group, answers)
+        self._waiting.answer(answers)
 
 
 def _refusal(error: Exception) -> Exception:
@@ -318,6 +340,9 @@ class _Queue:
         self._callers: dict[bytes, list[tuple[Call, int]]] = {}
         self._bytes = 0
         self._room = trio.lowlevel.ParkingLot()
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     async def room(self) -> None:
         """Wait until there is room for more."""

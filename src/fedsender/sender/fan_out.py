@@ -320,7 +320,8 @@ class FanOut:
         events = Counter[str]()
         while True:
             try:
-                gone = await self._note(position, owed, first, newest)
+                with right_of_way():
+                    gone = await self._note(position, owed, first, newest)
             except RoomsLocked as error:
                 pairs = error.pairs
             else:

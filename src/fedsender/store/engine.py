@@ -1,8 +1,9 @@
 """A database behind worker threads: reads side by side, small reads and writes in groups.
 
-`Database.write` is the only way in for changes. Callers queue up. One committer takes all that wait
-and runs them in one transaction, in one thread hop. A caller's await returns once that transaction
-is durable. If a function raises, its batch is rolled back and each function of the batch is run by
+`Database.write` is the only way in for changes. A caller that finds nothing under way runs its
+transaction itself. Those that come meanwhile queue up, and one committer takes all that wait and
+runs them in one transaction, in one thread hop. A caller's await returns once that transaction is
+durable. If a function raises, its batch is rolled back and each function of the batch is run by
 itself, so that only the bad one raises. `Database.read_together` is the same for small reads: a hop
 and a transaction cost several times as much as such a read itself.
 
@@ -59,7 +60,7 @@ from fedsender.store.connections import (
     words,
 )
 from fedsender.store.statements import having_rows
-from fedsender.waiting import Slots, doubling
+from fedsender.waiting import Slots, doubling, goes_first
 
 __all__ = [
     "Database",
@@ -171,6 +172,9 @@ class _Lane:
 class _GroupCommit:
     """Jobs in a queue, and the loop that runs them, batch by batch.
 
+    A job that finds nothing under way is run by its caller, because each change of tasks costs a
+    pass of the event loop, 20 ms in a busy one.
+
     A batch is run in one transaction. If one of its jobs raises, each of them is run by itself, so
     that only the bad one raises. A job that meets another process's lock is set aside and tried
     again without end, while the others go on. A caller that does not wait for locks is told
@@ -205,6 +209,10 @@ class _GroupCommit:
         self._queue: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._arrived = trio.Event()
+        # Whether a task runs a batch, or is about to.
+        self._led = False
+        self._tries = 0
+        self._not_before = -math.inf
         # Jobs that met a lock, and when each is tried again (trio's clock, seconds).
         self._aside: dict[_Job, float] = {}
         self._turn_of_aside = False
@@ -230,10 +238,15 @@ class _GroupCommit:
         end, and raises Cancelled only if nothing was done.
         """
         await self.check_open()
+        idle = not (self._led or self._queue or self._aside)
         self._queue.append(job)
-        self._arrived.set()
         try:
-            await job.done.wait()
+            if idle:
+                await self._run_batch(later=not goes_first())
+            elif not self._led:
+                self._arrived.set()
+            if not job.done.is_set():
+                await job.done.wait()
         except trio.Cancelled:
             await self._withdraw(job)
             # Whoever is told that it is cancelled may say that nothing was done.
@@ -248,15 +261,11 @@ class _GroupCommit:
 
     async def run(self) -> None:
         """Run the waiting jobs, until cancelled; then no caller is left waiting."""
-        tries = 0
         try:
             while True:
                 with trio.move_on_at(min(self._aside.values(), default=math.inf)):
                     await self._arrived.wait()
-                pause = await self._run(self._take_batch(), tries)
-                tries = tries + 1 if pause else 0
-                if pause:
-                    await trio.sleep(pause)
+                await self._run_batch()
         finally:
             # Nobody is left who would do what comes from here on.
             self.closed = True
@@ -304,23 +313,47 @@ class _GroupCommit:
             batch.append(job)
             if job.alone:
                 break
-        if not self._queue:
+        if not self._queue and self._arrived.is_set():
             self._arrived = trio.Event()
         self._running = batch
         return batch
 
-    async def _run(self, batch: list[_Job], tries: int) -> float:
-        """Run one batch in one transaction; returns the seconds to pause before the next."""
-        if not batch:
-            return 0
+    async def _run_batch(self, *, later: bool = False) -> None:
+        """Run what waits in one transaction, once the last failure's pause is over. If cancelled,
+        nothing has begun.
+
+        `later`: in the next pass of the loop, as more may come in this one.
+        """
+        self._led = True
+        try:
+            if later:
+                await trio.lowlevel.checkpoint()
+            if self._tries:
+                await trio.sleep_until(self._not_before)
+            if batch := self._take_batch():
+                await self._run(batch)
+        finally:
+            self._led = False
+            if self._queue:
+                self._arrived.set()
+
+    async def _run(self, batch: list[_Job]) -> None:
+        pause = 0.0
         try:
             await self._transact(batch)
         except Exception as error:
-            return self._settle_failure(batch, error, tries)
-        self._finish(batch)
-        return 0
+            pause = self._settle_failure(batch, error, self._tries)
+            self._arrived.set()  # The loop may not know yet what was set aside.
+        except BaseException:
+            self._put_back(batch, alone=False)
+            raise
+        else:
+            self._finish(batch)
+        self._tries = self._tries + 1 if pause else 0
+        self._not_before = trio.current_time() + pause
 
     def _settle_failure(self, batch: list[_Job], error: Exception, tries: int) -> float:
+        """Returns the seconds to pause before the next batch."""
         met = self._met_a_lock(batch, error)
         try:
             pause = self._pause_after(error, max((job.locked for job in met), default=tries))

@@ -278,6 +278,6 @@ def test_fairness_they_take_all_slow_places(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(admission, "LONG_S", 60.0)
 
     # How many messages to such servers come just then is a matter of the seed.
-    worlds = (simulate(seed, 64, 0.05, hostile=True, stop_at="fairness") for seed in (5, 4))
+    worlds = (simulate(seed, 64, 0.05, hostile=True, stop_at="fairness") for seed in (1, 2))
     unfair = (each for world in worlds for each in world.violations)
     assert any(each.invariant == "fairness" and "unhurried" in each.text for each in unfair)
