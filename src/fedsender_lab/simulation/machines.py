@@ -115,6 +115,7 @@ class Process(Life):
         self._freezes = self._unheard = False
         self._asleep: list[trio.lowlevel.Task] = []
         self._sessions: list[Any] = []
+        self._lost: list[Any] = []
 
     @property
     def well(self) -> bool:
@@ -203,7 +204,7 @@ class Process(Life):
         return replace(runtime, entropy=entropy)
 
     async def _run_sync(
-        self, function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
+        self, function: Callable[[], T], /, *, limiter: Limiter, abandon_on_cancel: bool = False
     ) -> T:
         if self._freezes:
             self._freeze()  # So this call is late.
@@ -213,7 +214,7 @@ class Process(Life):
         await limiter.acquire_on_behalf_of(holder)
         try:
             slow = self._rng.random() < 0.1
-            with trio.CancelScope(shield=not abandon):
+            with trio.CancelScope(shield=not abandon_on_cancel):
                 await trio.sleep(self._rng.uniform(0, SLOW_S) if slow else 0)
             if self.crashed:
                 raise Crash
@@ -313,11 +314,14 @@ class Process(Life):
         self._sessions.append(session)
 
     def _close_sessions(self) -> None:
+        """Close the server's ends; and ours, once this process is dead."""
         self.shared.end_sessions(each for each in self._sessions if not each.closed)
-        if not self.cut:
-            for session in self._sessions:
-                session.close()
+        self._lost += self._sessions
         self._sessions.clear()
+        if self.crashed or self.gone:
+            for session in self._lost:
+                session.close()
+            self._lost.clear()
 
     def __str__(self) -> str:
         return f"{self.machine} ({self.number})"
