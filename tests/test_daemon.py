@@ -577,7 +577,7 @@ async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
     ready = trio.Event()
 
     async def run_or_fail(
-        function: Callable[[], Any], /, *, limiter: Limiter, abandon: bool = False
+        function: Callable[[], Any], /, *, limiter: Limiter, abandon_on_cancel: bool = False
     ) -> Any:
         if away and getattr(function, "__name__", "") != "dispose":
             failure = sqlite3.OperationalError("disk I/O error")

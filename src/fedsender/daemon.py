@@ -578,7 +578,7 @@ async def _read_anew(run: _Run) -> tuple[Config, Sequence[SigningKey]]:
         return newer, keys_of(newer)
 
     # In a thread: a long list takes a second to read, and a file system may not answer.
-    return await run.runtime.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
+    return await run.runtime.run_sync(read, limiter=trio.CapacityLimiter(1), abandon_on_cancel=True)
 
 
 async def _reload_while_waiting(run: _Run) -> None:

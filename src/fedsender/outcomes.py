@@ -223,7 +223,7 @@ class Outcomes:
         while True:
             seen = ledger.lines.value
             read = partial(read_page, ledger.directory, ledger.instance, after, limit)
-            page = await self._runtime.run_sync(read, limiter=self._limiter, abandon=True)
+            page = await self._runtime.run_sync(read, limiter=self._limiter, abandon_on_cancel=True)
             done = page.outcomes or not page.at_end or self._ended
             if done or trio.current_time() >= deadline:
                 return page

@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,8 +153,8 @@ class Limiter(AbstractAsyncContextManager[None], Protocol):
 class RunSync(Protocol):
     """Runs a blocking function in a worker thread (or inline, in a simulation).
 
-    With `abandon`, one that is cancelled does not wait for the function, which must be one that
-    changes nothing.
+    With `abandon_on_cancel`, one that is cancelled does not wait for the function, which must be
+    one that changes nothing.
     """
 
     def __call__(
@@ -163,7 +163,7 @@ class RunSync(Protocol):
         /,
         *,
         limiter: Limiter,
-        abandon: bool = False,
+        abandon_on_cancel: bool = False,
     ) -> Awaitable[T]: ...
 
 
@@ -506,14 +506,6 @@ def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
     return found
 
 
-def _run_in_thread(
-    function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
-) -> Coroutine[Any, Any, T]:
-    # Trio calls only these two methods, whatever its annotation says.
-    trios = cast(trio.CapacityLimiter, limiter)
-    return trio.to_thread.run_sync(function, limiter=trios, abandon_on_cancel=abandon)
-
-
 async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:
     """Listen on every address of `host`; port 0 picks a free one. Raises OSError."""
     return list(await trio.open_tcp_listeners(port, host=host))
@@ -545,7 +537,8 @@ def real_runtime() -> Runtime:
         elapsed_s=lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
         random=random.Random(),
         entropy=os.urandom,
-        run_sync=_run_in_thread,
+        # Of the limiter, Trio calls only the two methods that ours has.
+        run_sync=cast(RunSync, trio.to_thread.run_sync),
         network=RealNetwork(turns),
         turns=turns,
     )

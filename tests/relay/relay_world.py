@@ -171,7 +171,7 @@ class World:
         plain = runtime(self.starts, now_ms=lambda: now_ms() + self.ahead_ms)
 
         async def run_sync(
-            function: Callable[[], Any], /, *, limiter: Limiter, abandon: bool = False
+            function: Callable[[], Any], /, *, limiter: Limiter, abandon_on_cancel: bool = False
         ) -> Any:
             async with limiter:
                 if self.thread_s:

@@ -206,7 +206,7 @@ class Admin:
         def read() -> tuple[str | None, ssl.SSLContext | None]:
             return None if path is None else read_secret(path), make_tls and make_tls()
 
-        return await self._runtime.run_sync(read, limiter=self._limiter, abandon=True)
+        return await self._runtime.run_sync(read, limiter=self._limiter, abandon_on_cancel=True)
 
 
 async def read_files(endpoints: Iterable[Admin]) -> None:

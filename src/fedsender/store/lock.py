@@ -196,7 +196,7 @@ class AdvisoryLock(Lock):
         with trio.move_on_after(within_s):
             # Who gave it up hears no answer, and the session goes on with the next question.
             return await self._runtime.run_sync(
-                look, limiter=self._limiter, abandon=within_s < math.inf
+                look, limiter=self._limiter, abandon_on_cancel=within_s < math.inf
             )
         raise LockUnknown("the database does not answer")
 

@@ -254,7 +254,7 @@ class Life:
         )
 
     async def _run_sync(
-        self, function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
+        self, function: Callable[[], T], /, *, limiter: Limiter, abandon_on_cancel: bool = False
     ) -> T:
         """Do the work of a worker thread, at some moment of a short while, and all at once."""
         holder = object()

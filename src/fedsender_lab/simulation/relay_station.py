@@ -179,7 +179,7 @@ class Steps:
         self.fail.clear()
 
     async def run_sync(
-        self, function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False
+        self, function: Callable[[], T], /, *, limiter: Limiter, abandon_on_cancel: bool = False
     ) -> T:
         """Do the work of a worker thread, all at once: killed before it, or after it."""
         async with limiter:

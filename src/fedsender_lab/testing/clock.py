@@ -112,7 +112,9 @@ class TurnsByTable(Turns):
         super().before_io_wait(timeout)
 
 
-async def inline(function: Callable[[], T], /, *, limiter: Limiter, abandon: bool = False) -> T:
+async def inline(
+    function: Callable[[], T], /, *, limiter: Limiter, abandon_on_cancel: bool = False
+) -> T:
     """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
     async with limiter:
         return function()
