@@ -1,5 +1,6 @@
 """The stream under every federation request: TLS over a socket, bounded and cancellable."""
 
+import ctypes
 import gc
 import ssl
 import subprocess
@@ -389,6 +390,49 @@ class Handshake:
         cipher = self.it.cipher()
         assert cipher is not None
         return Sealer(cipher[0], secret_in(self._key_log))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks glibc")
+def test_connection_at_rest_keeps_no_memory_for_what_was_read(tmp_path: Path) -> None:
+    """Neither OpenSSL's for a record, 16 KiB since a ticket, nor ours for the largest one."""
+    connections = [Handshake(tmp_path, tickets=2, piece=65_536, names=0) for _ in range(30)]
+    for each in connections:
+        each.shake_hands()
+        each.we.write(b"a request")
+        with suppress(ssl.SSLWantReadError):
+            each.it.read()
+    before = allocated()
+    for each in connections:
+        each.it.write(bytes(16_000))
+        assert each.read() == bytes(16_000)
+    # 41,000: what carries it in this test, twice 16,000 and a third, which is never less.
+    assert (allocated() - before) / 30 < 50_000
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+
+
+def allocated() -> int:
+    """The bytes that glibc has given out."""
+    info = ctypes.CDLL(None).mallinfo2
+    info.restype = Mallinfo
+    return int(info().field7)
+
+
+def test_bytes_of_a_broken_stream_reach_no_other(tmp_path: Path) -> None:
+    broken, well = (Handshake(tmp_path, tickets=0, piece=65_536) for _ in range(2))
+    assert isinstance(broken.we, MeteredTls)
+    with suppress(ssl.SSLWantReadError):
+        broken.we.do_handshake()
+    broken.we.feed(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with pytest.raises(ssl.SSLError, match="WRONG_VERSION_NUMBER"):
+        broken.we.do_handshake()
+    well.shake_hands()
+    well.it.write(b"an answer")
+    assert well.read() == b"an answer"
 
 
 @pytest.mark.parametrize("piece", [536, 1460, 65_536])

@@ -15,6 +15,7 @@ import operator
 import re
 import socket
 import ssl
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
@@ -227,7 +228,7 @@ class MeteredTls(ssl.SSLObject):
 
     @classmethod
     def _create(cls, fed: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> "MeteredTls":
-        incoming = ssl.MemoryBIO()
+        incoming = _shared.incoming
         made: MeteredTls = super()._create(incoming, *args, **kwargs)  # type: ignore[misc]
         made._fed, made._incoming = fed, incoming
         return made
@@ -262,8 +263,10 @@ class MeteredTls(ssl.SSLObject):
                             " pieces"
                         ) from None
                     if not size:
+                        self._refuse_end()
                         raise
         finally:
+            self._drop_rest()
             self._spent_s += self.cpu_s() - began
             if self._spent_s > self.most_handshake_s:
                 raise trio.BrokenResourceError(
@@ -273,30 +276,41 @@ class MeteredTls(ssl.SSLObject):
 
     def read(self, most: int = 1024) -> bytes:  # type: ignore[override]
         """Some data; raises ssl.SSLError, and BrokenResourceError after too much that is none."""
-        while True:
-            size = 0 if self._left else self._next_record()
-            if self._small_pieces > self.most_small_pieces:
+        try:
+            while (data := self._read_record(most)) is None:
+                pass
+        finally:
+            self._drop_rest()
+        return data
+
+    def _read_record(self, most: int) -> bytes | None:
+        """Some data, or None after a record that has none; raises as `read`."""
+        size = 0 if self._left else self._next_record()
+        if self._small_pieces > self.most_small_pieces:
+            raise trio.BrokenResourceError(
+                f"more than {self.most_small_pieces} pieces of less than {SMALL_PIECE_BYTES} bytes"
+            )
+        try:
+            data = super().read(most)
+            self._left = len(data) == most
+            return data
+        except ssl.SSLWantReadError:
+            if self._left:
+                self._left = False  # We had read it to its end.
+                return None
+            self._idle_records += size > 0
+            self._idle_bytes += size
+            if self._idle_records > MAX_TLS_RECORDS or self._idle_bytes > MAX_TLS_BYTES:
                 raise trio.BrokenResourceError(
-                    f"more than {self.most_small_pieces} pieces of less than"
-                    f" {SMALL_PIECE_BYTES} bytes"
-                )
-            try:
-                data = super().read(most)
-                self._left = len(data) == most
-                return data
-            except ssl.SSLWantReadError:
-                if self._left:
-                    self._left = False  # We had read it to its end.
-                    continue
-                self._idle_records += size > 0
-                self._idle_bytes += size
-                if self._idle_records > MAX_TLS_RECORDS or self._idle_bytes > MAX_TLS_BYTES:
-                    raise trio.BrokenResourceError(
-                        f"more than {MAX_TLS_RECORDS} records or {MAX_TLS_BYTES} bytes of TLS"
-                        " without data"
-                    ) from None
-                if not size:
-                    raise
+                    f"more than {MAX_TLS_RECORDS} records or {MAX_TLS_BYTES} bytes of TLS"
+                    " without data"
+                ) from None
+            if not size:
+                self._refuse_end()
+                raise
+            # OpenSSL 3.0 keeps 16 KiB after such a record, until something is written.
+            super().write(b"")
+            return None
 
     def write(self, data: Any) -> int:
         """Encrypt it, and let the peer begin anew; raises ssl.SSLError."""
@@ -304,25 +318,30 @@ class MeteredTls(ssl.SSLObject):
         return super().write(data)
 
     def _next_record(self) -> int:
-        """Hand OpenSSL the next record; its size, or 0 if none is whole.
-
-        It also gets what no record is, and the end.
-        """
+        """Hand OpenSSL the next record, or what is none; its size, or 0 if none is whole."""
         if self._fed.pending:
             self.feed(self._fed.read())
         ahead = self._ahead
         size = 5 + (ahead[3] << 8 | ahead[4]) if len(ahead) >= 5 else _RECEIVE_BYTES
         if ahead and not (20 <= ahead[0] <= 24 and size <= _RECEIVE_BYTES):
             size = len(ahead)
-        if len(ahead) >= size:
-            self._incoming.write(ahead[:size])
-            self._ahead = ahead[size:]
-            return size
-        if self._fed.eof and not self._incoming.eof:
-            self._incoming.write(ahead)
-            self._incoming.write_eof()
-            self._ahead = b""
-        return 0
+        if len(ahead) < size:
+            return 0
+        self._incoming.write(ahead[:size])
+        self._ahead = ahead[size:]
+        return size
+
+    def _drop_rest(self) -> None:
+        """Leave no bytes of a peer whose stream broke to another one."""
+        if self._incoming.pending:
+            self._incoming.read()
+
+    def _refuse_end(self) -> None:
+        """Raise what OpenSSL raises, if the peer has ended without a goodbye."""
+        if self._fed.eof:
+            ended = ssl.SSLEOFError(ssl.SSL_ERROR_EOF, "EOF occurred in violation of protocol")
+            ended.reason = "UNEXPECTED_EOF_WHILE_READING"
+            raise ended from None
 
 
 class ServedTls(MeteredTls):
@@ -332,6 +351,15 @@ class ServedTls(MeteredTls):
     most_handshake_s = most_small_pieces = math.inf
 
 
+class _Shared(threading.local):
+    """The memory from which OpenSSL reads, one for all streams of a thread: it never shrinks, and
+    is empty between two records."""
+
+    def __init__(self) -> None:
+        self.incoming = ssl.MemoryBIO()
+
+
+_shared: Final = _Shared()
 _UNUSED: Final = ssl.MemoryBIO()
 _ENDED: Final = ssl.MemoryBIO()
 _ENDED.write_eof()
