@@ -78,7 +78,6 @@ def site_of(server: str) -> str:
     return public_suffixes().privatesuffix(host) or host
 
 
-@lru_cache(maxsize=16_384)
 def networks_of(address: str) -> Payers:
     """The networks of an IP, widest first: /24 of IPv4, /48 and /64 of IPv6; a name has none."""
     try:

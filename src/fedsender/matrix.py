@@ -145,7 +145,6 @@ def matches(pattern: str, server: str) -> bool:
 _PORT: Final = re.compile(r"[0-9*?]+", re.ASCII)
 
 
-@lru_cache(maxsize=16_384)
 def host_and_port(text: str) -> tuple[str, str | None]:
     """The host (lower case) and port (no leading zeros) of a name or glob; None: it has no port."""
     host, colon, port = text.rpartition(":")

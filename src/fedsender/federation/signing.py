@@ -254,7 +254,6 @@ def authorization_header(
 _quoted = lru_cache(_REMEMBERED)(canonical_json)
 
 
-@lru_cache(_REMEMBERED)
 def _quotable(name: str) -> None:
     if _UNQUOTABLE.search(name):
         raise ValueError(f"not a server name: {name[:255]!r}")
