@@ -124,7 +124,7 @@ def test_memory_is_told_at_rest_per_server_and_per_connection(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     figures = figures_of(capfd, "memory", *tiny(5, 2))
-    assert figures["at_rest_mb"] > figures["imports_mb"] > 0
+    assert figures["asked_mb"] > figures["at_rest_mb"] > figures["imports_mb"] > 0
     assert {"per_idle_server_kb", "per_connection_kb"} <= figures.keys()
 
 
