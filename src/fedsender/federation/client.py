@@ -350,6 +350,7 @@ class FederationClient:
         self.metrics = metrics
         self.memory = AnswerMemory()
         self.user_agent = _user_agent(config.user_agent_suffix)
+        self.ip_ranges = config.ip_ranges
         proxy = _proxy_of(config, runtime)
         sources = [str(ip) for ip in config.source_addresses]
         self.dialer = Dialer(runtime.network, proxy=proxy, sources=sources)
@@ -396,7 +397,6 @@ class Peer:
             config.verify_certificates if verify is None else verify,
             () if policy.ca_file else config.more_ca_files,
         )
-        self._ranges = config.ip_ranges
         self._opened_by = (self._address, self._tls)
         self._held: Live | None = None
         # When the connection of the last exchange became idle; not that connection, whose buffers
@@ -565,7 +565,7 @@ class Peer:
         client = self._client
         resolved = await self.resolve()
         # An address of the configuration is permitted; one from the DNS is checked.
-        ranges = self._ranges if self._address is None else IPRanges()
+        ranges = client.ip_ranges if self._address is None else IPRanges()
         try:
             await self._permit.handshake()
             async with client.connections.place():
@@ -644,7 +644,7 @@ class Peer:
             # The server pays that led us here, not whoever it named in a redirect.
             payer = Payer(self.destination)
             connection = await client.dialer.open(
-                candidates, host, self._tls, self._ranges, payer=payer
+                candidates, host, self._tls, client.ip_ranges, payer=payer
             )
             try:
                 yield connection

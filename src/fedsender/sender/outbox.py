@@ -80,6 +80,8 @@ RECEIPT_PAGES = 20
 """The most pages that are read for one transaction."""
 RESERVED_EDUS = 10
 """The EDUs of a transaction that are kept free of to-device messages while device lists wait."""
+# One for all servers: Python has 230 bytes for each that it makes.
+_NONE: Final[frozenset[str]] = frozenset()
 # Why a redelivery is given up.
 GONE = "the homeserver does not have it any more"
 NOT_FOR_IT = "it is not for this server any more"
@@ -125,7 +127,7 @@ class Outbox:
         # Counts offers and spills: if it moved during a query, the query's answer is stale.
         self._news = 0
         self._news_seen = 0
-        self._ahead: frozenset[str] = frozenset()
+        self._ahead = _NONE
         self._catch_up: CatchUp | None = None
         self._tells_at = -math.inf
         # Lanes that were locked when they were read last: when to try again, and tries in a row.
@@ -715,7 +717,7 @@ class Outbox:
             self.level = True
             self._context.debts.settled(self.destination)
             self._spilled_in_health = False
-            self._ahead = frozenset()
+            self._ahead = _NONE
 
     async def _quarantine_stuck(self, catch_up: CatchUp) -> None:
         for bad in list(catch_up.stuck.values()):
