@@ -303,6 +303,22 @@ async def write_history(it: Site, *, bad_one: bool = True) -> tuple[str, int]:
     return good.event_id, last
 
 
+async def one_more_event(it: Site, at: int) -> None:
+    """Another server's event has come to a room that nobody of ours is in."""
+    event = insert(tables.events).values(
+        stream_ordering=at,
+        event_id="$theirs",
+        room_id="!theirs:x.example",
+        type="m.room.message",
+        sender="@x:x.example",
+        received_ts=1,
+        depth=1,
+        outlier=False,
+    )
+    async with homeserver_of(it.homeserver) as database:
+        await database.write(lambda connection: note(connection.execute(event)))
+
+
 async def read_up_to(it: Site, event_id: str) -> int:
     """Our user has read the room up to this event; the receipt's stream id."""
     receipt = {

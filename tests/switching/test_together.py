@@ -23,6 +23,7 @@ from tests.switching.test_senders import (
     all_have,
     fan_out,
     nothing_came_twice,
+    one_more_event,
     site,
     write_history,
 )
@@ -284,40 +285,92 @@ async def test_an_event_that_no_server_got_is_one_entry(
         await both.post("a", "quarantine/release", {"ids": [waits]}, 404)
 
 
-@pytest.mark.parametrize("left", ["it comes back", "its servers get another sender"])
+async def in_quarantine(both: Desks, name: str) -> list[int]:
+    """The ids of all items, as this sender tells them."""
+    return [each["id"] for each in (await both.get(name, "quarantine"))["items"]]
+
+
+async def refused_behind(both: Desks, name: str, ids: list[int], why: str) -> None:
+    """Nothing of this is released or given up, as this sender says."""
+    for path in ("quarantine/drop", "quarantine/release"):
+        for what in ({"ids": ids}, {"room_id": ROOM}):
+            said = await both.post(name, path, what, 409)
+            assert said["errcode"] == "FEDSENDER_BEHIND"
+            assert said["error"].startswith(why), said
+
+
+async def drop_and_release(both: Desks, name: str) -> None:
+    """Give the first item up, and release the one behind it."""
+    bad, waits = await in_quarantine(both, name)
+    await both.post(name, "quarantine/drop", {"ids": [bad]})
+    said = await both.post(name, "quarantine/release", {"ids": [waits]})
+    assert (said["released"], said["kept"]) == ([waits], [])
+
+
 async def test_what_a_sender_has_yet_to_come_to_is_not_released_before(
-    left: str, tmp_path: Path, postgres: Databases
+    tmp_path: Path, postgres: Databases
 ) -> None:
-    """b would hold it back again, as would a, once it walks for b's servers; and all that a had
-    sent in that room since would come twice with the next release."""
+    """b would hold it back again; and all that a had sent in that room since would come twice with
+    the next release."""
     async with desks(tmp_path, postgres) as both:
         it = both.site
         it.become(well=True)
         await until(it.all_have(200))
-        both.close("b")
-        await it.stop("b")
         good, upto = await write_history(it)
         await fan_out(it, upto, "a")
-        bad, waits = [each["id"] for each in (await both.get("a", "quarantine"))["items"]]
-        for path in ("quarantine/drop", "quarantine/release"):
-            for what in ({"ids": [bad, waits]}, {"room_id": ROOM}):
-                said = await both.post("a", path, what, 409)
-                assert said["errcode"] == "FEDSENDER_BEHIND"
-                assert said["error"].startswith("b has yet to come to it"), said
-        if left == "it comes back":
-            await it.start("b")
-            both.open("b")
-            await fan_out(it, upto, "b")
-        else:
-            both.close("a")
-            await it.change("a")
-            both.open("a")
-        bad, waits = [each["id"] for each in (await both.get("a", "quarantine"))["items"]]
-        await both.post("a", "quarantine/drop", {"ids": [bad]})
-        said = await both.post("a", "quarantine/release", {"ids": [waits]})
-        assert (said["released"], said["kept"]) == ([waits], [])
+        await refused_behind(both, "a", await in_quarantine(both, "a"), "b has yet to come to it")
+        await fan_out(it, upto, "b")
+        await drop_and_release(both, "a")
         await until(all_have(it, good))
-        assert (await both.get("a", "quarantine"))["items"] == []
+        assert await in_quarantine(both, "a") == []
+        nothing_came_twice(it)
+
+
+async def test_what_a_sender_may_walk_again_is_not_released_before(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """a walks for b's servers, and would hold it back again at a start before its position is past
+    the walk; with the next release a's own servers would get it twice."""
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        it.become(well=True)
+        await until(it.all_have(200))
+        good, upto = await write_history(it)
+        await fan_out(it, upto, "a")
+        both.close("a", "b")
+        await it.change("a")
+        both.open("a")
+        await refused_behind(both, "a", await in_quarantine(both, "a"), "a has yet to come to it")
+        await one_more_event(it, upto + 1)
+        await fan_out(it, upto + 1, "a")
+        await drop_and_release(both, "a")
+        await until(all_have(it, good))
+        both.close("a")
+        await it.stop("a")
+        await it.start("a")
+        both.open("a")
+        assert await in_quarantine(both, "a") == []
+        nothing_came_twice(it)
+
+
+async def test_what_an_absent_sender_would_have_to_release_is_not_released_without_it(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """The order would go to whoever has b's servers next, with a's servers: they got it."""
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        it.become(well=True)
+        good, upto = await write_history(it)
+        await fan_out(it, upto, "a", "b")
+        both.close("b")
+        await refused_behind(both, "a", await in_quarantine(both, "a"), "its sender is away (b)")
+        both.close("a")
+        await it.change("a")
+        both.open("a")
+        await fan_out(it, upto, "a")
+        await drop_and_release(both, "a")
+        await until(all_have(it, good))
+        assert await in_quarantine(both, "a") == []
         nothing_came_twice(it)
 
 

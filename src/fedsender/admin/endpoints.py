@@ -355,15 +355,28 @@ async def _present(
     return found, in_hand, None if events else servers
 
 
+@question
+async def yet_to_come_to(context: AdminContext, events: tuple[int, int]) -> list[str]:
+    """Our name, if we have yet to come to some of the events from the first to the last of these
+    tokens."""
+    past = context.sender.fan_out.has_come_to(*events)
+    return [] if past else [context.config.instance_name]
+
+
 async def _all_have_come_to(context: AdminContext, tokens: Iterable[int | None]) -> None:
-    """Refuse the request if a sender has yet to come to one of these events, which no server got:
-    it would hold that event back later, whatever was said before."""
-    newest = max((token for token in tokens if token is not None), default=-1)
-    places = await context.homeserver.places()
-    behind = [name for name in context.senders if places.get(name, newest) < newest]
-    if behind:
-        text = f"{', '.join(behind)} has yet to come to it: wait, or take it out of the list"
-        raise Refusal(409, "FEDSENDER_BEHIND", f"{text} of senders")
+    """Refuse the request unless all senders are there, and have come to these events, which no
+    server got. Whoever comes to one later would hold it back, whatever was said before; and what
+    waits for a sender that is away would be done for servers of others as well, by who has its
+    servers next."""
+    known = [token for token in tokens if token is not None]
+    if not known:
+        return
+    heard = await yet_to_come_to.ask(context, (min(known), max(known)))
+    missing = [f"{name} has yet to come to it" for name in heard.joined()]
+    missing += heard.without.values()
+    if missing:
+        text = f"{', '.join(missing)}: wait, or take it out of the list of senders"
+        raise Refusal(409, "FEDSENDER_BEHIND", text)
 
 
 async def _all_have_come_to_room(context: AdminContext, room_id: str) -> None:

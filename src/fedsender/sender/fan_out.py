@@ -176,6 +176,14 @@ class FanOut:
             self._walked = self.position
             self._walks, self.position = False, -1
 
+    def has_come_to(self, first: int, last: int) -> bool:
+        """Whether all events from `first` to `last` are behind us, for good: a walk that has not
+        ended may come to them again, at our next start."""
+        walk = self._walk
+        if walk is not None and walk.after < walk.upto and self.position <= walk.upto >= first:
+            return False
+        return last <= self.position
+
     async def _at(self) -> int:
         return (await self._homeserver.generation()).position
 
