@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from fedsender.config.sections import Ledger as Settings
 from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, cut_off, open_ledger
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState, states_of
-from fedsender.sender.recovery import hand_over, take_over
+from fedsender.sender.recovery import _Recovery, hand_over, take_over
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.store.positions import set_feed_position
+from fedsender.store.positions import SetBack, set_feed_position
 from fedsender.store.records import FrozenRecord, Redelivery
 from fedsender.telemetry import Count
 
@@ -211,3 +212,24 @@ async def test_a_full_window_does_not_ask_every_queue_about_every_event(
     said = [str(number) for number in range(60)]
     assert busy.got[-61:] == ["in flight", *said]
     assert world.servers[A].got[-60:] == said
+
+
+async def test_a_start_looks_again_with_pauses_while_two_databases_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
+) -> None:
+    """Each connection reaches another one, on a timeline of its own, as after a failover that has
+    left the old primary running."""
+    mock_clock.rate = 100.0
+    looks, look = list[float](), _Recovery.look_anew
+
+    async def look_anew(recovery: _Recovery) -> None:
+        looks.append(trio.current_time())
+        if len(looks) < 4:
+            raise ExceptionGroup("", [SetBack("two timelines")])
+        await look(recovery)
+
+    monkeypatch.setattr(_Recovery, "look_anew", look_anew)
+    async with a_store(tmp_path) as store:
+        await start(store, tmp_path, "1")
+    assert len(looks) == 4
+    assert all(after - before >= 1 for before, after in pairwise(looks))

@@ -22,6 +22,7 @@ from fedsender.store import Store
 from fedsender.store.engine import StoreError
 from fedsender.store.positions import SetBack
 from fedsender.store.records import StoredGeneration
+from fedsender.waiting import FIRST_PAUSE_S
 
 T = TypeVar("T")
 
@@ -56,6 +57,8 @@ async def take_over(
         except* SetBack:  # Meanwhile, and what was read before is void.
             reason = store.homeserver.set_back_because
             log.warning("database_moved", reason=reason, servers_with_void_answers=0)
+        # Two may answer, one of them to each connection.
+        await trio.sleep(FIRST_PAUSE_S)
 
 
 async def begin_anew(
