@@ -16,8 +16,8 @@ for the servers of all senders are given to one of them, and timed.
 
 A message waits for as long as its server pauses: `wait_max_s` and the like are of all messages that
 were made while the list changed. In the end those that were away come back, the pause is over, and
-what is in quarantine is released. Every server has to get every message, and for the first time in
-order, and every message to its devices.
+what is in quarantine is released; `all_back_s` later all have everything. Every server has to get
+every message, and for the first time in order, and every message to its devices.
 """
 
 import signal
@@ -306,6 +306,7 @@ async def _play(
                     await kept.order()
         await talk.end()
         await kept.end()
+        began = trio.current_time()
         keys = away * options.events
         wanted = {
             "stamped": talk.said * (traffic + away + 1 + locked) + locked + WITNESSES,
@@ -315,6 +316,7 @@ async def _play(
             "released": WITNESSES + 1,
         }
         got = await _until(stage, wanted)
+        all_back_s = trio.current_time() - began
     broken = [*got["broken"], *kept.broken]
     for what, number in wanted.items():
         if got[what] < number:
@@ -335,6 +337,7 @@ async def _play(
             "queued": kept.queued,
         },
         "set_aside": aside,
+        "all_back_s": round(all_back_s, 1),
         "goal": {"wait_max_s": 5, "orders_max_s": 2},
         **checked(got),
         "broken": broken,
