@@ -180,7 +180,7 @@ class FanOut:
         """Whether all events from `first` to `last` are behind us, for good: a walk that has not
         ended may come to them again, at our next start."""
         walk = self._walk
-        if walk is not None and walk.after < walk.upto and self.position <= walk.upto >= first:
+        if walk is not None and walk.after < walk.upto and max(first, self.position) <= walk.upto:
             return False
         return last <= self.position
 
