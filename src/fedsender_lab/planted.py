@@ -330,6 +330,14 @@ def ledger_gone(scene: Scene) -> Found:
     return Found(unproven=True)
 
 
+def head_gone(scene: Scene) -> Found:
+    """The first segment has lost its head, with the note of the first start."""
+    # Here all starts are in one segment.
+    scene.lines[:] = (line for line in scene.lines[scene.half :] if line["outcome"] != "owned")
+    scene.write()
+    return Found(unproven=True)
+
+
 Plant = Callable[[Scene], Found]
 WORLDS: Final[Mapping[Plant, Sequence[bool]]] = {
     by_name: (False, True),
@@ -340,6 +348,7 @@ WORLDS: Final[Mapping[Plant, Sequence[bool]]] = {
     # Whatever was read of it cannot be forgotten.
     first_gone: (False,),
     ledger_gone: (False,),
+    head_gone: (False,),
 }
 """By world whether it is judged at once (False) and after its first half (True)."""
 

@@ -288,25 +288,35 @@ def summed_up(lake: Lake, config: Config) -> Audited:
 def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
     """Why it is not known that the ledger begins where it seems to (`Audited.unproven`).
 
-    The numbers of a sender's segments go on from 1: so a first start, or a take-over from Synapse,
-    is in segment 1, and what was removed later leaves its number out. What a later gap hides is
-    missing, each event by name.
+    The numbers of a sender's segments go on from 1, and each start notes what it `owned` before it
+    sends. So segment 1 has such a note of the first start; what was removed later leaves its number
+    out. What a later gap hides is missing, each event by name.
     """
-    names = (name.rsplit(".", 3) for name in lake.read(schemas.SEGMENTS)["name"].to_pylist())
-    numbers = [
-        int(name[2])
-        for name in names
-        if len(name) == 4 and name[0] == instance and name[2].isdecimal()
-    ]
-    if not numbers:
+
+    def numbers(table: LakeTable, column: str, wanted: ds.Expression | None = None) -> set[int]:
+        """Of the segments of the instance that rows name."""
+        names = (
+            name.rsplit(".", 3) for name in lake.read(table, [column], wanted)[column].to_pylist()
+        )
+        return {
+            int(name[2])
+            for name in names
+            if len(name) == 4 and name[0] == instance and name[2].isdecimal()
+        }
+
+    read = numbers(schemas.SEGMENTS, "name")
+    if not read:
         return f"no segment of the ledger of {instance} was ever read"
+    is_start = (ds.field("outcome") == "owned") & ds.field("position").is_valid()
     everywhere = (row for row in lake.read(schemas.ACCEPTED).to_pylist() if row["event_id"] is None)
-    if min(numbers) == 1 or any(
+    if 1 in numbers(schemas.ATTEMPTS, "segment", is_start) or any(
         row["server"] == EVERY_SERVER and row["first"] <= 1 and row["last"] >= (start or 0)
         for row in everywhere
     ):
         return None
-    return f"segments 1 to {min(numbers) - 1} of the ledger of {instance} were never read"
+    if 1 in read:
+        return f"the beginning of the ledger of {instance} is gone from segment 1"
+    return f"segments 1 to {min(read) - 1} of the ledger of {instance} were never read"
 
 
 def _first(

@@ -356,9 +356,11 @@ def repeated(answers: DataFrame) -> DataFrame:
     """Rows of `repeated`, from `answered`.
 
     A start does not know the last answers before a kill, and repeats them; so does who takes the
-    stream over. Within one boot, nothing but a redelivery or a search asks for an event again.
+    stream over. Within one boot, nothing but a redelivery or a search asks for an event again, and
+    nothing within one transaction.
     """
     plain = f"if({_AGAIN}, null, transaction_id)"
+    once = "count(1) = count(distinct line)"
     boots = f"count(distinct if({_AGAIN}, null, {BOOT}))"
     by_time = "array_sort(collect_list(struct(ms, transaction_id)))"
     key = ("server", "room_id", "stream_ordering", "event_id", "day")
@@ -369,6 +371,7 @@ def repeated(answers: DataFrame) -> DataFrame:
         if(array_contains(lanes, 'witness'), 'sent out of turn to find whose fault a refusal is',
             null),
         if(size(transactions) = 1, 'the same transaction, repeated', null))"""
+    fault = "if(size(transactions) = 1, 'twice in one transaction', 'again within one boot')"
     return (
         answers.groupBy(*key)
         .agg(
@@ -377,12 +380,12 @@ def repeated(answers: DataFrame) -> DataFrame:
             ),
             F.min("ms").alias("first_ms"),
             F.max("ms").alias("last_ms"),
-            F.expr(f"{boots} >= count(distinct {plain})").alias("expected"),
+            F.expr(f"{once} and {boots} >= count(distinct {plain})").alias("expected"),
             F.expr(f"{boots} as boots"),
             F.expr("count(distinct instance) as senders"),
             F.collect_set("lane").alias("lanes"),
         )
-        .withColumn("why", F.expr(f"if(expected, {why}, 'again within one boot')"))
+        .withColumn("why", F.expr(f"if(expected, {why}, {fault})"))
         .select(*schemas.REPEATED.columns)
     )
 

@@ -1,5 +1,6 @@
 """The audit: what became of each event at each server that should get it."""
 
+import datetime
 import json
 from collections import Counter
 from pathlib import Path
@@ -109,7 +110,7 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     assert told.stray == len(told.strays) == 8
     assert "; 1 events were purged before they were read" in str(told)
     assert "; 1 lines of the ledger could not be read" in str(told)
-    assert [row["event_id"] for row in told.repeats] == ["$76", "$92"]
+    assert [row["event_id"] for row in told.repeats] == ["$76", "$92", "$96"]
     return lake
 
 
@@ -344,14 +345,15 @@ def test_what_came_after_a_later_event_is_named(audited: Lake) -> None:
 
 
 def repeats() -> tuple[Rows, Lines, Lines]:
-    """Each delivered twice; of one, nothing says why."""
-    rows = shared_room(95, AGAIN, first=91, room="!o")
+    """Each delivered twice; of two, nothing says why."""
+    rows = shared_room(96, AGAIN, first=91, room="!o")
     lines: Lines = [
         live(AGAIN, (91, 92), "c0.20"),
         live(AGAIN, (92,), "c0.21"),
         live(AGAIN, (93,), "c0.22"),
         live(AGAIN, (94,), "c0.23"),
         live(AGAIN, (95,), "c0.24"),
+        live(AGAIN, (96, 96), "c0.26"),
     ]
     last: Lines = [
         attempt(AGAIN, pdu(94, "!o", "redelivery"), transaction_id="c0.25", ms=NOW_MS),
@@ -376,32 +378,47 @@ def test_what_was_delivered_again_is_named(audited: Lake) -> None:
         "$93": (["c0.22", "d0.1"], True, f"another sender took the stream over; {start}"),
         "$94": (["c0.23", "c0.25"], True, "it was to be redelivered"),
         "$95": (["c0.24"], True, "the same transaction, repeated"),
+        "$96": (["c0.26"], False, "twice in one transaction"),
     }
 
 
 @pytest.mark.parametrize(
-    ("names", "unproven"),
+    ("names", "noted", "unproven"),
     [
-        ([], "no segment of the ledger of fedsender was ever read"),
-        (["other.b.000001.jsonl"], "no segment of the ledger of fedsender was ever read"),
+        ([], 1, "no segment of the ledger of fedsender was ever read"),
+        (["other.b.000001.jsonl"], 1, "no segment of the ledger of fedsender was ever read"),
         (
             ["fedsender.b.000004.jsonl", "fedsender.b.000003.jsonl"],
+            3,
             "segments 1 to 2 of the ledger of fedsender were never read",
         ),
-        (["fedsender.c.000003.jsonl", "fedsender.b.000001.jsonl"], None),
+        (
+            ["fedsender.c.000003.jsonl", "fedsender.b.000001.jsonl"],
+            3,
+            "the beginning of the ledger of fedsender is gone from segment 1",
+        ),
+        (["fedsender.c.000003.jsonl", "fedsender.b.000001.jsonl"], 1, None),
     ],
 )
 def test_nothing_is_green_without_evidence(
-    tmp_path: Path, names: list[str], unproven: str | None
+    tmp_path: Path, names: list[str], noted: int, unproven: str | None
 ) -> None:
-    """A ledger that is gone, that of another sender, one without its first segments: all that was
-    delivered seems to be older than the ledger. It is, where segment 1 was read, or an operator
-    says so."""
+    """A ledger that is gone, that of another sender, one without its first segments or the head of
+    the first one: all that was delivered seems to be older than the ledger. It is, where segment 1
+    has the note of the first start (`noted`: a segment with such a note), or an operator says so.
+    """
     config = config_of(tmp_path)
     counts = dict.fromkeys(schemas.FATES, 0) | {"before_ledger": 495, "delivered": 765}
     row = counts | {"at_ms": 1, "upto": 9, "expected": 1260}
     read = [{"name": name, "bytes": 1} for name in names]
-    lake = lake_of(tmp_path, {"audits": [row], "segments": read}, 9)
+    first_start = note("owned", 4) | {
+        "line": "1",
+        "segment": f"fedsender.b.{noted:06d}.jsonl",
+        "day": datetime.date(2026, 1, 1),
+    }
+    wanted = (*schemas.ATTEMPTS.required, "position")
+    first_start = {name: first_start[name] for name in wanted}
+    lake = lake_of(tmp_path, {"audits": [row], "segments": read, "attempts": [first_start]}, 9)
     with lake.commit() as commit:
         commit.set_position("first live of fedsender", 5)
     told = summed_up(lake, config)
