@@ -53,12 +53,7 @@ _PLAIN = [
 structlog.configure(processors=_PLAIN)
 
 _SPARK = {
-    "spark.sql.shuffle.partitions": "2",
-    "spark.default.parallelism": "2",
     "spark.driver.memory": "1g",
-    # Small plans: planning costs more than running them, and compiling them more than both.
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     # With one compiler the room for its code is 48 MiB, which planning alone fills again and again.
     "spark.driver.extraJavaOptions": (
         "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=192m"
@@ -280,11 +275,11 @@ def valkey(_valkey_server: Valkey) -> Valkey:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
-    """A Spark, here, with two threads: starting one takes longer than most tests."""
+    """A Spark for few rows, here, with two threads: starting one takes longer than most tests."""
     # Here, because the tests of the daemon can do without Spark.
     from fedsender.config import Spark
     from fedsender_pipeline.session import spark_session
 
     logs = tmp_path_factory.mktemp("spark")
-    with spark_session(Spark(master="local[2]", settings=_SPARK), "tests", logs) as session:
+    with spark_session(Spark(master="local[2]", settings=_SPARK), "tests", logs, 0) as session:
         yield session

@@ -34,7 +34,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender_pipeline import PipelineError, schemas
 from fedsender_pipeline.lake import Lake, empty_frame, listed
-from fedsender_pipeline.session import kept
+from fedsender_pipeline.session import in_parts, kept
 
 
 def server_of(user: str) -> str:
@@ -100,7 +100,7 @@ def few(keys: DataFrame) -> Keys:
 
 
 def _in_this_process(spark: SparkSession, rows: pa.Table) -> Keys:
-    return Keys(spark.createDataFrame(rows.combine_chunks()).hint("broadcast"), rows)
+    return Keys(in_parts(spark.createDataFrame(rows.combine_chunks())).hint("broadcast"), rows)
 
 
 def among(rows: DataFrame, keys: Keys | None, how: str = "left_semi") -> DataFrame:

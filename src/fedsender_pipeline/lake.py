@@ -40,7 +40,7 @@ from fedsender.files import DRAFT, flush, replaced
 from fedsender.runtime import real_runtime
 from fedsender_pipeline import Busy, PipelineError, Usage
 from fedsender_pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
-from fedsender_pipeline.session import CHECKPOINTS, LOG_NAME
+from fedsender_pipeline.session import CHECKPOINTS, LOG_NAME, in_parts
 
 MANIFEST: Final = "MANIFEST.json"
 
@@ -276,7 +276,7 @@ class Lake:
         if not files:
             return empty_frame(spark, table)
         paths = [f"file://{path}" for path in self._paths(files)]
-        return spark.read.schema(table.ddl).parquet(*paths)
+        return in_parts(spark.read.schema(table.ddl).parquet(*paths))
 
     def some(self, spark: SparkSession, table: LakeTable, wanted: ds.Expression) -> DataFrame:
         """The rows that are wanted, for Spark; where they are many, perhaps all rows.
@@ -297,7 +297,7 @@ class Lake:
                 return self.frame(spark, table)
         # Spark would end at a batch without rows.
         rows = pa.Table.from_batches(found, table.arrow_schema()).combine_chunks()
-        return spark.createDataFrame(rows, schema=table.ddl)
+        return in_parts(spark.createDataFrame(rows, schema=table.ddl))
 
     def read(
         self,

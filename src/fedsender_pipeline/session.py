@@ -49,6 +49,7 @@ exec {java} "$@" 2>> {log}
 """
 
 _JAVA_OPTIONS: Final = "spark.driver.extraJavaOptions"
+_PARTS: Final = "spark.sql.shuffle.partitions"
 _EVERYWHERE: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -78,7 +79,7 @@ _LOCAL: Final = {
         " -XX:MaxDirectMemorySize=384m"
     ),
     # Joins keep one side of a partition in memory. Small ones are put together, up to this size.
-    "spark.sql.shuffle.partitions": "64",
+    _PARTS: "64",
     "spark.sql.adaptive.advisoryPartitionSizeInBytes": "16m",
 }
 SMALL_ROWS: Final = 500_000
@@ -86,7 +87,13 @@ SMALL_ROWS: Final = 500_000
 _SMALL: Final = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    "spark.sql.shuffle.partitions": "4",
+    # What is read is in one partition (`in_parts`), so a plan has hardly a shuffle. Then adaptive
+    # execution, which plans anew after each stage, has nothing to do, and a union may be trusted.
+    _PARTS: "1",
+    "spark.default.parallelism": "1",
+    "spark.sql.maxSinglePartitionBytes": str(2**63 - 1),
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.unionOutputPartitioning": "true",
     _JAVA_OPTIONS: f"{_LOCAL[_JAVA_OPTIONS]} -XX:TieredStopAtLevel=1",
 }
 
@@ -147,8 +154,13 @@ def kept(frame: DataFrame) -> DataFrame:
     before the job does.
     """
     if frame.sparkSession.sparkContext.getCheckpointDir() is None:
-        return frame.localCheckpoint()
+        return in_parts(frame.localCheckpoint())
     return frame.checkpoint()
+
+
+def in_parts(frame: DataFrame) -> DataFrame:
+    """The frame; in a session for few rows in one partition, so that Spark need not shuffle it."""
+    return frame.coalesce(1) if frame.sparkSession.conf.get(_PARTS) == "1" else frame
 
 
 def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:

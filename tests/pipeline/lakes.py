@@ -4,6 +4,8 @@ Events come in one by one, `EVENT_MS` apart; the event with stream ordering n is
 """
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,3 +141,22 @@ def ingest_ledger(spark: "SparkSession", lake: Lake, directory: Path) -> None:
     """Read what is new in the ledger of this directory into the lake, as a job does it."""
     steps = Steps(quiet=True)
     read_ledger(spark, lake, fetched(config_of(directory)), steps)
+
+
+MANY_ROWS: Final = {
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.adaptive.enabled": "true",
+    "spark.sql.unionOutputPartitioning": "false",
+}
+"""In a session for few rows: plans are made as for many."""
+
+
+@contextmanager
+def planning(spark: "SparkSession", settings: Mapping[str, str]) -> Iterator[None]:
+    """The session has these settings in the body."""
+    before = {name: spark.conf.get(name) or "" for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    yield
+    for name, value in before.items():
+        spark.conf.set(name, value)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.lakes import config_of, event, lake_of, line, write
+from tests.pipeline.lakes import MANY_ROWS, config_of, event, lake_of, line, planning, write
 
 from fedsender_pipeline import audit, fates, health, intervals, ledger_lines, schemas
 from fedsender_pipeline.audit import Look, View
@@ -41,12 +41,9 @@ _VALUES = {
 def spark_at_scale(spark: "SparkSession") -> Iterator["SparkSession"]:
     """The session, planning as if no table were small, and writing plans out in full."""
     settings = {"autoBroadcastJoinThreshold": "-1", "debug.maxToStringFields": "1000"}
-    before = {name: spark.conf.get(f"spark.sql.{name}") or "" for name in settings}
-    for name, value in settings.items():
-        spark.conf.set(f"spark.sql.{name}", value)
-    yield spark
-    for name, value in before.items():
-        spark.conf.set(f"spark.sql.{name}", value)
+    at_scale = {f"spark.sql.{name}": value for name, value in settings.items()}
+    with planning(spark, MANY_ROWS | at_scale):
+        yield spark
 
 
 @pytest.fixture(scope="module")
