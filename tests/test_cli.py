@@ -174,7 +174,7 @@ async def test_destinations_show_an_operators_reason_before_an_older_error_and_k
         await queue_to_device(shell.world.store.homeserver, B, 1, '{"messages":{"n":"1"}}')
         await shell.world.sender.sweep()
         assert await shell("destinations", "--behind") == 0
-        assert "1 room, keys" in shell.out
+        assert "1 event, keys" in shell.out
         assert "connection refused" in shell.out
         assert await shell("pause", B, "--reason", "moving house") == 0
         assert await shell("destinations", "--behind") == 0

@@ -235,6 +235,7 @@ async def test_why_says_what_is_wrong_with_a_server(
         assert why["shared_backoff"]["retry_interval"] > 0
         assert "answered 502" in why["summary"]
         assert "1 room" in why["summary"]
+        assert why["since_ts"] == why["last_error"]["failing_since_ts"]
 
 
 @pytest.mark.slow
@@ -271,6 +272,7 @@ async def test_every_list_has_the_word_of_why(world: World, autojump_clock: Mock
         await settle(5)
         why, overview = await desk.get(f"why/{B}"), await desk.get("overview", behind=True)
         assert (why["state"], why["doing"]) == ("failing", "sending")
+        assert why["summary"].endswith("; a try is under way: sending.")
         assert overview["states"]["failing"] == 1
         assert overview["page"]["destinations"][0]["state"] == "failing"
 

@@ -52,7 +52,7 @@ class Summary:
         behind: whether it is owed anything.
         rooms_owed: rooms with an event that it had not answered for at the last sweep; null: it
             has fallen behind since.
-        events_owed: events for it in memory, or since that sweep.
+        events_owed: events that it is owed; 0: only their rooms are known.
         redeliveries: events to be sent again, released from quarantine, or set aside.
         owes_keys: to-device messages or device lists wait, as far as memory knows.
         oldest_owed_s: seconds since the homeserver received the oldest event that it is owed; or
@@ -336,7 +336,7 @@ async def list_rows(context: AdminContext, listing: Listing, debts: Mapping[str,
         if (debt := debts.get(name)) is None:
             return LAST, 0
         if listing.sort == "owed":
-            return -debt.rooms, -debt.events - debt.in_memory
+            return -debt.rooms, -debt.counted
         return now_ms if debt.since_ms is None else debt.since_ms, 0
 
     keys: list[tuple[float, float, str, str]] = []
@@ -385,7 +385,7 @@ def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -
         state=where_it_stands(context, name),
         behind=debt is not None,
         rooms_owed=0 if debt is None else debt.rooms or None,
-        events_owed=0 if debt is None else debt.events + debt.in_memory,
+        events_owed=0 if debt is None else debt.counted,
         redeliveries=0 if again is None else again.events,
         owes_keys=debt is not None and (debt.owes_keys or registry.owes_keys(name)),
         oldest_owed_s=None if oldest_ms is None else max(0.0, (now_ms - oldest_ms) / 1000),

@@ -216,9 +216,8 @@ def _owed(entry: Answer) -> str | None:
     if not entry["behind"]:
         return None
     keys = "keys" if entry["owes_keys"] else ""
-    # The events of its rooms are not counted, only those that came since.
-    events = 0 if entry["rooms_owed"] else entry["events_owed"]
-    said = _in_words(events, entry["rooms_owed"], entry["redeliveries"], keys)
+    events = entry["events_owed"]
+    said = _in_words(events, 0 if events else entry["rooms_owed"], entry["redeliveries"], keys)
     return said or ("1 transaction" if entry["in_flight"] else "not counted yet")
 
 

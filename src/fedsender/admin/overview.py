@@ -52,9 +52,9 @@ class Owed:
     """What all servers together are owed.
 
     Attributes:
-        rooms: as counted at the last sweep, summed over servers: of those behind it is not known
-            how many events that are.
-        events: in memory, or since the sweep; those in these rooms are not counted again.
+        rooms: as counted at the last sweep, summed over servers of which it is not known how many
+            events that are.
+        events: of the other servers.
         redeliveries: events to be sent again.
         keys: servers for which to-device messages or device lists wait.
     """
@@ -259,9 +259,8 @@ async def _owed(context: AdminContext, debts: Mapping[str, Debt]) -> tuple[Owed,
     sums, ages = Counter[str](), dict.fromkeys((name for name, _ in AGES), 0)
     async for server, debt in context.runtime.turns.with_breaks(debts.items()):
         sums["servers"] += 1
-        sums["rooms"] += debt.rooms
-        # A server that is behind gets what is in its rooms from the database.
-        sums["events"] += 0 if debt.rooms else debt.events + debt.in_memory
+        sums["rooms"] += 0 if debt.counted else debt.rooms
+        sums["events"] += debt.counted
         sums["redeliveries"] += 0 if debt.again is None else debt.again.events
         sums["keys"] += debt.owes_keys or registry.owes_keys(server)
         if debt.since_ms is not None:

@@ -250,6 +250,8 @@ def _since(context: AdminContext, status: Status | None, now_ms: int) -> int | N
         return status.state.paused_ms
     if status.state.parked:
         return None  # It is not on record.
+    if status.state.failing_since_ms is not None:
+        return status.state.failing_since_ms
     if status.destination in context.sender.active:
         return now_ms - int(status.for_s * 1000)
     return status.state.last_attempt_ms
@@ -329,11 +331,12 @@ def _sentence(
         return f"Parked: {state.parked}; {waits}."
     if error is not None:
         since = duration((now_ms - (error.failing_since_ts or now_ms)) / 1000)
-        when = (
-            "no timer is set for the next try"
-            if next_ts is None
-            else f"next try in {duration((next_ts - now_ms) / 1000)}"
-        )
+        if doing is not None:
+            when = f"a try is under way: {doing}"
+        elif next_ts is None:
+            when = "no timer is set for the next try"
+        else:
+            when = f"next try in {duration((next_ts - now_ms) / 1000)}"
         what = standing_after(error.outcome).capitalize()
         return f"{what} for {since}: {error.reason or error.meaning}; {waits}; {when}."
     if stands == Standing.LEVEL and waits == "nothing waits":

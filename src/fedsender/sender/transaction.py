@@ -749,6 +749,11 @@ class Debt:
     again: Again | None = None
 
     @property
+    def counted(self) -> int:
+        """Events that it is owed, where all are known; 0: of some only their rooms are known."""
+        return self.in_memory or (0 if self.rooms else self.events)
+
+    @property
     def since_ms(self) -> int | None:
         """Since when anything that is dated is owed, in ms since the epoch; None: unknown."""
         again_ms = None if self.again is None else self.again.since_ms
