@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import yaml
 from tests.embedded.support import ROOM_VERSION, TOKEN
 from tests.servers import free_port
 
+from fedsender import version
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
 from fedsender_lab.demo import process
@@ -90,6 +92,11 @@ class Buildah:
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout.strip()
 
+    @property
+    def mounts(self) -> list[str]:
+        places = ("wheels", "etc/pip.conf")
+        return [f"--volume={self.directory}/{each}:/{each}:ro" for each in places]
+
     def bytes_of(self, image: str) -> float:
         size, unit = self("images", "--format", "{{.Size}}", image).split()
         assert unit == "MB"
@@ -97,10 +104,8 @@ class Buildah:
 
     def build(self, tree: Path, name: str) -> "Image":
         """The image of this tree, its root mounted."""
-        mounts = [f"{self.directory}/{each}:/{each}:ro" for each in ("wheels", "etc/pip.conf")]
-        options = [f"--volume={each}" for each in mounts]
         self(
-            *("bud", "--isolation", "chroot", "--pull=never", "--format", "docker", *options),
+            *("bud", "--isolation", "chroot", "--pull=never", "--format", "docker", *self.mounts),
             *("--timestamp", "0"),
             *("-f", tree / "docs/Containerfile", "-t", name, tree),
         )
@@ -193,6 +198,41 @@ def newer(buildah: Buildah, image: Image, tmp_path_factory: pytest.TempPathFacto
             "def upgrade() -> None:\n    pass\n"
         )
     return buildah.build(tree, "newer")
+
+
+def test_a_release_is_made_of_its_tag_alone(buildah: Buildah, tmp_path: Path) -> None:
+    """The base and what it installs come from the same places as those of the other images."""
+    tree, out, tag = tmp_path / "tree", tmp_path / "out", version()
+    subprocess.run(["git", "clone", "-q", ROOT, tree], check=True)
+    subprocess.run(["git", "-C", tree, "tag", tag], check=True)
+    (tree / "docs/changelog.md").write_text("not committed")
+    storage = tmp_path / "storage.conf"
+    storage.write_text(
+        f'[storage]\ndriver = "vfs"\ngraphroot = "{buildah.directory}/store"\n'
+        f'runroot = "{buildah.directory}/run"\n'
+    )
+    environ = {"CONTAINERS_STORAGE_CONF": str(storage), "DEBEMAIL": "packages@fedsender.test"}
+    done = subprocess.run(
+        [tree / ".ci/release", tag, out, "--isolation=chroot", "--pull=never", *buildah.mounts],
+        env={**os.environ, **environ},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=out, check=True)
+    names = [line.split()[1] for line in (out / "SHA256SUMS").read_text().splitlines()]
+    made = {re.sub(r"_[a-z0-9]+(?=\.(deb|cdx))", "", name.replace(tag, "V")) for name in names}
+    assert made == {
+        *("fedsender-V-py3-none-any.whl", "fedsender_V.deb", "fedsender_V.cdx.json"),
+        *(f"fedsender-V-image.{what}" for what in ("tar.gz", "layers", "cdx.json")),
+        "fedsender-V-site.tar.gz",
+    }
+    with tarfile.open(out / f"fedsender-{tag}-site.tar.gz") as site:
+        changelog = site.extractfile("./changelog.html")
+        assert changelog is not None
+        assert b"Keep a Changelog" in changelog.read()
 
 
 def mounts(directory: Path, image: Image) -> tuple[Path, Path]:

@@ -1,7 +1,7 @@
 """A lake of each released version is read as if it were new: what it lacks is null.
 
-`lakes/VERSION.json` has the tables of a release. The lake is made from it. 0.2.0 is not released
-yet: `python -m tests.pipeline.test_released_lakes > tests/pipeline/lakes/0.2.0.json` makes it.
+`lakes/VERSION.json` has the tables of a release, as `python -m tests.pipeline.test_released_lakes`
+prints them. The lake is made from it.
 """
 
 import datetime
