@@ -119,7 +119,7 @@ async def test_destinations_are_a_table_or_one_object_per_line(
         assert await shell("destinations", "--pattern", A) == 0
         assert shell.out.splitlines()[-1] == "0 behind of 1"
         assert await shell("destinations", "--pattern", "nobody.*") == 0
-        assert shell.out.splitlines() == ["no server matches", "0 behind of 0"]
+        assert shell.out.splitlines() == ["none", "0 behind of 0"]
 
         assert await shell("destinations", "--behind", "--json") == 0
         [entry] = shell.lines

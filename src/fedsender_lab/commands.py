@@ -26,7 +26,10 @@ def demo(
     hostile: Annotated[
         bool, typer.Option("--hostile", help="Beside three hostile servers for each one.")
     ] = False,
-    seconds: Annotated[float, typer.Option(help="With --hostile: for so long.")] = 600.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="For so long; 5, with --chaos 14, with --hostile 600."),
+    ] = None,
     proxy: Annotated[
         bool, typer.Option("--proxy", help="With --hostile: through a forward proxy.")
     ] = False,

@@ -183,7 +183,7 @@ def destinations(
     if entries:
         show(display.destinations(entries))
     else:
-        say("no server matches")
+        say("none")
     _say_cut(len(entries), page["total"])
     say(display.footer(page))
     return DONE

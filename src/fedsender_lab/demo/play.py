@@ -158,8 +158,8 @@ CONNECT_SECONDS = 60.0
 """The time for the daemon to start and to ask for the stream, on a busy machine."""
 PATIENCE_SECONDS = 60.0
 """A run without a new delivery for so long has failed."""
-CALM_SECONDS, CHAOS_SECONDS = 5.0, 14.0
-"""The time over which the events are spread."""
+CALM_SECONDS, CHAOS_SECONDS, HOSTILE_SECONDS = 5.0, 14.0, 600.0
+"""The time over which the events are spread, or the attack."""
 LOST, FOUND = 0.85, 0.95
 """Start and end of the daemon's absence, as parts of a chaotic run with a relay: late, when all
 servers are well again."""
@@ -176,8 +176,8 @@ class DemoOptions:
 
     Attributes:
         events: the number of actions once the rooms are there.
-        hostile: three hostile servers for each one, for so many `seconds`; that run has rooms and
-            events of its own.
+        hostile: three hostile servers for each one; that run has rooms and events of its own.
+        seconds: how long it is to last; None: as long as such a run needs.
         proxy: the hostile run goes through a forward proxy.
         keep: a directory to leave all files in; None: they are deleted at the end.
         seed: the same seed makes the same history.
@@ -188,12 +188,20 @@ class DemoOptions:
     events: int = 500
     chaos: bool = False
     hostile: bool = False
-    seconds: float = 600.0
+    seconds: float | None = None
     proxy: bool = False
     relay: bool = False
     keep: Path | None = None
     as_json: bool = False
     seed: int = 1
+
+    @property
+    def lasts_s(self) -> float:
+        if self.seconds is not None:
+            return self.seconds
+        if self.hostile:
+            return HOSTILE_SECONDS
+        return CHAOS_SECONDS if self.chaos else CALM_SECONDS
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -213,7 +221,7 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
     try:
         if options.hostile:
             rng = random.Random(options.seed)
-            servers, seconds = options.servers, options.seconds
+            servers, seconds = options.servers, options.lasts_s
             return trio.run(run_hostile, servers, seconds, rng, directory, report, options.proxy)
         return trio.run(_run, options, directory, report)
     except* DaemonDied as group:
@@ -225,7 +233,9 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
 def _check(options: DemoOptions) -> None:
     if not 1 <= options.servers <= MAX_SERVERS or options.rooms < 1 or options.events < 0:
         raise Mistake(f"needs 1 to {MAX_SERVERS} servers, a room, and no negative events")
-    if options.hostile and (options.chaos or options.relay or options.seconds < 1):
+    if options.lasts_s < 1:
+        raise Mistake("needs a second at least")
+    if options.hostile and (options.chaos or options.relay):
         raise Mistake("--hostile is a run of its own, without --chaos and --relay")
     if options.proxy and not options.hostile:
         raise Mistake("--proxy is of --hostile")
@@ -377,7 +387,7 @@ def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.R
 async def _play(run: _Run) -> None:
     """Make all events and faults, evenly spread over the time."""
     events = run.options.events
-    pause = (CHAOS_SECONDS if run.options.chaos else CALM_SECONDS) / max(1, events)
+    pause = run.options.lasts_s / max(1, events)
     changes = list(run.plot.changes)
     for number in range(events):
         if number == run.plot.evict_at:
