@@ -284,6 +284,40 @@ async def test_a_spared_name_without_an_address_is_not_handed_over(tmp_path: Pat
     assert tunnels.heads == []
 
 
+@pytest.mark.parametrize(
+    ("only", "spared", "direct"),
+    [
+        (".example", None, False),
+        ("8.0.0.0/8", None, False),
+        (".b.example", None, True),
+        ("9.0.0.0/8", None, True),
+        (".example", NAME, True),
+    ],
+)
+async def test_only_these_go_through_the_proxy_and_no_proxy_has_the_last_word(
+    tmp_path: Path, only: str, spared: str | None, direct: bool
+) -> None:
+    network = network_of(b=PUBLIC)
+    settings: dict[str, object] = {"only": (parse_no_proxy(only),)}
+    if spared is not None:
+        settings["no_proxy"] = (spared,)
+    async with behind(tmp_path, network, **settings) as (client, server, tunnels):
+        network.ports = {(PUBLIC, 443): server.port, (PUBLIC, 8448): server.port}
+        async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
+            await send(peer)
+    assert bool(tunnels.heads) is not direct
+
+
+async def test_a_name_that_only_the_proxy_knows_is_handed_over_and_no_other(tmp_path: Path) -> None:
+    """Tor's: such a name has no address here, and all others must not be looked up there."""
+    settings: dict[str, object] = {"names": "proxy", "only": (".example",)}
+    async with behind(tmp_path, network_of(), **settings) as (client, _, tunnels):
+        async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
+            await send(peer)
+        assert (await failure_of(client, "c.other")).kind == "dns"
+    assert tunnels.targets == [f"{NAME}:443", f"{NAME}:8448"]
+
+
 REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: https://printer:631/\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -388,6 +422,25 @@ async def test_a_proxy_that_does_not_work_for_us_is_no_failure_of_a_server(
             await connect(client())
         assert client().connections.open == 0
     assert caught.value.strerror == f"{name} {text} CONNECT"
+
+
+async def test_a_proxy_of_some_servers_that_does_not_work_is_a_failure_of_those(
+    tmp_path: Path,
+) -> None:
+    """All others are reached without it, and must not wait for it."""
+
+    async def fails(proxy: Listening) -> str:
+        settings = through(proxy, only=("8.0.0.0/8",))
+        async with client_of(tmp_path, network_of(), **settings) as client:
+            with pytest.raises(Unreachable) as caught:
+                await connect(client)
+        return caught.value.text
+
+    Authority(tmp_path)
+    async with serving(None, Tunnels(1, response(407, b"")).converse) as proxy:
+        assert await fails(proxy) == f"the proxy 127.0.0.1:{proxy.port} answered 407 to CONNECT"
+    gone = f"no connection to the proxy 127.0.0.1:{proxy.port}: connection refused"
+    assert await fails(proxy) == gone
 
 
 async def test_while_others_get_through_an_odd_answer_counts_against_the_server(

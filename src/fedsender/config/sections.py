@@ -161,6 +161,11 @@ class Proxy(Section):
         description="Servers that are connected to directly: a name, a .suffix of names, an IP, an"
         " IP range.",
     )
+    only: tuple[NoProxy, ...] = Field(
+        default=(),
+        max_length=1000,
+        description="All others are connected to directly, too: as in no_proxy; [] names all.",
+    )
 
     def contradictions(self) -> Contradictions:
         if self.url is None:

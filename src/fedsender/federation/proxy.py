@@ -90,12 +90,8 @@ class Proxy:
             both = f"{settings.username}:{read_secret(settings.password_file)}".encode()
             line = b"Proxy-Authorization: Basic %b\r\n" % base64.b64encode(both)
             self._authorization = line
-        texts = [each for each in settings.no_proxy if isinstance(each, str)]
-        self._spared_names = frozenset(texts)
-        self._suffixes = tuple(each for each in texts if each.startswith("."))
-        self._networks: tuple[IpNetwork, ...] = tuple(
-            each for each in settings.no_proxy if not isinstance(each, str)
-        )
+        self._spared = _Hosts(settings.no_proxy)
+        self._only = _Hosts(settings.only) if settings.only else None
         self._known: tuple[tuple[str, ...], float] = ((), -math.inf)
         self._worked_at = -math.inf
 
@@ -112,17 +108,12 @@ class Proxy:
 
     def spares(self, name: str, address: str) -> bool:
         """Whether this address (an IP or a name) of the host `name` is connected to directly."""
-        if self._spares_name(name) or self._spares_name(address):
-            return True
-        try:
-            written, ip = ipaddress.ip_address(address), ip_of(address)
-        except ValueError:
-            return False
-        return any(written in network or ip in network for network in self._networks)
+        others = self._only is not None and not self._only.have(name, address)
+        return others or self._spared.have(name, address)
 
     def _spares_name(self, name: str) -> bool:
-        name = name.lower().rstrip(".")
-        return name in self._spared_names or name.endswith(self._suffixes)
+        others = self._only is not None and not self._only.have_name(name)
+        return others or self._spared.have_name(name)
 
     async def open(self, host: str, port: int, within_s: float) -> trio.abc.Stream:
         """A connection to `host` (an IP or a name) by way of the proxy.
@@ -159,7 +150,7 @@ class Proxy:
         except OutOfResources:
             raise
         except trio.TooSlowError:
-            raise ProxyBroken(f"no connection to {self.name} within {within_s:g} s") from None
+            raise self._broken(f"no connection to {self.name} within {within_s:g} s") from None
         except (
             OSError,
             ValueError,
@@ -167,7 +158,7 @@ class Proxy:
             NameNotFound,
             ResolveFailed,
         ) as error:
-            raise ProxyBroken(f"no connection to {self.name}: {reason(error)}") from error
+            raise self._broken(f"no connection to {self.name}: {reason(error)}") from None
 
     async def _open_tcp(self) -> trio.abc.Stream:
         """Try the addresses of the proxy one after the other."""
@@ -260,4 +251,33 @@ class Proxy:
         if trio.current_time() - self._worked_at < WELL_S:
             return ProxyRefused(f"{self.name} {done} CONNECT {target}")
         # It would be so for any target; and `/ready`, which shows this to anybody, names none.
-        return ProxyBroken(f"{self.name} {done} CONNECT")
+        return self._broken(f"{self.name} {done} CONNECT")
+
+    def _broken(self, text: str) -> OSError:
+        """The error of a proxy that does not work. If only some servers need it, it is theirs: all
+        others must not wait."""
+        return ProxyBroken(text) if self._only is None else ProxyRefused(text)
+
+
+class _Hosts:
+    """Names, `.suffix`es of names, and IP ranges, as the configuration lists them."""
+
+    def __init__(self, listed: Iterable[IpNetwork | str]) -> None:
+        texts = [each for each in listed if isinstance(each, str)]
+        self._names = frozenset(texts)
+        self._suffixes = tuple(each for each in texts if each.startswith("."))
+        self._networks = [each for each in listed if not isinstance(each, str)]
+
+    def have_name(self, name: str) -> bool:
+        name = name.lower().rstrip(".")
+        return name in self._names or name.endswith(self._suffixes)
+
+    def have(self, name: str, address: str) -> bool:
+        """Whether the host `name`, or this address (an IP or a name) of it, is listed."""
+        if self.have_name(name) or self.have_name(address):
+            return True
+        try:
+            written, ip = ipaddress.ip_address(address), ip_of(address)
+        except ValueError:
+            return False
+        return any(written in network or ip in network for network in self._networks)
