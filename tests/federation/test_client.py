@@ -5,7 +5,6 @@ import re
 import socket
 import ssl
 from base64 import b64decode
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -333,12 +332,19 @@ async def test_cancelled_exchange_says_what_left_and_spoils_no_later_one(tmp_pat
 async def test_an_exchange_is_cut_by_another_task(tmp_path: Path) -> None:
     """While it reads, and while it writes a body that no buffer holds."""
 
+    asked = trio.Event()
+
     async def converse(stream: trio.abc.Stream) -> None:
         if server.connections == 1:
             await read_request(stream)
             await stream.send_all(OK)
         await stream.receive_some(1)
+        asked.set()
         await trio.sleep_forever()
+
+    async def cut_it() -> None:
+        await asked.wait()
+        peer.cut()
 
     async with (
         one_server(tmp_path, converse) as (client, server),
@@ -347,17 +353,13 @@ async def test_an_exchange_is_cut_by_another_task(tmp_path: Path) -> None:
         peer.cut()
         await send(peer)
         for body in (BODY, b'{"pdus":[' + b" " * 20_000_000 + b"]}"):
+            asked = trio.Event()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(after, 0.2, peer.cut)
+                nursery.start_soon(cut_it)
                 with pytest.raises(SendFailed, match="we gave it up") as caught:
                     await send(peer, body=body)
             assert caught.value.sent
             assert client.connections.open == 0
-
-
-async def after(seconds: float, do: Callable[[], object]) -> None:
-    await trio.sleep(seconds)
-    do()
 
 
 async def test_peer_left_while_holding_a_connection_gives_it_back(tmp_path: Path) -> None:

@@ -251,8 +251,15 @@ async def test_the_deadline_closes_the_connection(tmp_path: Path, answers: int, 
 
 @pytest.mark.parametrize("end", [Exchange.give_up, Exchange.give_way, Exchange.withdraw])
 async def test_another_task_ends_it(tmp_path: Path, end: Callable[[Exchange], object]) -> None:
+    asked = trio.Event()
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        await stream.receive_some(1)
+        asked.set()
+        await trio.sleep_forever()
+
     async with (
-        one_server(tmp_path, silent_after(0)) as (client, server),
+        one_server(tmp_path, converse) as (client, server),
         client.peer(NAME, server.policy, AnybodyMay()) as peer,
         exchange_of() as exchange,
         trio.open_nursery() as nursery,
@@ -261,7 +268,7 @@ async def test_another_task_ends_it(tmp_path: Path, end: Callable[[Exchange], ob
         assert not exchange.woken, "there is none yet"
 
         async def later() -> None:
-            await trio.sleep(0.3)
+            await asked.wait()
             end(exchange)
             end(exchange)
 
