@@ -14,6 +14,7 @@ has come in, or for which something else than the ledger says otherwise (`_touch
 """
 
 import datetime
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -292,24 +293,18 @@ def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
     sends. So segment 1 has such a note of the first start; what was removed later leaves its number
     out. What a later gap hides is missing, each event by name.
     """
+    own = re.compile(rf"{re.escape(instance)}\.[^.]*\.([0-9]+)\.[^.]*")
 
-    def numbers(table: LakeTable, column: str, wanted: ds.Expression | None = None) -> set[int]:
-        """Of the segments of the instance that rows name."""
-        names = (
-            name.rsplit(".", 3) for name in lake.read(table, [column], wanted)[column].to_pylist()
-        )
-        return {
-            int(name[2])
-            for name in names
-            if len(name) == 4 and name[0] == instance and name[2].isdecimal()
-        }
+    def numbers(names: pa.ChunkedArray) -> set[int]:
+        return {int(found[1]) for found in map(own.fullmatch, names.to_pylist()) if found}
 
-    read = numbers(schemas.SEGMENTS, "name")
+    read = numbers(lake.read(schemas.SEGMENTS)["name"])
     if not read:
         return f"no segment of the ledger of {instance} was ever read"
     is_start = (ds.field("outcome") == "owned") & ds.field("position").is_valid()
     everywhere = (row for row in lake.read(schemas.ACCEPTED).to_pylist() if row["event_id"] is None)
-    if 1 in numbers(schemas.ATTEMPTS, "segment", is_start) or any(
+    starts = numbers(lake.read(schemas.ATTEMPTS, ["segment"], is_start)["segment"])
+    if 1 in starts or any(
         row["server"] == EVERY_SERVER and row["first"] <= 1 and row["last"] >= (start or 0)
         for row in everywhere
     ):
