@@ -49,7 +49,7 @@ exec {java} "$@" 2>> {log}
 """
 
 _JAVA_OPTIONS: Final = "spark.driver.extraJavaOptions"
-_PARTS: Final = "spark.sql.shuffle.partitions"
+_TRUST: Final = "spark.sql.unionOutputPartitioning"
 _EVERYWHERE: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -60,7 +60,7 @@ _EVERYWHERE: Final = {
     "spark.sql.session.timeZone": "UTC",
     # Spark 4.1 and later trust a union to keep its inputs' partitions, also where adaptive
     # execution has merged those of one input; a join behind it then finds unequal numbers.
-    "spark.sql.unionOutputPartitioning": "false",
+    _TRUST: "false",
     # A field beyond what it can hold is a line for the reject table and not the end of the job.
     "spark.sql.ansi.enabled": "false",
 }
@@ -79,7 +79,7 @@ _LOCAL: Final = {
         " -XX:MaxDirectMemorySize=384m"
     ),
     # Joins keep one side of a partition in memory. Small ones are put together, up to this size.
-    _PARTS: "64",
+    "spark.sql.shuffle.partitions": "64",
     "spark.sql.adaptive.advisoryPartitionSizeInBytes": "16m",
 }
 SMALL_ROWS: Final = 500_000
@@ -89,11 +89,11 @@ _SMALL: Final = {
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     # What is read is in one partition (`in_parts`), so a plan has hardly a shuffle. Then adaptive
     # execution, which plans anew after each stage, has nothing to do, and a union may be trusted.
-    _PARTS: "1",
+    "spark.sql.shuffle.partitions": "1",
     "spark.default.parallelism": "1",
     "spark.sql.maxSinglePartitionBytes": str(2**63 - 1),
     "spark.sql.adaptive.enabled": "false",
-    "spark.sql.unionOutputPartitioning": "true",
+    _TRUST: "true",
     _JAVA_OPTIONS: f"{_LOCAL[_JAVA_OPTIONS]} -XX:TieredStopAtLevel=1",
 }
 
@@ -160,7 +160,7 @@ def kept(frame: DataFrame) -> DataFrame:
 
 def in_parts(frame: DataFrame) -> DataFrame:
     """The frame; in a session for few rows in one partition, so that Spark need not shuffle it."""
-    return frame.coalesce(1) if frame.sparkSession.conf.get(_PARTS) == "1" else frame
+    return frame.coalesce(1) if frame.sparkSession.conf.get(_TRUST) == "true" else frame
 
 
 def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
