@@ -1,7 +1,7 @@
 """Taking in: the order of several writers, and each append once."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,17 @@ from tests.relay.log_support import (
 )
 from tests.relay.relay_world import new_directory
 
-from fedsender.embedded.facts import BadRow, Ephemeral, Full, KeyReused
-from fedsender.embedded.intake import Append, Busy, Intake, IntakeSettings, ReservationGone, Waiting
+from fedsender.embedded.facts import Answer, BadRow, Ephemeral, Full, KeyReused, Record, prepare
+from fedsender.embedded.intake import (
+    Append,
+    Busy,
+    Intake,
+    IntakeSettings,
+    ReservationGone,
+    Waiting,
+    Writer,
+    key_of,
+)
 from fedsender.streams import Json
 from fedsender_lab.testing.appends import append_of
 
@@ -270,3 +279,55 @@ async def test_presence_for_many_servers_is_handed_on_in_parts() -> None:
     assert all(row[:-1] == state for row in rows)
     assert [len(row[-1]) for row in rows] == [1000, 1000, 500]
     assert [server for row in rows for server in row[-1]] == servers
+
+
+class _Slow:
+    """A store whose transactions take 1 s; `groups`: the keys of each."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[bytes]] = []
+        self._tokens: dict[bytes, int] = {}
+
+    async def append_records(self, records: Sequence[Record]) -> list[Answer]:
+        self.groups.append([each.key for each in records])
+        await trio.sleep(1)
+        return [self._tokens.setdefault(each.key, len(self._tokens) + 1) for each in records]
+
+    async def find_appends(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
+        return {}
+
+    async def room_servers(self, room_id: str) -> None:
+        return None
+
+
+async def test_what_is_being_stored_while_the_writer_closes_is_no_answer_to_what_comes_later(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Whoever stores its own is an append, which goes on when the feed is given up, and may find
+    the feed taken again."""
+    told: dict[str, list[int] | type[Exception]] = {}
+    store = _Slow()
+    writer = Writer(store, lambda _records, _answers: None)
+    writer.closed = None
+
+    async def append(name: str, *ids: str) -> None:
+        records = [prepare([pdu(ord(each))], key=key_of(each)) for each in ids]
+        try:
+            told[name] = await writer.append_all(records)
+        except Full as error:
+            told[name] = type(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(append, "first", "a", "b")
+        await trio.sleep(0.5)
+        writer.close(Full("the sender is stopping"))
+        await trio.sleep(0.1)
+        writer.closed = None
+        nursery.start_soon(writer.run)
+        nursery.start_soon(append, "later", "c", "a")
+        await trio.sleep(0.5)
+        assert told == {"first": Full}
+        await trio.sleep(1)
+        nursery.cancel_scope.cancel()
+    assert store.groups == [[key_of("a"), key_of("b")], [key_of("c"), key_of("a")]]
+    assert told == {"first": Full, "later": [3, 1]}

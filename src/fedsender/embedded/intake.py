@@ -317,7 +317,7 @@ class Writer:
         self._alone = max(0, self._alone - 1)
         self.head = max(self.head, *(each for each in answers if isinstance(each, int)), 0)
         self._stored(group, answers)
-        self._waiting.answer(answers)
+        self._waiting.answer(group, answers)
 
 
 def _refusal(error: Exception) -> Exception:
@@ -385,14 +385,16 @@ class _Queue:
             group.append(record)
         return group
 
-    def answer(self, answers: Sequence[Answer]) -> None:
-        """The oldest ones are stored, with these tokens, or will not be.
+    def answer(self, records: Sequence[Record], answers: Sequence[Answer]) -> None:
+        """These are stored, with these tokens, or will not be; those that no longer wait have been
+        answered, though one that was sent again may wait under the same key.
 
         What the same calls have put in behind one that was refused is refused, too: their callers
         send both again, and in that order they are to be stored.
         """
-        for answer in answers:
-            self._answer(next(iter(self._records)), answer)
+        for record, answer in zip(records, answers, strict=True):
+            if self._records.get(record.key) is record:
+                self._answer(record.key, answer)
         if not all(isinstance(answer, int) for answer in answers):
             behind = Full("a record before it in its request could not be stored")
             for key in list(self._records):
@@ -412,7 +414,7 @@ class _Queue:
         """Refuse all waiting records. All of them, because later ones must not come in before
         earlier ones that are sent again.
         """
-        self.answer([error] * len(self._records))
+        self.answer(list(self._records.values()), [error] * len(self._records))
 
 
 class Intake:
