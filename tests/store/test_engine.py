@@ -6,8 +6,10 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import psycopg
 import pytest
@@ -17,7 +19,7 @@ from sqlalchemy import Connection, select, text
 from structlog.testing import capture_logs
 from tests.servers import Databases, NewUrl
 
-from fedsender.runtime import real_runtime
+from fedsender.runtime import RunSync, real_runtime
 from fedsender.store.engine import (
     Database,
     DatabaseOptions,
@@ -307,6 +309,75 @@ async def test_who_gives_up_before_it_has_begun_leaves_the_others_theirs(new_url
             nursery.cancel_scope.deadline = trio.current_time() + 20
     assert first.cancelled_caught
     assert answers == [[]]
+
+
+async def test_no_two_transactions_of_a_kind_are_under_way_at_once(new_url: NewUrl) -> None:
+    """Also where whoever was told of an error asks again at once, before the loop has seen that
+    nothing is left: it would take that job from the caller that was to run it."""
+    go_on, began = threading.Event(), threading.Event()
+    under_way = most = 0
+    real = real_runtime()
+
+    async def run_sync(*args: Any, **named: Any) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            return await real.run_sync(*args, **named)
+        finally:
+            under_way -= 1
+
+    def fail(_: Connection, items: Sequence[str]) -> dict[str, str]:
+        raise ValueError(items[0])
+
+    def wait(_: Connection, items: Sequence[str]) -> dict[str, bool]:
+        began.set()
+        return dict.fromkeys(items, go_on.wait(60))
+
+    url, runtime = new_url(), replace(real, run_sync=cast(RunSync, run_sync))
+    async with open_database(url, runtime, name="test") as database, trio.open_nursery() as nursery:
+
+        async def ask_again() -> None:
+            with pytest.raises(ValueError, match="bad"):
+                await database.read_together(fail, "bad")
+            await database.read_together(wait, "first")
+
+        nursery.start_soon(ask_again)
+        while not began.is_set():
+            await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(database.read_together, wait, "second")
+        await trio.testing.wait_all_tasks_blocked()
+        await trio.to_thread.run_sync(go_on.set)
+    assert most == 1
+
+
+async def test_what_a_caller_runs_when_the_committer_ends_is_told_as_it_was(
+    new_url: NewUrl,
+) -> None:
+    """Who is told that it is cancelled may say that nothing was done."""
+    go_on, began = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def slow(_: Connection) -> None:
+        began.set()
+        go_on.wait(60)
+
+    # The tasks outlive the database.
+    async with (
+        trio.open_nursery() as nursery,
+        open_database(new_url(), real_runtime(), name="test") as database,
+    ):
+        await database.write(make_table)
+
+        async def write() -> None:
+            await database.write(slow)
+            ran.append("told")
+
+        nursery.start_soon(write)
+        while not began.is_set():
+            await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(trio.to_thread.run_sync, go_on.set)
+    assert ran == ["told"]
 
 
 def ask_for_notes(connection: Connection, items: Sequence[str]) -> dict[str, list[str]]:

@@ -60,7 +60,7 @@ from fedsender.store.connections import (
     words,
 )
 from fedsender.store.statements import having_rows
-from fedsender.waiting import Slots, doubling, goes_first
+from fedsender.waiting import Signal, Slots, doubling, goes_first
 
 __all__ = [
     "Database",
@@ -208,7 +208,7 @@ class _GroupCommit:
         self._sets_aside = sets_aside
         self._queue: deque[_Job] = deque()
         self._running: list[_Job] = []
-        self._arrived = trio.Event()
+        self._arrived = Signal()
         # Whether a task runs a batch, or is about to.
         self._led = False
         self._tries = 0
@@ -265,13 +265,21 @@ class _GroupCommit:
             while True:
                 with trio.move_on_at(min(self._aside.values(), default=math.inf)):
                     await self._arrived.wait()
-                await self._run_batch()
+                # Else it may have come for a job that a caller has taken, or withdrawn.
+                if not self._led:
+                    await self._run_batch()
         finally:
             # Nobody is left who would do what comes from here on.
             self.closed = True
-            for job in (*self._running, *self._queue, *self._aside):
-                job.error = self._closed_error()
-                job.done.set()
+            self._tell_closed()
+
+    def _tell_closed(self) -> None:
+        """Tell all but those that a caller runs now; of those it tells what is left then."""
+        for job in (*self._queue, *self._aside):
+            job.error = self._closed_error()
+            job.done.set()
+        self._queue.clear()
+        self._aside.clear()
 
     def _closed_error(self) -> StoreClosed:
         return StoreClosed(f"the {self._name} database was closed")
@@ -313,8 +321,6 @@ class _GroupCommit:
             batch.append(job)
             if job.alone:
                 break
-        if not self._queue and self._arrived.is_set():
-            self._arrived = trio.Event()
         self._running = batch
         return batch
 
@@ -334,7 +340,9 @@ class _GroupCommit:
                 await self._run(batch)
         finally:
             self._led = False
-            if self._queue:
+            if self.closed:
+                self._tell_closed()
+            elif self._queue:
                 self._arrived.set()
 
     async def _run(self, batch: list[_Job]) -> None:
