@@ -21,6 +21,7 @@ from fedsender.sender.destination import Destination
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Router
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.leases import LeaseLost
 from fedsender.store.records import FrozenRecord, Lagging
 from fedsender.store.sender import SenderStore
 from fedsender.streams import RedactionRow
@@ -277,6 +278,24 @@ async def test_a_drain_writes_down_what_is_in_flight(
 
     first, second = server.requests
     assert (first.id, first.body) == (second.id, second.body)
+
+
+async def test_what_is_another_senders_by_now_is_not_written_down_and_that_is_no_error(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> None:
+        raise LeaseLost("the lease has ended")
+
+    server = world.server(A, latency=600)
+    world.settings["destinations"] = {"defaults": {"request_timeout": "1h"}}
+    with capture_logs() as logs:
+        async with world.run():
+            await world.join(R1, A)
+            await world.say(R1, "one")
+            await settle()
+            monkeypatch.setattr(HomeserverStore, "write_marks", lost)
+    assert len(server.requests) == 1
+    assert not [each for each in logs if each["log_level"] == "error"]
 
 
 async def test_thousands_of_servers_are_drained_with_breaks(

@@ -67,7 +67,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.engine import StoreError
 from fedsender.store.records import FrozenRecord, PresenceState, Receipt
-from fedsender.waiting import FIRST, LAST, NEXT, Alarm, Alarms, Signal, Steps, voided
+from fedsender.waiting import FIRST, LAST, NEXT, Alarm, Alarms, BeginAnew, Signal, Steps, voided
 
 log = structlog.get_logger()
 
@@ -1010,7 +1010,10 @@ class Destination:
         self.spill()
 
     async def write_down(self) -> None:
-        """Save the unsaved state and transaction of a task that has ended; an error is logged."""
+        """Save the unsaved state and transaction of a task that has ended; an error is logged.
+
+        It is none that another process may have the server by now.
+        """
         try:
             if self._state_unsaved:
                 await self._save_state()
@@ -1018,6 +1021,8 @@ class Destination:
                 await self._settle(self.frozen)
             elif self.frozen is not None and not self.frozen.saved:
                 await self._put_on_record(self.frozen)
+        except BeginAnew:
+            pass
         except Exception:
             log.exception("transaction_not_recorded", destination=self.name)
 
