@@ -98,7 +98,8 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
         ],
     }
     lake = lake_of(tmp_path, rows, 60)
-    lines = [attempt(A, pdu(at, "!r"), took_ms=at) for at in range(1, 61) if at not in (30, 31)]
+    lines = [note("owned", 0)]
+    lines += [attempt(A, pdu(at, "!r"), took_ms=at) for at in range(1, 61) if at not in (30, 31)]
     lines += [attempt(B, pdu(at, "!r")) for at in range(1, 21)]
     lines += [attempt(B, pdu(21, "!r"), outcome="failing", status=500, attempt=n) for n in (1, 2)]
     lines += [attempt(C, pdu(60, "!r"), outcome="busy", status=503, attempt=1)]

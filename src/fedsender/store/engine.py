@@ -352,8 +352,10 @@ class _GroupCommit:
         except Exception as error:
             pause = self._settle_failure(batch, error, self._tries)
             self._arrived.set()  # The loop may not know yet what was set aside.
-        except BaseException:
+        except BaseException as error:
             self._put_back(batch, alone=False)
+            if not isinstance(error, trio.Cancelled):
+                self.closed = True  # It ends the process.
             raise
         else:
             self._finish(batch)
