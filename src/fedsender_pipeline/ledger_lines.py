@@ -289,8 +289,13 @@ _WHY: Final = f"""
 
 
 def _new(lines: DataFrame, seen: DataFrame) -> DataFrame:
-    return lines.dropDuplicates(["line"]).join(
-        seen.select("line").hint("merge"), on="line", how="left_anti"
+    """Those that were not seen, each once: where it comes first, as its place is its order."""
+    first = F.min_by(F.struct(*lines.columns), F.coalesce("at", F.lit(2**63 - 1))).alias("first")
+    return (
+        lines.groupBy("line")
+        .agg(first)
+        .select("first.*")
+        .join(seen.select("line").hint("merge"), on="line", how="left_anti")
     )
 
 

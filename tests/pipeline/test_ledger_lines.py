@@ -112,6 +112,19 @@ def test_reading_again_changes_nothing_and_late_and_double_lines_count_once(
     assert new_segments(lake, [ledger]) == []
 
 
+def test_a_line_that_comes_twice_stands_where_it_comes_first(
+    spark: "SparkSession", lake: Lake, tmp_path: Path
+) -> None:
+    """Else what was sent in order would seem to come after what was sent later. Spark reads the
+    larger file first."""
+    others = [line(transaction_id=f"t{number}") for number in range(2, 9)]
+    write(tmp_path / "ledger", "fedsender.b.000001.jsonl", line(), others[0])
+    write(tmp_path / "ledger", "fedsender.b.000002.jsonl", *others[1:], line())
+    assert read(spark, lake, tmp_path / "ledger")[0] == 8
+    rows = lake.frame(spark, schemas.PDUS).where("transaction_id = 't1'").collect()
+    assert {row["at"] >> 40 for row in rows} == {1}
+
+
 def test_a_line_of_the_future_is_of_now(
     spark: "SparkSession", lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
