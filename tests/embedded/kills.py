@@ -144,6 +144,10 @@ class Campaign:
             rows = connection.execute(query).fetchall()
         return [row[0] if len(row) == 1 else row for row in rows]
 
+    def said(self) -> list[str]:
+        """The events that the homeserver has made, in order."""
+        return self.read("small.sqlite3", "SELECT event_id FROM events ORDER BY place")
+
     def truth(self) -> dict[str, dict[str, list[str]]]:
         """Server -> room -> the events that it is to get, in order."""
         query = (
@@ -167,7 +171,7 @@ class Campaign:
     def judge(self) -> None:
         """Hold everything against the homeserver's own tables; both have ended."""
         figures, amiss = self.figures, self.figures.amiss
-        said = self.read("small.sqlite3", "SELECT event_id FROM events ORDER BY place")
+        said = self.said()
         stored = self.read(
             "homeserver.sqlite3", "SELECT event_id FROM events ORDER BY stream_ordering"
         )
@@ -233,11 +237,11 @@ async def open_campaign(directory: Path, seed: int) -> AsyncIterator[Campaign]:
 
 
 async def run_campaign(directory: Path, kills: int, seed: int) -> Figures:
-    """Kill so often; what it came to."""
+    """Kill so often, and until ten events were made for each; what it came to."""
     began = trio.current_time()
     async with open_campaign(directory, seed) as campaign:
         figures = campaign.figures
-        while figures.kills.total() < kills:
+        while figures.kills.total() < kills or len(campaign.said()) <= 10 * kills:
             await campaign.kill_one()
         if code := await campaign.homeserver.finish():
             figures.amiss.append(f"the homeserver ended with {code}")

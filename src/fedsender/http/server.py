@@ -290,15 +290,14 @@ class _Once:
         self._made: ASGIApp | None = None
 
     async def get(self) -> "ASGIApp":
-        """The application; the first requests wait for its imports."""
-        if self._made is not None:
-            return self._made
-        async with self._lock:
-            if self._made is None:
-                self._made = await self._runtime.run_sync(
-                    self._make, limiter=trio.CapacityLimiter(1)
-                )
-            return self._made
+        """The application; the first request waits for its imports."""
+        if self._made is None:
+            async with self._lock:
+                if self._made is None:
+                    self._made = await self._runtime.run_sync(
+                        self._make, limiter=trio.CapacityLimiter(1)
+                    )
+        return self._made
 
 
 async def _listen(address: Address, name: str, socket_mode: int) -> list[trio.SocketListener]:

@@ -255,8 +255,8 @@ class Starts:
     0.2 s is made up for.
 
     While the passes of the loop are long it is given at a quarter of the rate, and nobody gets it
-    while the loop is late with what was begun before. In one class those come later
-    who had it lately, or cost time of the loop.
+    while the loop is late with what was begun before. In one class those come later who had it
+    lately, or cost time of the loop.
     """
 
     def __init__(self, per_second: float, loop: Turns) -> None:
