@@ -410,6 +410,9 @@ class SharedObservations(Observations):
         for process in processes:
             failover = Failover(trio.current_time(), disk.mark_of(process.name))
             known, before = self._unaware.get(process, (failover, None))
+            if before is not None and before.holder != process.boot_id:
+                # It has noticed that one, and waited since.
+                known, before = failover, None
             if void and before is None:
                 known, before = failover, disk.standing(process.name)
             self._unaware[process] = known, before
