@@ -706,13 +706,15 @@ class WireChecks:
             view.poison.add(attempt.contents.pdus[0].event_id)
         if attempt.processed and attempt.contents is not None:
             self._take_in(view, attempt)
+        # Of a sender that was frozen meanwhile: its successor does not know.
+        late = attempt.began_at < view.since
         if attempt.answered:
             self._answered(view, attempt)
-        else:
+        elif not late:
             self._unanswered(view, attempt)
         if attempt.life != observed.life or not observed.alive:
             self._forget_unrecorded(view)
-        elif not attempt.second_try and not observed.disk_full:
+        elif not late and not attempt.second_try and not observed.disk_full:
             id, at = view.cut_off or ("", 0.0)
             has_line = id == attempt.transaction_id and at >= attempt.began_at
             view.unlined += not has_line
