@@ -305,6 +305,8 @@ class SharedObservations(Observations):
         self._left: dict[str, Process] = {}
         # Who runs since before a failover; what was true until then, if the leases are void, too.
         self._unaware: dict[Process, tuple[Failover, Standing | None]] = {}
+        # By name the incarnation that has begun to send last.
+        self._senders: dict[str, str] = {}
         # Servers whose sender has not noticed one.
         self._set_back: set[str] = set()
         super().__init__(base.homeserver, base.views, base.trace, disk)
@@ -382,6 +384,7 @@ class SharedObservations(Observations):
     def opened(self, process: Process) -> None:
         """This process sends from now on."""
         self.trace.note(process, "sends")
+        self._senders[process.name] = process.boot_id
         standing = self._unaware.get(process, (None, None))[1]
         if standing is None or standing.holder != process.boot_id:
             self._notice(process)
@@ -471,9 +474,14 @@ class SharedObservations(Observations):
         self.on_crash()
 
     def check_fence(self, process: Process) -> None:
-        """A process that sends has committed."""
-        holder, _ = self.shared_disk.holder(process.name)
-        if holder != process.boot_id:
+        """A process that sends has committed. One that has lost its lease may do so until its
+        sessions are ended: before its successor sends, and before the list changes without it."""
+        holder, _, in_force, _ = self.shared_disk.standing(process.name)
+        if holder == process.boot_id:
+            return
+        assert process.daemon is not None
+        changed = tuple(in_force) != process.daemon.config.senders
+        if changed or self._senders.get(process.name) == holder:
             self.fail("fence", f"{process} commits, the lease is {holder or 'nobody'}'s")
 
     def check_one(self, process: Process, server: str) -> None:
@@ -536,7 +544,10 @@ class SharedWire(WireChecks):
         super().began(attempt)
 
     def drained_by(self, process: Process) -> None:
-        """A process has ended in order: what it leaves unanswered is on record."""
+        """A process has ended in order: what it leaves unanswered is on record, unless a failover
+        that it has not noticed before made it begin anew."""
+        if self._shared.is_unaware(process):
+            return
         for view in self._shared.views.of.values():
             if view.unanswered is None or view.unanswered.attempt.life != process.serial:
                 continue
