@@ -307,6 +307,8 @@ class SharedObservations(Observations):
         self._unaware: dict[Process, tuple[Failover, Standing | None]] = {}
         # By name the incarnation that has begun to send last.
         self._senders: dict[str, str] = {}
+        self._set_back_at = -math.inf
+        self._anew_at: dict[Process, float] = {}
         # Servers whose sender has not noticed one.
         self._set_back: set[str] = set()
         super().__init__(base.homeserver, base.views, base.trace, disk)
@@ -424,7 +426,7 @@ class SharedObservations(Observations):
         self._set_back.update(self.views.of)
         self.counts["failovers"] += 1
         self.counts["commits lost"] += disk.positions() != had
-        self.anew_at = trio.current_time()
+        self._set_back_at = trio.current_time()
         self.trace.note("failover", *had.items(), *disk.positions().items())
 
     def look_for_takeover(self) -> None:
@@ -439,13 +441,22 @@ class SharedObservations(Observations):
     def _notice(self, process: Process) -> None:
         if self._unaware.pop(process, None) is not None:
             self.counts["failovers noticed"] += 1
-            self.anew_at = trio.current_time()
+            self._anew_at[process] = trio.current_time()
         marks = self.shared_disk.marks()
         for server in filter(process.handles, sorted(self._set_back)):
             self._set_back.remove(server)
             view = self.views.of[server]
             view.go_back(marks.get(server, 0), None)
             self._forget(view)
+
+    @property
+    def anew_at(self) -> float:
+        process = acting()
+        anew_at = -math.inf if process is None else self._anew_at.get(process, -math.inf)
+        return max(anew_at, self._set_back_at)
+
+    @anew_at.setter
+    def anew_at(self, _: float) -> None: ...
 
     def is_unaware(self, process: Process) -> bool:
         """Whether it runs since before a failover."""
