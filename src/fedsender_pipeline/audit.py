@@ -10,7 +10,8 @@ Here is the order of steps, and all that reads and writes the lake; what the fra
 
 **Only what may have changed.** An audit looks at the events above the position of the last one. Of
 older events it looks again at *units*: a server, a room and a day, of which a line of the ledger
-has come in, or for which something else than the ledger says otherwise (`_touched`).
+has come in, or for which something else than the ledger says otherwise (`touched`). At what the
+lake has let go (`vacuum`) no audit looks again: what was found of it stays.
 """
 
 import datetime
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
-from operator import itemgetter, or_
+from operator import add, itemgetter, or_
 from typing import Any, Final
 
 import pyarrow as pa
@@ -153,7 +154,9 @@ def audit(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Audi
     rules = senders.rules(config, upto)
     look = _goes_on(spark, lake, config, days, senders, claims)
     with steps.step("expected against proven"), lake.commit() as commit:
-        look = look or Look(days, read_named(spark, lake, -1))
+        if look is None:
+            let_go = lake.position(LET_GO)
+            look = Look(days, read_named(spark, lake, let_go), let_go)
         _look_at(spark, lake, commit, View(spark, lake, config, senders, claims, look))
         commit.replace(schemas.CLAIMS, claims.coalesce(1))
         commit.clear(schemas.DAYS)
@@ -161,7 +164,11 @@ def audit(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Audi
         commit.set_position("audit", upto)
         commit.set_position("audit_version", commit.version)
         commit.set_position("audit_rules", rules)
-        before = Counter[str]() if look.is_whole else _totals(lake)
+        if look.is_whole:
+            let_go_of = lake.files(schemas.AUDIT, look.let_go.__contains__)
+            before = _sums(lake.dataset(schemas.AUDIT, let_go_of))
+        else:
+            before = _totals(lake)
         _note(commit, before, upto)
     with steps.step("summing up") as step:
         told = summed_up(lake, config)
@@ -193,7 +200,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
     look, places, pdus = view.look, view.places, view.pdus
 
     def before(table: LakeTable) -> DataFrame:
-        return empty_frame(spark, table) if look.is_whole else lake.frame(spark, table)
+        rows = lake.frame(spark, table)
+        return rows.where(f"stream_ordering <= {look.after}") if look.is_whole else rows
 
     def of_others(rows: DataFrame) -> DataFrame:
         return among(rows, look.units, "left_anti")
@@ -206,7 +214,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         counts = fates.summed(counts.unionByName(was), "server", "room_id", "day")
     counts = view.keep(counts)
     if look.is_whole:
-        commit.clear(schemas.AUDIT)
+        let_go = look.let_go
+        commit.clear(schemas.AUDIT, lambda day: day not in let_go)
     commit.append_frame(schemas.AUDIT, ledger_lines.by_day(counts))
 
     gone = fates.missing(found, places, pdus)
@@ -249,12 +258,19 @@ def _note(commit: Commit, totals: Counter[str], upto: int) -> None:
     """Add the totals to the history of audits.
 
     Args:
-        totals: of the last audit, to which this one has added rows.
+        totals: of the rows to which this audit has added some.
     """
-    for rows in commit.written(schemas.AUDIT).to_batches(columns=[*fates.COUNTS]):
-        totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in fates.COUNTS})
+    totals += _sums(commit.written(schemas.AUDIT))
     row = {"at_ms": real_runtime().now_ms(), "upto": upto}
     commit.append_rows(schemas.AUDITS, [row | {name: totals[name] for name in fates.COUNTS}])
+
+
+def _sums(rows: ds.Dataset) -> Counter[str]:
+    """The number of pairs, and of each fate, in rows of `audit`."""
+    sums = Counter[str]()
+    for batch in rows.to_batches(columns=[*fates.COUNTS]):
+        sums.update({name: pc.sum(batch[name]).as_py() or 0 for name in fates.COUNTS})
+    return sums
 
 
 def still_holds(lake: Lake, config: Config) -> bool:
@@ -312,6 +328,14 @@ def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
     if 1 in read:
         return f"the beginning of the ledger of {instance} is gone from segment 1"
     return f"segments 1 to {min(read) - 1} of the ledger of {instance} were never read"
+
+
+def oldest(lake: Lake, *of: str) -> datetime.date | None:
+    """The day of the oldest event with one of these fates, by the last audit; None: none has."""
+    columns = {"day": ds.field("day"), "number": reduce(add, map(ds.field, of))}
+    rows = lake.dataset(schemas.AUDIT).to_table(columns=columns)
+    days = rows.group_by("day").aggregate([("number", "sum")]).to_pylist()
+    return min((row["day"] for row in days if row["number_sum"] > 0), default=None)
 
 
 def _first(
@@ -384,7 +408,7 @@ class Look:
     """The events that an audit looks at: all above `after`, and older ones.
 
     Attributes:
-        units: the older ones: server, room_id, day; None: all are above `after`.
+        units: the older ones: server, room_id, day; None: the lake has let go of them all.
     """
 
     days: Days
@@ -394,8 +418,13 @@ class Look:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it looks at all events."""
+        """Whether it looks at all events that the lake has not let go of."""
         return self.units is None
+
+    @property
+    def let_go(self) -> set[str]:
+        """The days that a whole look passes by."""
+        return self.days.upto(self.after)
 
     def has(self, first: ds.Expression, last: ds.Expression) -> ds.Expression:
         """For Arrow: whether new events, or some of a unit's day, lie from one to the other."""
@@ -514,7 +543,6 @@ def touched(
             spans.select("room_id", "server").distinct(), on="room_id", how="inner"
         )
         found = found.unionByName(of_all.select(*columns))
-    # Of lines that were let go, nothing new can be said.
     # Null, an open end, is passed over.
     first, last = f"greatest(first, {lake.position(LET_GO) + 1})", f"least(last, {after})"
     day = f"explode(sequence({days.of(first)}, {days.of(last)})) as day"
@@ -595,7 +623,7 @@ def selected(spark: SparkSession, lake: Lake, look: Look, places: DataFrame) -> 
 def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     """The events to look at, with the columns of `placed`: events of ours with known servers."""
     if look.units is None:
-        events = intervals.ours(spark, lake)
+        events = intervals.ours(spark, lake, look.after)
     else:
         # Arrow passes the others by, without reading most of them. A day may have many events.
         at, upto = ds.field("stream_ordering"), lake.position("intervals")
@@ -656,7 +684,7 @@ class View:
             "first", F.greatest("first", F.lit(look.after + 1))
         )
         if look.units is None:
-            return spans
+            return newer
         days = look.days.rows(self._spark).hint("broadcast")
         units = look.units.frame.join(days, on="day", how="inner").drop("day")
         first, last = "greatest(first, begins) as first", f"least(last, ends, {look.after}) as last"
@@ -694,15 +722,10 @@ class View:
     def _before_ledger(self) -> DataFrame:
         """The ranges before the ledger's start: their events may have been delivered before it.
 
-        It starts with its note that the stream became ours, or with its first live event, or after
-        the lines that the lake has let go.
+        It starts with its note that the stream became ours, or with its first live event.
         """
-        let_go = self._lake.position(LET_GO)
-        lasts = {
-            name: self._senders.began(name) if let_go < 0 else let_go for name in self._servers
-        }
         spans = self._spans.withColumn("kind", F.lit("before_ledger"))
-        rows = [{"server": name, "last": last} for name, last in lasts.items()]
+        rows = [{"server": name, "last": self._senders.began(name)} for name in self._servers]
         ends = listed(self._spark, rows, "server: STRING, last: BIGINT")
         return spans.drop("last").join(F.broadcast(ends), on="server", how="inner")
 
@@ -756,6 +779,7 @@ class View:
             if row["at_min"] <= lake.position(source):
                 first = 0
             first = min(first, from_here if row["live_min"] is None else row["live_min"])
+        first = max(first, lake.position(LET_GO) + 1)
         none = empty_frame(self._spark, schemas.STRAY)
         if not newest:
             return {}, first, none

@@ -96,6 +96,10 @@ class Days:
                 found.append((found.pop()[0] if follows else first, last))
         return found
 
+    def upto(self, last: int) -> set[str]:
+        """The days that have ended by this event."""
+        return {str(day) for day, _, end in self._spans() if end <= last}
+
     def rows(self, spark: SparkSession) -> DataFrame:
         """day, begins, ends (stream orderings, both included)."""
         rows = [

@@ -173,7 +173,7 @@ def _quoted(text: str) -> str:
 
 STAGING: Final = "staging"
 LET_GO: Final = "let_go"
-"""The position up to which the lake has let go lines of the ledger (`vacuum`)."""
+"""The last event whose lines the lake has let go, or may (`vacuum`)."""
 KEEP_DROPPED_MS: Final = 3_600_000
 ROW_GROUP: Final = 250_000
 """Rows that are put together in memory."""

@@ -3,17 +3,15 @@
 A run that fails leaves the file as it is: so the time in it says when the last one succeeded.
 """
 
-from datetime import UTC, date, datetime, time
+from datetime import UTC, datetime, time
 
-import pyarrow.dataset as ds
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from fedsender.config import Config
 from fedsender.files import replaced
 from fedsender.runtime import real_runtime
-from fedsender_pipeline.audit import Audited
+from fedsender_pipeline.audit import Audited, oldest
 from fedsender_pipeline.lake import Lake
-from fedsender_pipeline.schemas import AUDIT
 
 
 def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
@@ -47,17 +45,8 @@ def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
     deliveries = gauge("deliveries", "Deliveries that should be, by their fate.", "fate")
     for fate, number in audited.counts.items():
         deliveries.labels(**sender, fate=fate).set(number)
-    oldest = gauge(
-        "pending_since_timestamp_seconds", "The day of the oldest event that is pending."
-    )
-    if (day := _pending_since(lake)) is not None:
-        oldest.labels(**sender).set(datetime.combine(day, time(), UTC).timestamp())
+    since = gauge("pending_since_timestamp_seconds", "The day of the oldest event that is pending.")
+    if (day := oldest(lake, "pending")) is not None:
+        since.labels(**sender).set(datetime.combine(day, time(), UTC).timestamp())
     with replaced(path, 0o644) as file:
         file.write(generate_latest(registry).decode())
-
-
-def _pending_since(lake: Lake) -> date | None:
-    """The day of the oldest event that is pending; None: none is."""
-    rows = lake.read(AUDIT, ["day", "pending"], ds.field("pending") != 0)
-    days = rows.group_by("day").aggregate([("pending", "sum")]).to_pylist()
-    return min((row["day"] for row in days if row["pending_sum"] > 0), default=None)

@@ -5,23 +5,26 @@ and of the ledger those of a month once the first day of the next month is. Else
 merged when there are many. A file that has grown large is left alone, and one of some size is not
 written again for a few rows.
 
-With `pipeline.keep`, lines of the ledger are let go after that time. Notes stay, since they say
-what was this sender's to deliver. The newest event of what was let go is written down: an audit
-cannot know the fate of that event and of earlier ones (`before_ledger`).
+With `pipeline.keep`, lines of the ledger are let go after that time, once they have told all: when
+each of their events is of a whole day of events that are as old, and the last audit knows what
+became of them. No audit looks at these events again, so what was found of them stays. Notes stay,
+since they say what was this sender's to deliver.
 """
 
 import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Final
 
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from fedsender.ledger import NOTES
 from fedsender.runtime import real_runtime
+from fedsender_pipeline.audit import oldest
 from fedsender_pipeline.lake import LET_GO, Lake, LakeFile
-from fedsender_pipeline.schemas import ATTEMPTS, PDUS, TABLES, LakeTable
+from fedsender_pipeline.schemas import ATTEMPTS, DAYS, PDUS, TABLES, LakeTable
 
 LITTLE_BYTES: Final = 2**20
 SMALL_BYTES: Final = 64 * 2**20
@@ -57,7 +60,7 @@ def vacuum(lake: Lake, keep_s: float | None = None) -> Vacuumed:
     now = datetime.datetime.fromtimestamp(real_runtime().now_ms() / 1000, datetime.UTC)
     let_go = 0
     if keep_s is not None:
-        let_go = _let_go(lake, str((now - datetime.timedelta(seconds=keep_s)).date()))
+        let_go = _let_go(lake, (now - datetime.timedelta(seconds=keep_s)).date())
     merged = 0
     with lake.commit() as commit:
         for table, part, crowd in _crowds(lake, str(now.date() - datetime.timedelta(days=1))):
@@ -67,26 +70,45 @@ def vacuum(lake: Lake, keep_s: float | None = None) -> Vacuumed:
     return Vacuumed(files, merged, let_go)
 
 
-def _let_go(lake: Lake, first: str) -> int:
-    """Remove lines of days before `first`; return their number."""
+_OPEN: Final = ("pending", "parked", "quarantined", "missing")
+"""The fates of events of which the ledger will have more to say, or an operator."""
+
+
+def _let_go(lake: Lake, first: datetime.date) -> int:
+    """Remove lines of days before `first` that no audit needs any more; return their number."""
+    judged = lake.position("audit_version")
+    newer = [file for file in lake.files(PDUS) if file.commit > judged]
+    starts = sorted((row["first"], row["day"]) for row in lake.read(DAYS).to_pylist())
+    if not starts or lake.dataset(PDUS, newer).count_rows(filter=ds.field("version") > judged):
+        return 0
+    limit = min(filter(None, (first, oldest(lake, *_OPEN))))
+    upto = next((at for at, day in starts if day >= limit), starts[-1][0]) - 1
+    if upto <= lake.position(LET_GO):
+        return 0
     before = lake.rows(ATTEMPTS)
 
     def old(part: str) -> bool:
-        return part < first[: len(part)]
+        return part < str(first)[: len(part)]
 
-    pdus, attempts = lake.files(PDUS, old), lake.files(ATTEMPTS, old)
+    # A clock that was wrong has put lines about later events there.
+    later = {
+        file.part
+        for table, ends in ((PDUS, ("stream_ordering", "supersedes_to")), (ATTEMPTS, ("lsso",)))
+        for file in lake.files(table, old)
+        if lake.dataset(table, [file]).count_rows(
+            filter=reduce(or_, (ds.field(end) > upto for end in ends))
+        )
+    }
+
+    def goes(part: str) -> bool:
+        return old(part) and not any(part.startswith(p) or p.startswith(part) for p in later)
+
     notes = ds.field("outcome").isin(NOTES)
-    mixed = [f for f in attempts if lake.dataset(ATTEMPTS, [f]).count_rows(filter=notes) < f.rows]
-    if not pdus and not mixed:
-        return 0
-    upto = lake.position(LET_GO, 0)
-    columns = ["stream_ordering", "supersedes_to"]
-    for batch in lake.dataset(PDUS, pdus).to_batches(columns=columns):
-        upto = max(upto, *(pc.max(column).as_py() or 0 for column in batch.columns))
     with lake.commit() as commit:
-        commit.clear(PDUS, old)
-        for file in mixed:
-            commit.rewrite(ATTEMPTS, [file], file.part, only=notes)
+        commit.clear(PDUS, goes)
+        for file in lake.files(ATTEMPTS, goes):
+            if lake.dataset(ATTEMPTS, [file]).count_rows(filter=notes) < file.rows:
+                commit.rewrite(ATTEMPTS, [file], file.part, only=notes)
         commit.set_position(LET_GO, upto)
     return before - lake.rows(ATTEMPTS)
 

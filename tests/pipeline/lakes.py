@@ -31,10 +31,10 @@ Rows = dict[str, list[dict[str, Any]]]
 """The rows of a lake's tables, by the table's name."""
 
 
-def config_of(directory: Path, kind: str = "embedded") -> Config:
+def config_of(directory: Path, kind: str = "embedded", **more: Any) -> Config:
     """A configuration whose lake and ledger are in this directory."""
     homeserver = {"kind": kind, "database": "sqlite:///homeserver.db"}
-    values = {"server_name": US, "signing_key": "key", "homeserver": homeserver}
+    values = {"server_name": US, "signing_key": "key", "homeserver": homeserver, **more}
     return from_values(values, directory=directory)
 
 

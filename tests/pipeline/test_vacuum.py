@@ -7,13 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from tests.pipeline.lakes import ingest_ledger, lake_of, note, write
+from tests.pipeline.lakes import (
+    DAY_MS,
+    attempt,
+    config_of,
+    ingest_ledger,
+    lake_of,
+    note,
+    pdu,
+    write,
+)
 from tests.pipeline.test_audit import counted, missing, run, sent, shared_room
+from tests.pipeline.test_increments import findings
 from tests.pipeline.worlds import US
 
 from fedsender_pipeline import vacuum as module
+from fedsender_pipeline.accepted import accept
+from fedsender_pipeline.audit import audit, summed_up
 from fedsender_pipeline.lake import Lake, in_days, open_lake
-from fedsender_pipeline.schemas import ATTEMPTS, PDUS, SEGMENTS, LakeTable
+from fedsender_pipeline.schemas import ATTEMPTS, DESTINATIONS, PDUS, SEGMENTS, LakeTable
+from fedsender_pipeline.session import Steps
 from fedsender_pipeline.vacuum import MANY_FILES, vacuum
 
 if TYPE_CHECKING:
@@ -147,31 +160,93 @@ def test_a_vacuum_deletes_what_no_manifest_counts(tmp_path: Path) -> None:
     assert len(rows(lake)) == 1
 
 
-def test_what_was_let_go_is_before_the_ledger_and_not_missing(
+A, B, C = "a.example", "b.example", "c.example"
+
+
+def let_go(lake: Lake, first: datetime.date = datetime.date(2026, 1, 3)) -> int:
+    """Of a lake with events of three days, let the first two go; the number of lines."""
+    return module._let_go(lake, first)
+
+
+def audit_all(spark: "SparkSession", lake: Lake, directory: Path) -> dict[str, Any]:
+    """What an audit of everything finds: the lists of the configuration are other ones."""
+    steps = Steps(quiet=True)
+    audit(spark, lake, config_of(directory, deny=["z.example"]), steps)
+    return findings(lake)
+
+
+def test_what_was_found_of_lines_that_were_let_go_stays(
     spark: "SparkSession", tmp_path: Path
 ) -> None:
-    """Lines of two days go, and the third stays. Notes of those days hold on; a late answer for an
-    event of the first day does not make the events after it missing."""
-    a, b = "a.example", "b.example"
-    lake = lake_of(tmp_path, shared_room(59, a, b), 59)
-    third_day = datetime.datetime(2026, 1, 3, tzinfo=datetime.UTC)
+    """Also what an operator has accepted, and what went astray, whatever is audited later. Lines
+    that no audit has seen stay, and notes do."""
+    lake = lake_of(tmp_path, shared_room(59, A, B), 59)
     write(
         tmp_path / "ledger",
-        "f.b.000001.jsonl",
-        note("owned", 0),
-        *sent(a, *range(1, 20), *range(20, 40), *range(40, 45), *range(46, 60)),  # 45 is lost.
-        *sent(b, *range(1, 5)),
-        *(one | {"ms": int(third_day.timestamp() * 1000)} for one in sent(b, 5)),
-        note("denied", 10, reason=json.dumps({"deny": ["b.*"]})),
+        "fedsender.b.000001.jsonl",
+        note("owned", 3),
+        *sent(A, *range(4, 45), *range(46, 60)),  # 45 is lost.
+        *sent(B, *range(4, 10), *range(11, 20)),  # 10 is accepted.
+        note("denied", 19, reason=json.dumps({"deny": ["b.*"]})),
         note("denied", 50),
-        *sent(b, *range(51, 60)),
+        *sent(B, *range(51, 60)),
+        attempt(A, pdu(7, "!r"), transaction_id="again"),
+        attempt(C, pdu(5, "!r")),
+        attempt(A, pdu(4, "!r"), outcome="unreachable"),
     )
+    accept(lake, [{"server": B, "event_id": "$10"}])
     ingest_ledger(spark, lake, tmp_path)
-    keep = datetime.datetime.now(datetime.UTC) - third_day - datetime.timedelta(minutes=1)
-    told = vacuum(lake, keep.total_seconds())
-    assert told.let_go == 39 + 4
+    assert let_go(lake) == 0
+    told = run(spark, lake, tmp_path)
+    assert counted(told) == {
+        "before_ledger": 6, "delivered": 54 + 24, "delivered_again": 1, "given_up": 31,
+        "accepted": 1, "missing": 1}  # fmt: skip
+    assert (told.stray, told.began) == (1, 3)
+    before = findings(lake)
+    third_day = datetime.datetime(2026, 1, 3, 0, 1, tzinfo=datetime.UTC)
+    keep = datetime.datetime.now(datetime.UTC) - third_day
+    assert vacuum(lake, keep.total_seconds()).let_go == 36 + 15 + 3
     assert {str(row["day"]) for row in lake.read(PDUS).to_pylist()} == {"2026-01-03"}
-    found = counted(run(spark, lake, tmp_path))
-    assert set(missing(lake)) == {(a, "$45")}
-    assert found == {"before_ledger": 39 + 9, "delivered": 19 + 1 + 9, "given_up": 40, "missing": 1}
-    assert vacuum(lake, keep.total_seconds()).let_go == 0
+    assert audit_all(spark, lake, tmp_path) == before
+    again = summed_up(lake, config_of(tmp_path))
+    assert str(again) == str(told)
+    assert let_go(lake) == 0
+
+
+def test_lines_with_a_clock_that_was_behind_stay_as_long_as_others(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """By 400 days, and lines are kept for a year."""
+    lake = lake_of(tmp_path, shared_room(59, A), 59)
+    lines = [line | {"ms": line["ms"] - 400 * DAY_MS} for line in sent(A, *range(1, 50))]
+    write(tmp_path / "ledger", "fedsender.b.000001.jsonl", note("owned", 0), *lines)
+    told = counted(run(spark, lake, tmp_path))
+    assert told == {"delivered": 49, "missing": 10}
+    before = findings(lake)
+    assert let_go(lake, datetime.date(2025, 12, 1)) == 0
+    assert let_go(lake) == 39
+    assert audit_all(spark, lake, tmp_path) == before
+
+
+def test_what_is_pending_for_longer_than_lines_are_kept_comes_to_an_end(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """A server was away: nothing of the days since goes until it is known what became of them."""
+    rows = shared_room(59, A, B)
+    rows["destinations"][1]["last_successful_stream_ordering"] = 30
+    lake = lake_of(tmp_path, rows, 59)
+    note_and = [note("owned", 0), *sent(A, *range(1, 60)), *sent(B, *range(1, 31))]
+    write(tmp_path / "ledger", "fedsender.b.000001.jsonl", *note_and)
+    assert counted(run(spark, lake, tmp_path)) == {"delivered": 59 + 30, "pending": 29}
+    assert let_go(lake) == 19 * 2
+    back = [*sent(B, *range(31, 35)), *sent(B, *range(36, 60))]
+    write(tmp_path / "ledger", "fedsender.b.000002.jsonl", *back)
+    with lake.commit() as commit:
+        commit.clear(DESTINATIONS)
+        commit.append_rows(DESTINATIONS, shared_room(59, A, B)["destinations"])
+    assert counted(run(spark, lake, tmp_path)) == {"delivered": 59 + 58, "missing": 1}
+    assert set(missing(lake)) == {(B, "$35")}
+    assert let_go(lake) == 0
+    accept(lake, [{"server": B, "event_id": "$35"}])
+    assert counted(run(spark, lake, tmp_path)) == {"delivered": 59 + 58, "accepted": 1}
+    assert let_go(lake) == 20 + 19
