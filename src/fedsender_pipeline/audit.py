@@ -61,7 +61,8 @@ class Audited:
         counts: fate -> number of pairs.
         unknown_hosts: the number of events with unknown servers; no other figure has them.
         shown: the first of the missing events, as dictionaries.
-        stray: the number of answered deliveries that should not have been, or not so late.
+        stray: the number of answered deliveries that should not have been, or not so late, and
+            that no operator accepts.
         strays: the first of them.
         purged: events in the ledger that the homeserver had no row of, and that may have been
             purged before they were read.
@@ -234,16 +235,20 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
     newest, first, late = view.out_of_order()
     for source, at in newest.items():
         commit.set_position(source, max(at, lake.position(source)))
-    was, is_late = before(schemas.STRAY), f"startswith(why, '{fates.TOO_LATE}')"
+    was, is_late = (
+        before(schemas.STRAY).select(*fates.STRAYS),
+        f"startswith(why, '{fates.TOO_LATE}')",
+    )
     not_for_it = f"why = '{fates.NOT_FOR_IT}'"
     strays = (
         wrong.unionByName(fates.not_for_it(answers.where(f"fate = '{fates.STRAY}'")))
-        .unionByName(late)
+        .unionByName(late.select(*fates.STRAYS))
         .unionByName(of_others(was.where(not_for_it)))
         .unionByName(was.where(f"{is_late} and stream_ordering < {first}"))
         .unionByName(was.where(f"not {not_for_it} and not {is_late}"))
     )
-    commit.replace(schemas.STRAY, fates.first_lines(strays).coalesce(1))
+    strays = fates.first_lines(strays, lake.frame(spark, schemas.ACCEPTED))
+    commit.replace(schemas.STRAY, strays.coalesce(1))
     for rows in counts, every, places:
         rows.unpersist()
 
@@ -286,14 +291,15 @@ def summed_up(lake: Lake, config: Config) -> Audited:
     starts = (senders.owned[name].began for name in senders.lists[0].ours)
     start = max((at for at in starts if at is not None), default=None)
     unproven = [_unproven(lake, name, start) for name in senders.owned]
+    is_stray = ds.field("accepted").is_null()
     return Audited(
         lake.position("audit"),
         totals[fates.EXPECTED],
         {fate: totals[fate] for fate in FATES},
         lake.rows(schemas.UNKNOWN_HOSTS),
         _first(lake, schemas.MISSING),
-        lake.rows(schemas.STRAY),
-        _first(lake, schemas.STRAY),
+        lake.dataset(schemas.STRAY).count_rows(filter=is_stray),
+        _first(lake, schemas.STRAY, is_stray),
         _first(lake, schemas.REPEATED, ~ds.field("expected")),
         lake.rows(schemas.PURGED),
         lake.rows(schemas.REJECTS),

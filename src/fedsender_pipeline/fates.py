@@ -438,14 +438,32 @@ def too_late(pdus: DataFrame) -> DataFrame:
 def not_for_it(answers: DataFrame) -> DataFrame:
     """Rows of `stray`, of events that are not for their server, from `answered`."""
     why = F.lit(NOT_FOR_IT).alias("why")
-    return answers.select(*(why if name == "why" else name for name in schemas.STRAY.columns))
+    return answers.select(*(why if name == "why" else name for name in STRAYS))
 
 
-def first_lines(strays: DataFrame) -> DataFrame:
-    """Rows of `stray`, each of its first line."""
-    key = [name for name in schemas.STRAY.columns if name not in ("ms", "line")]
+STRAYS: Final = tuple(schemas.STRAY.columns)[:-1]
+"""The columns of `stray` but for `accepted`."""
+
+
+def first_lines(strays: DataFrame, accepted: DataFrame) -> DataFrame:
+    """Rows of `stray`, each of its first line.
+
+    Args:
+        accepted: what an operator accepts now.
+    """
+    key = [name for name in STRAYS if name not in ("ms", "line")]
     first = F.min(F.struct("ms", "line")).alias("first")
-    return strays.groupBy(*key).agg(first).select(*key, "first.*")
+    own = "server as its_name", "event_id as its_id", "first as its_first", "last as its_last"
+    said = (
+        "name = its_name and (event_id = its_id or stream_ordering between its_first and its_last)"
+    )
+    return (
+        strays.withColumn("name", F.expr(f"explode(array(server, '{EVERY_SERVER}'))"))
+        .join(accepted.selectExpr(*own), on=F.expr(said), how="left")
+        .groupBy(*key)
+        .agg(first, F.expr("nullif(bool_or(its_name is not null), false) as accepted"))
+        .select(*key, "first.*", "accepted")
+    )
 
 
 def owed_ranges(

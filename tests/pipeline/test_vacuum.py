@@ -211,6 +211,20 @@ def test_what_was_found_of_lines_that_were_let_go_stays(
     again = summed_up(lake, config_of(tmp_path))
     assert str(again) == str(told)
     assert let_go(lake) == 0
+    # Accepted, it ends; another one is told, and both are once that is taken back.
+    given_up: list[dict[str, Any]] = [
+        {"server": B, "event_id": "$10"},
+        {"server": A, "first": 45, "last": 45},
+    ]
+    accept(lake, [*given_up, {"server": C, "first": 4, "last": 5}])
+    told = run(spark, lake, tmp_path)
+    assert (told.stray, told.strays, told.is_red) == (0, [], False)
+    write(tmp_path / "ledger", "fedsender.b.000002.jsonl", attempt(C, pdu(50, "!r")))
+    told = run(spark, lake, tmp_path)
+    assert [row["event_id"] for row in told.strays] == ["$50"]
+    accept(lake, given_up)
+    told = run(spark, lake, tmp_path)
+    assert [row["event_id"] for row in told.strays] == ["$5", "$50"]
 
 
 def test_lines_with_a_clock_that_was_behind_stay_as_long_as_others(
