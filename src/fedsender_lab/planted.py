@@ -309,8 +309,10 @@ def _segment_gone(scene: Scene, without: int) -> Found:
 
 
 def middle_gone(scene: Scene) -> Found:
-    """Of three segments the second one is gone: all in it is missing."""
-    return _segment_gone(scene, 2)
+    """Of three segments the second one is gone: that is said, and all in it is missing."""
+    found = _segment_gone(scene, 2)
+    found.unproven = True
+    return found
 
 
 def last_gone(scene: Scene) -> Found:
@@ -440,8 +442,7 @@ def judge(spark: "SparkSession", scene: Scene, *, in_two: bool = False) -> Found
         told.unproven is not None,
     )
     assert told.is_red == (found.unproven or bool(found.missing or found.stray))
-    # What is older than the evidence nobody can say more of.
-    return Found(unproven=True) if found.unproven else found
+    return found
 
 
 def _pairs(rows: Iterable[dict[str, Any]]) -> set[Pair]:
@@ -471,6 +472,9 @@ def plant(directory: Path, names: Sequence[str] | None = None, *, as_json: bool 
                         planted = world(scene)
                         told = f"{name}{', in two' if in_two else ''}"
                         found = judge(spark, scene, in_two=in_two)
+                        if planted == Found(unproven=True):
+                            # What is older than the evidence nobody can say more of.
+                            found = Found(unproven=found.unproven)
                         answer[told] = found == planted
                         if as_json:
                             continue

@@ -69,8 +69,8 @@ class Audited:
         rejects: lines of the ledger that could not be read: what went astray may be in one.
         repeats: the first events that were answered more than once without a good reason.
         began: the last event before the ledger's start; None: it has not started.
-        unproven: why it is not known where the ledger begins, so that `before_ledger` may hide what
-            is lost; None: it is known, or an operator accepts it.
+        unproven: which evidence is missing, so that what is lost or stray may not be found; None:
+            none is, or an operator accepts it.
     """
 
     upto: int
@@ -97,18 +97,19 @@ class Audited:
         return bool(self.missing or self.stray or self.unproven)
 
     def __str__(self) -> str:
-        lost = f"{self.missing} missing" if self.missing else "nothing is lost"
-        lost += f" of {self.judged} deliveries"
-        if self.stray:
-            lost += f"; {self.stray} went astray or out of order"
+        said = [f"{self.missing:,} missing" if self.missing else "nothing is lost"]
+        said[0] += f" of {self.judged:,} deliveries"
         if self.expected > self.judged:
             begins = f": the ledger begins after event {self.began}" if self.began else ""
-            lost += f"; {self.expected - self.judged} cannot be judged{begins}"
-        if self.purged:
-            lost += f"; {self.purged} events were purged before they were read"
-        if self.rejects:
-            lost += f"; {self.rejects} lines of the ledger could not be read"
-        return lost + (f"; {self.unproven}" if self.unproven else "")
+            said.append(f"{self.expected - self.judged:,} cannot be judged{begins}")
+        for number, what in (
+            (self.unknown_hosts, "events have servers that cannot be told"),
+            (self.purged, "events were purged before they were read"),
+            (self.rejects, "lines of the ledger could not be read"),
+            (self.stray, "went astray or out of order"),
+        ):
+            said += [f"{number:,} {what}"] if number else []
+        return "; ".join(filter(None, [*said, self.unproven]))
 
     def in_words(self) -> Iterator[str]:
         """All of it, in lines for a person."""
@@ -117,8 +118,6 @@ class Audited:
         yield f"{self.stray:>9} delivered that should not have been, or not so late"
         for fate, number in self.counts.items():
             yield f"{number:>9} {fate.replace('_', ' ')}"
-        if self.unknown_hosts:
-            yield f"{self.unknown_hosts} events have servers that cannot be told"
         for table, rows, number in (
             ("missing", self.shown, self.missing),
             ("stray", self.strays, self.stray),
@@ -290,13 +289,16 @@ def summed_up(lake: Lake, config: Config) -> Audited:
     senders = read_senders(lake, config)
     starts = (senders.owned[name].began for name in senders.lists[0].ours)
     start = max((at for at in starts if at is not None), default=None)
-    unproven = [_unproven(lake, name, start) for name in senders.owned]
+    unproven = [_unproven(lake, name) for name in senders.owned]
+    if totals[fates.EXPECTED] == totals["before_ledger"]:
+        unproven.append("nothing could be judged")
+    unknown_hosts = lake.rows(schemas.UNKNOWN_HOSTS)
     is_stray = ds.field("accepted").is_null()
     return Audited(
         lake.position("audit"),
         totals[fates.EXPECTED],
         {fate: totals[fate] for fate in FATES},
-        lake.rows(schemas.UNKNOWN_HOSTS),
+        unknown_hosts,
         _first(lake, schemas.MISSING),
         lake.dataset(schemas.STRAY).count_rows(filter=is_stray),
         _first(lake, schemas.STRAY, is_stray),
@@ -304,36 +306,40 @@ def summed_up(lake: Lake, config: Config) -> Audited:
         lake.rows(schemas.PURGED),
         lake.rows(schemas.REJECTS),
         start,
-        ("; ".join(filter(None, unproven)) or None) if totals[fates.EXPECTED] else None,
+        "; ".join(filter(None, unproven)) or None
+        if totals[fates.EXPECTED] or unknown_hosts
+        else None,
     )
 
 
-def _unproven(lake: Lake, instance: str, start: int | None) -> str | None:
-    """Why it is not known that the ledger begins where it seems to (`Audited.unproven`).
+def _unproven(lake: Lake, instance: str) -> str | None:
+    """Which evidence of a sender is missing (`Audited.unproven`).
 
-    The numbers of a sender's segments go on from 1, and each start notes what it `owned` before it
-    sends. So segment 1 has such a note of the first start; what was removed later leaves its number
-    out. What a later gap hides is missing, each event by name.
+    The numbers of its segments go on from 1, and each start notes what it `owned` before it sends.
+    So the first segment with a line has such a note of the first start; what was removed later
+    leaves its number out. An operator accepts what is gone by the sender's name and the numbers.
     """
     own = re.compile(rf"{re.escape(instance)}\.[^.]*\.([0-9]+)\.[^.]*")
 
     def numbers(names: pa.ChunkedArray) -> set[int]:
         return {int(found[1]) for found in map(own.fullmatch, names.to_pylist()) if found}
 
-    read = numbers(lake.read(schemas.SEGMENTS)["name"])
+    segments = lake.read(schemas.SEGMENTS)
+    read = numbers(segments["name"])
     if not read:
         return f"no segment of the ledger of {instance} was ever read"
+    wanted = (ds.field("server") == instance) & ds.field("event_id").is_null()
+    ranges = lake.read(schemas.ACCEPTED, wanted=wanted).to_pylist()
+    accepted = {n for row in ranges for n in range(row["first"], min(row["last"], max(read)) + 1)}
+    if gone := {*range(1, max(read))} - read - accepted:
+        of = f"of the segments of {instance}, {len(gone)} were never read"
+        return f"{of}, from {min(gone)} to {max(gone)}"
+    first = min(numbers(segments.filter(pc.field("bytes") > 0)["name"]), default=1)
     is_start = (ds.field("outcome") == "owned") & ds.field("position").is_valid()
-    everywhere = (row for row in lake.read(schemas.ACCEPTED).to_pylist() if row["event_id"] is None)
-    starts = numbers(lake.read(schemas.ATTEMPTS, ["segment"], is_start)["segment"])
-    if 1 in starts or any(
-        row["server"] == EVERY_SERVER and row["first"] <= 1 and row["last"] >= (start or 0)
-        for row in everywhere
-    ):
+    starts = lake.read(schemas.ATTEMPTS, ["segment"], is_start)["segment"]
+    if 1 in accepted or first in numbers(starts):
         return None
-    if 1 in read:
-        return f"the beginning of the ledger of {instance} is gone from segment 1"
-    return f"segments 1 to {min(read) - 1} of the ledger of {instance} were never read"
+    return f"the beginning of the ledger of {instance} is gone from segment {first}"
 
 
 def oldest(lake: Lake, *of: str) -> datetime.date | None:

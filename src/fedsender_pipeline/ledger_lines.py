@@ -137,11 +137,12 @@ def new_segments(lake: Lake, directories: Iterable[Path]) -> Sequence[Batch]:
         except FileNotFoundError:  # Deleted by age.
             continue
         # Of a segment and its copy, the longer one.
-        if size > found.get(path.stem, (0,))[0]:
+        if size > found.get(path.stem, (-1,))[0]:
             found[path.stem] = size, path
     batches: list[dict[Path, int]] = []
     for size, path in found.values():
-        if known.get(path.stem, 0) == size:
+        # A closed one without a line is read too: its number is not missing then.
+        if known.get(path.stem, 0 if path.suffix == ".open" else -1) == size:
             continue
         if not batches or sum(batches[-1].values()) + size > MAX_BATCH_BYTES:
             batches.append({})

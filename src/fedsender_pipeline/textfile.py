@@ -37,9 +37,11 @@ def write_textfile(config: Config, lake: Lake, audited: Audited) -> None:
 
     for name, about, value in (
         ("last_success_timestamp_seconds", "The end of the last run that did not fail.", now_s),
+        ("judged", "Deliveries of which the ledger can say something.", audited.judged),
+        ("unknown_hosts", "Events whose servers cannot be told.", audited.unknown_hosts),
         ("missing", "Deliveries that no record accounts for.", audited.missing),
         ("stray", "Answered deliveries that should not have been, or not so late.", audited.stray),
-        ("unproven", "1: it is not known where the ledger begins.", bool(audited.unproven)),
+        ("unproven", "1: evidence is missing.", bool(audited.unproven)),
     ):
         gauge(name, about).labels(**sender).set(value)
     deliveries = gauge("deliveries", "Deliveries that should be, by their fate.", "fate")

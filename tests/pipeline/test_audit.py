@@ -382,35 +382,15 @@ def test_what_was_delivered_again_is_named(audited: Lake) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "noted", "unproven"),
-    [
-        ([], 1, "no segment of the ledger of fedsender was ever read"),
-        (["other.b.000001.jsonl"], 1, "no segment of the ledger of fedsender was ever read"),
-        (
-            ["fedsender.b.000004.jsonl", "fedsender.b.000003.jsonl"],
-            3,
-            "segments 1 to 2 of the ledger of fedsender were never read",
-        ),
-        (
-            ["fedsender.c.000003.jsonl", "fedsender.b.000001.jsonl"],
-            3,
-            "the beginning of the ledger of fedsender is gone from segment 1",
-        ),
-        (["fedsender.c.000003.jsonl", "fedsender.b.000001.jsonl"], 1, None),
-    ],
-)
-def test_nothing_is_green_without_evidence(
-    tmp_path: Path, names: list[str], noted: int, unproven: str | None
-) -> None:
-    """A ledger that is gone, that of another sender, one without its first segments or the head of
-    the first one: all that was delivered seems to be older than the ledger. It is, where segment 1
-    has the note of the first start (`noted`: a segment with such a note), or an operator says so.
+def ledger_of(directory: Path, names: list[str], noted: int, **counts: int) -> Lake:
+    """A lake after an audit that has read these segments (`=`: one without a line).
+
+    Args:
+        noted: the segment with the note of the first start.
     """
-    config = config_of(tmp_path)
-    counts = dict.fromkeys(schemas.FATES, 0) | {"before_ledger": 495, "delivered": 765}
-    row = counts | {"at_ms": 1, "upto": 9, "expected": 1260}
-    read = [{"name": name, "bytes": 1} for name in names]
+    fates = dict.fromkeys(schemas.FATES, 0) | counts
+    row = fates | {"at_ms": 1, "upto": 9, "expected": sum(counts.values())}
+    read = [{"name": name.strip("="), "bytes": int("=" not in name)} for name in names]
     first_start = note("owned", 4) | {
         "line": "1",
         "segment": f"fedsender.b.{noted:06d}.jsonl",
@@ -418,20 +398,112 @@ def test_nothing_is_green_without_evidence(
     }
     wanted = (*schemas.ATTEMPTS.required, "position")
     first_start = {name: first_start[name] for name in wanted}
-    lake = lake_of(tmp_path, {"audits": [row], "segments": read, "attempts": [first_start]}, 9)
+    lake = lake_of(directory, {"audits": [row], "segments": read, "attempts": [first_start]}, 9)
     with lake.commit() as commit:
         commit.set_position("first live of fedsender", 5)
+    return lake
+
+
+@pytest.mark.parametrize(
+    ("names", "noted", "unproven", "known"),
+    [
+        ([], 1, "no segment of the ledger of fedsender was ever read", None),
+        (
+            ["other.b.000001.jsonl"],
+            1,
+            "no segment of the ledger of fedsender was ever read",
+            None,
+        ),
+        (
+            ["fedsender.b.000004.jsonl", "fedsender.b.000003.jsonl"],
+            3,
+            "of the segments of fedsender, 2 were never read, from 1 to 2",
+            (1, 2),
+        ),
+        (
+            ["fedsender.c.000002.jsonl", "fedsender.b.000001.jsonl"],
+            2,
+            "the beginning of the ledger of fedsender is gone from segment 1",
+            (1, 1),
+        ),
+        (
+            ["fedsender.c.000009.jsonl", "fedsender.b.000001.jsonl", "fedsender.b.000003.jsonl"],
+            1,
+            "of the segments of fedsender, 6 were never read, from 2 to 8",
+            (2, 8),
+        ),
+        (["fedsender.c.000002.jsonl", "fedsender.b.000001.jsonl"], 1, None, None),
+        (["fedsender.c.000002.jsonl", "=fedsender.b.000001.jsonl"], 2, None, None),
+    ],
+)
+def test_nothing_is_green_without_evidence(
+    tmp_path: Path,
+    names: list[str],
+    noted: int,
+    unproven: str | None,
+    known: tuple[int, int] | None,
+) -> None:
+    """A ledger that is gone, that of another sender, one without some of its segments or the head
+    of the first one: what was lost or astray may be in them. Until an operator says that they are
+    known to be gone."""
+    config = config_of(tmp_path)
+    lake = ledger_of(tmp_path, names, noted, before_ledger=495, delivered=765)
     told = summed_up(lake, config)
     assert (told.judged, told.unproven, told.is_red) == (765, unproven, unproven is not None)
     said = (
         "nothing is lost of 765 deliveries; 495 cannot be judged: the ledger begins after event 4"
     )
     assert str(told) == said + (f"; {unproven}" if unproven else "")
-    if names:
-        accept(lake, [{"server": "*", "first": 1, "last": 3}])
-        assert summed_up(lake, config).unproven == unproven
-        accept(lake, [{"server": "*", "first": 1, "last": 4}])
-        assert names[0].startswith("other") or not summed_up(lake, config).is_red
+    if known is not None:
+        first, last = known
+        for less in ((first + 1, last), (first, last - 1)):
+            accept(lake, [{"server": "fedsender", "first": less[0], "last": less[1]}])
+            assert summed_up(lake, config).is_red
+        accept(lake, [{"server": "fedsender", "first": first, "last": last}])
+        assert not summed_up(lake, config).is_red
+
+
+@pytest.mark.parametrize(
+    ("counts", "unknown", "said"),
+    [
+        (
+            {"before_ledger": 7},
+            0,
+            "nothing is lost of 0 deliveries; 7 cannot be judged: the ledger begins after event 4;"
+            " nothing could be judged",
+        ),
+        (
+            {},
+            2,
+            "nothing is lost of 0 deliveries; 2 events have servers that cannot be told;"
+            " nothing could be judged",
+        ),
+        (
+            {"missing": 3, "delivered": 1_000, "before_ledger": 7},
+            2,
+            "3 missing of 1,003 deliveries; 7 cannot be judged: the ledger begins after event 4;"
+            " 2 events have servers that cannot be told; 1 went astray or out of order",
+        ),
+        ({}, 0, "nothing is lost of 0 deliveries"),
+    ],
+)
+def test_the_verdict_begins_with_what_can_be_judged(
+    tmp_path: Path, counts: dict[str, int], unknown: int, said: str
+) -> None:
+    """Where that is nothing of what there is, nothing is green."""
+    lake = ledger_of(tmp_path, ["fedsender.b.000001.jsonl"], 1, **counts)
+    with lake.commit() as commit:
+        commit.append_rows(schemas.UNKNOWN_HOSTS, [
+            {"stream_ordering": at, "event_id": f"${at}", "room_id": "!r", "reason": "none"}
+            for at in range(unknown)
+        ])  # fmt: skip
+        if "missing" in counts:
+            stray = {"server": A, "room_id": "!r", "stream_ordering": 1, "event_id": "$1",
+                     "day": datetime.date(2026, 1, 1), "ms": 1, "line": "1", "why": ""}  # fmt: skip
+            commit.append_rows(schemas.STRAY, [stray])
+    told = summed_up(lake, config_of(tmp_path))
+    assert str(told) == said
+    assert told.is_red == bool(counts or unknown)
 
 
 # --- what was not ours, and what was given up -----------------------------------------------------

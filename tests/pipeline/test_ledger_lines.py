@@ -112,6 +112,18 @@ def test_reading_again_changes_nothing_and_late_and_double_lines_count_once(
     assert new_segments(lake, [ledger]) == []
 
 
+def test_a_closed_segment_without_a_line_is_known_to_be_read(
+    spark: "SparkSession", lake: Lake, tmp_path: Path
+) -> None:
+    """As a loss of power leaves one. An open one waits for its first line."""
+    ledger = tmp_path / "ledger"
+    write(ledger, "fedsender.b.000001.jsonl")
+    write(ledger, "fedsender.b.000002.open", "{torn")
+    assert read(spark, lake, ledger) == (0, 0, 0)
+    assert ledger_lines.bytes_read(lake) == {"fedsender.b.000001": 0}
+    assert new_segments(lake, [ledger]) == []
+
+
 def test_a_line_that_comes_twice_stands_where_it_comes_first(
     spark: "SparkSession", lake: Lake, tmp_path: Path
 ) -> None:

@@ -123,7 +123,7 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
 
     run_audit(spark, lake, tmp_path)
     figures, text = make(spark, lake, tmp_path)
-    assert answer(text).startswith("answer bad: 2 deliveries are missing. Ill: 2 of 3 servers.")
+    assert answer(text).startswith("answer bad: 2 missing of 120 deliveries. Ill: 2 of 3 servers.")
     (loss,) = figures.losses
     assert (loss["pairs"], loss["servers"], loss["room_id"], loss["server"]) == (2, 1, "!r", A)
     assert loss["event_id"] == "$30"
@@ -160,19 +160,22 @@ def audited(**changed: int) -> Audited:
 
 def test_the_first_sentence_is_green_or_red() -> None:
     quiet = figures_of(audited=audited(), servers=2)
-    assert answer(page(quiet)) == "answer: Nothing is lost. Ill: 0 of 2 servers."
+    assert answer(page(quiet)) == "answer: Nothing is lost of 5 deliveries. Ill: 0 of 2 servers."
     lost = page(replace(quiet, audited=audited(missing=1)))
-    assert answer(lost).startswith("answer bad: 1 delivery is missing.")
-    both = answer(page(replace(quiet, audited=replace(audited(missing=1), stray=2))))
-    assert both.startswith(
-        "answer bad: 1 delivery is missing. 2 deliveries went astray or out of order."
+    assert answer(lost).startswith("answer bad: 1 missing of 6 deliveries. Ill")
+    both = replace(
+        audited(missing=1, before_ledger=2), stray=2, unknown_hosts=3, purged=4, rejects=5
+    )
+    assert answer(page(replace(quiet, audited=both))).startswith(
+        "answer bad: 1 missing of 6 deliveries; 2 cannot be judged; 3 events have servers that"
+        " cannot be told; 4 events were purged before they were read; 5 lines of the ledger could not be"
+        " read; 2 went astray or out of order. Ill"
     )
     before = replace(quiet, audited=audited(before_ledger=2))
-    said = "Nothing is lost of 5 deliveries; 2 cannot be judged: they are older than the ledger."
-    assert answer(page(before)).startswith(f"answer: {said} Ill")
+    said = "Nothing is lost of 5 deliveries; 2 cannot be judged"
+    assert answer(page(before)).startswith(f"answer: {said}. Ill")
     no_evidence = replace(before, audited=replace(before.audited, unproven="no segment"))
-    told = f"answer bad: {said} Evidence is missing: no segment. Ill"
-    assert answer(page(no_evidence)).startswith(told)
+    assert answer(page(no_evidence)).startswith(f"answer bad: {said}; no segment. Ill")
 
 
 def test_four_figures_have_those_of_a_day_before() -> None:

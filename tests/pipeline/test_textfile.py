@@ -21,7 +21,7 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
     values = {"server_name": US, "signing_key": "key", "pipeline": {"textfile": str(path)}}
     config = from_values(values, directory=tmp_path)
     fates = dict.fromkeys(FATES, 0) | {"missing": 3, "pending": 2}
-    found = Audited(7, 5, fates, unknown_hosts=0, shown=[], stray=4)
+    found = Audited(7, 15, fates | {"before_ledger": 8}, unknown_hosts=9, shown=[], stray=4)
     lake = open_lake(tmp_path / "lake", US, create=True)
     pending = {30: 0, 31: 2}
     nothing: dict[str, Any] = dict.fromkeys(AUDIT.columns, 0)
@@ -46,6 +46,8 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
     }
     assert {name for name, _ in samples} == {
         "last_success_timestamp_seconds",
+        "judged",
+        "unknown_hosts",
         "missing",
         "stray",
         "unproven",
@@ -56,6 +58,7 @@ def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> No
     assert samples["missing", None].value == samples["deliveries", "missing"].value == 3
     assert samples["deliveries", "pending"].value == 2
     assert samples["stray", None].value == 4
+    assert (samples["judged", None].value, samples["unknown_hosts", None].value) == (7, 9)
     assert samples["pending_since_timestamp_seconds", None].value == 1_769_817_600
     assert {each.labels["server_name"] for each in samples.values()} == {US}
     with lake.commit() as commit:
