@@ -148,6 +148,9 @@ def write_views(directory: Path, manifest: Manifest) -> None:
     Of a row that was written again, the newest one is seen. A column that no file has is null.
     """
     lines = [f"-- commit {manifest.commit} of {directory}: replaced by the next one"]
+    with suppress(FileNotFoundError), (directory / VIEWS).open() as file:
+        if file.readline().rstrip("\n") == lines[0]:
+            return
     for table in TABLES.values():
         columns = (f'NULL::{_sql_type(kind)} AS "{name}"' for name, kind in table.columns.items())
         query = f"SELECT {', '.join(columns)} WHERE false"
@@ -619,6 +622,8 @@ class Commit:
         """
         old, new = self._lake.manifest, self._manifest
         if old.commit and (new.tables, new.positions) == (old.tables, old.positions):
+            # A job that was killed may have left those of an earlier commit.
+            write_views(self._directory, old)
             return old
         for name, part in sorted(self._written):
             self._check_keys(TABLES[name], part)

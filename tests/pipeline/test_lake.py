@@ -106,7 +106,7 @@ def test_a_commit_shows_all_it_wrote_and_its_positions(tmp_path: Path) -> None:
 def test_a_killed_commit_is_seen_whole_or_not_at_all(
     tmp_path: Path, point: str, shown: list[str]
 ) -> None:
-    """And the next job removes what it left."""
+    """And the next job removes what it left, also where it has nothing to write."""
 
     def faults(at: str) -> None:
         if at == point:
@@ -125,6 +125,9 @@ def test_a_killed_commit_is_seen_whole_or_not_at_all(
     known.update(path for path, _ in lake.manifest.dropped)
     assert parquet(tmp_path) == known
     assert not (tmp_path / STAGING).exists()
+    with duckdb.connect() as reader:
+        reader.execute((tmp_path / VIEWS).read_text())
+        assert reader.sql("SELECT destination FROM destinations").fetchall() == [tuple(shown)]
 
 
 def test_a_body_that_raises_changes_nothing(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def test_the_first_sentence_is_green_or_red() -> None:
     )
     assert answer(page(replace(quiet, audited=both))).startswith(
         "answer bad: 1 missing of 6 deliveries; 2 cannot be judged; 3 events have servers that"
-        " cannot be told; 4 events were purged before they were read; 5 lines of the ledger could not be"
-        " read; 2 went astray or out of order. Ill"
+        " cannot be told; 4 events were purged before they were read; 5 lines of the ledger could"
+        " not be read; 2 went astray or out of order. Ill"
     )
     before = replace(quiet, audited=audited(before_ledger=2))
     said = "Nothing is lost of 5 deliveries; 2 cannot be judged"
