@@ -148,8 +148,8 @@ def write_views(directory: Path, manifest: Manifest) -> None:
     Of a row that was written again, the newest one is seen. A column that no file has is null.
     """
     lines = [f"-- commit {manifest.commit} of {directory}: replaced by the next one"]
-    with suppress(FileNotFoundError), (directory / VIEWS).open() as file:
-        if file.readline().rstrip("\n") == lines[0]:
+    with suppress(FileNotFoundError), (directory / VIEWS).open() as known:
+        if known.readline().rstrip("\n") == lines[0]:
             return
     for table in TABLES.values():
         columns = (f'NULL::{_sql_type(kind)} AS "{name}"' for name, kind in table.columns.items())
@@ -185,6 +185,10 @@ MOST_PASSED: Final = 100_000_000
 MOST_WANTED: Final = 200_000
 _INTACT: Final[set[tuple[Path, str]]] = set()
 """The files whose content this process has compared: each is read through once more for it."""
+_CHECKED: Final = ds.ParquetFileFormat(
+    default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+)
+"""Later, pages are compared with their own checksums, which costs next to nothing."""
 Faults = Callable[[str], None]
 
 
@@ -314,7 +318,7 @@ class Lake:
     def dataset(self, table: LakeTable, files: Sequence[LakeFile] | None = None) -> ds.Dataset:
         """These files of a table (None: all) for pyarrow, with the columns of its schema."""
         paths = [str(path) for path in self._paths(self.files(table) if files is None else files)]
-        return ds.dataset(paths, schema=table.arrow_schema(), format="parquet")
+        return ds.dataset(paths, schema=table.arrow_schema(), format=_CHECKED)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -525,7 +529,9 @@ class Commit:
             for part, rows in groups:
                 if part not in files:
                     path = self.stage(table)
-                    writer = pq.ParquetWriter(path, rows.schema, compression="zstd")
+                    writer = pq.ParquetWriter(
+                        path, rows.schema, compression="zstd", write_page_checksum=True
+                    )
                     files[part] = path, stack.enter_context(writer)
                 files[part][1].write_table(rows)
         if are_new:

@@ -61,6 +61,8 @@ _EVERYWHERE: Final = {
     # Spark 4.1 and later trust a union to keep its inputs' partitions, also where adaptive
     # execution has merged those of one input; a join behind it then finds unequal numbers.
     _TRUST: "false",
+    # The driver compares files as wholes, and an executor of a cluster the pages that it reads.
+    "spark.hadoop.parquet.page.verify-checksum.enabled": "true",
     # A field beyond what it can hold is a line for the reject table and not the end of the job.
     "spark.sql.ansi.enabled": "false",
 }

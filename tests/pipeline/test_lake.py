@@ -13,7 +13,9 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 from tests.pipeline.worlds import US
 
@@ -326,6 +328,30 @@ def test_a_flipped_bit_is_damage(tmp_path: Path) -> None:
         commit.rewrite(SEGMENTS, lake.manifest.tables["segments"], "")
     path.write_bytes(whole)
     assert lake.read(SEGMENTS).num_rows == 500
+
+
+def test_a_bit_that_flips_after_its_file_was_compared_is_damage(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """By the checksums of pages, whether Arrow or Spark wrote them, and whichever reads them."""
+    lake = open_lake(tmp_path, US, create=True)
+    with lake.commit() as commit:
+        commit.append_rows(DESTINATIONS, names(*map(str, range(500))))
+        commit.append_frame(DESTINATIONS, spark.range(500).selectExpr("id || 'x' as destination"))
+    assert lake.read(DESTINATIONS).num_rows == lake.frame(spark, DESTINATIONS).count() == 1000
+    for file in lake.files(DESTINATIONS):
+        path = tmp_path / file.path
+        whole = path.read_bytes()
+        column = pq.read_metadata(path).row_group(0).column(0)
+        first = column.dictionary_page_offset or column.data_page_offset
+        at = first + column.total_compressed_size // 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(OSError, match=r"(?i)checksum"):
+            lake.read(DESTINATIONS)
+        with pytest.raises(Py4JError, match="CRC checksum"):
+            lake.frame(spark, DESTINATIONS).collect()
+        path.write_bytes(whole)
+        assert lake.read(DESTINATIONS).num_rows == 1000
 
 
 def test_every_line_of_the_page_of_tables_is_a_column() -> None:
