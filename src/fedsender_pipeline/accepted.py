@@ -18,8 +18,6 @@ from typing import Any, Final
 from fedsender_pipeline import Usage, schemas
 from fedsender_pipeline.lake import Lake
 
-MOST_NAMED: Final = 20
-"""Lines that are named when they cannot be read."""
 MOST_BYTES: Final = 64 * 2**20
 _LINE: Final = re.compile(
     r"(?P<server>[^\s#]{1,255})\s+"
@@ -31,7 +29,7 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
     """The rows for the table `accepted`.
 
     Raises:
-        Usage: the file, or a line of it, cannot be read; the text has the numbers of such lines.
+        Usage: the file, or a line of it, cannot be read; the text has the line's number.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -41,24 +39,18 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
         raise Usage(f"--accept: {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise Usage(f"--accept: {path}: is not text: {error}") from None
-    rows, bad = [], []
+    rows = []
     for number, text in enumerate(lines, 1):
         if not text.strip() or text.lstrip().startswith("#"):
             continue
         found = _LINE.fullmatch(text.strip())
-        first, last = (int(found[name] or 0) for name in ("first", "last")) if found else (0, 0)
-        if found is None:
-            said = repr(text.strip()[:80])
-            bad.append(f"{path}:{number}: must be SERVER $EVENT or SERVER FIRST-LAST, not {said}")
-        elif first > last:
-            bad.append(f"{path}:{number}: the range {first}-{last} ends before it begins")
-        elif found["event"]:
-            rows.append({"server": found["server"], "event_id": found["event"]})
-        else:
-            rows.append({"server": found["server"], "first": first, "last": last})
-    if bad:
-        more = [f"and {len(bad) - MOST_NAMED} more"] if len(bad) > MOST_NAMED else []
-        raise Usage("\n".join(("--accept: nothing was accepted:", *bad[:MOST_NAMED], *more)))
+        if found is None or int(found["first"] or 0) > int(found["last"] or 0):
+            said = f"must be SERVER $EVENT or SERVER FIRST-LAST, not {text.strip()[:80]!r}"
+            raise Usage(f"--accept: {path}:{number}: {said}")
+        row: dict[str, Any] = {"server": found["server"], "event_id": found["event"]}
+        if not found["event"]:
+            row |= {"first": int(found["first"]), "last": int(found["last"])}
+        rows.append(row)
     return rows
 
 

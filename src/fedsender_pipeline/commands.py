@@ -102,7 +102,7 @@ def spark_for(
 def opened(
     name: str, config: Path, *, create: bool = False
 ) -> Iterator[tuple["Lake", "Config", "Steps"]]:
-    """The lake of a command, held so that no other job can come in between, the configuration, and
+    """The lake of a command, locked so that no other job comes in between, the configuration, and
     the command's display; `create`: make the lake if there is none.
 
     The command line shows errors of the pipeline. It exits with 1, with 2 for usage, or with 75
@@ -110,7 +110,7 @@ def opened(
     discarded, and Java ends.
     """
     from fedsender.config import load
-    from fedsender_pipeline.lake import open_lake
+    from fedsender_pipeline.lake import locked, open_lake
     from fedsender_pipeline.session import Steps
 
     loaded = load(config)
@@ -119,9 +119,9 @@ def opened(
     code = WRONG
     try:
         with _interrupted_by_sigterm():
-            lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=create)
-            with lake.held():
-                yield lake, loaded, Steps()
+            of = loaded.pipeline.lake, loaded.server_name
+            with locked(open_lake(*of, create=create).directory):
+                yield open_lake(*of, create=create), loaded, Steps()
     except Usage:
         raise
     except Busy as error:

@@ -113,11 +113,7 @@ def known(lake: Lake) -> Known:
 
 
 def health(spark: SparkSession, lake: Lake, steps: Steps) -> Known:
-    """Bring the tables up to date.
-
-    Raises:
-        Busy: another job writes to the lake.
-    """
+    """Bring the tables up to date."""
     with steps.step("health") as step:
         update(spark, lake)
         told = known(lake)
@@ -126,11 +122,7 @@ def health(spark: SparkSession, lake: Lake, steps: Steps) -> Known:
 
 
 def update(spark: SparkSession, lake: Lake) -> None:
-    """Bring `health` and `health_days` up to the lake's `attempts`.
-
-    Raises:
-        Busy: another job writes to the lake.
-    """
+    """Bring `health` and `health_days` up to the lake's `attempts`."""
     days = _new_days(lake)
     if not days:
         return

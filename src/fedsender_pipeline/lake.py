@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -180,8 +180,6 @@ LET_GO: Final = "let_go"
 KEEP_DROPPED_MS: Final = 3_600_000
 ROW_GROUP: Final = 250_000
 """Rows that are put together in memory."""
-MOST_PASSED: Final = 100_000_000
-"""Of more rows, the machines of a cluster sooner find a few than one process does."""
 MOST_WANTED: Final = 200_000
 _INTACT: Final[set[tuple[Path, str]]] = set()
 """The files whose content this process has compared: each is read through once more for it."""
@@ -216,7 +214,6 @@ class Lake:
         self.directory = directory
         self.manifest = manifest
         self._faults = faults or (lambda _: None)
-        self._is_held = False
 
     def position(self, source: str, default: int = -1) -> int:
         """The position up to which `source` was read."""
@@ -226,7 +223,7 @@ class Lake:
         """The table's files; `parts` selects by the value of the part column.
 
         Raises:
-            PipelineError: one of them is missing or has another size: the lake is damaged.
+            PipelineError: one of them is missing: the lake is damaged.
         """
         found = self.manifest.tables.get(table.name, [])
         if parts is not None:
@@ -254,11 +251,9 @@ class Lake:
         for file in files:
             path = self.directory / file.path
             try:
-                size = path.stat().st_size
+                path.stat()
             except OSError as error:
                 raise self._damaged(path, error.strerror or "cannot be read") from None
-            if size != file.bytes:
-                raise self._damaged(path, f"has {size} bytes in place of {file.bytes}")
 
     def _damaged(self, path: Path, why: str) -> PipelineError:
         return PipelineError(f"{path}: {why}: {_remedy(self.directory)}")
@@ -293,8 +288,6 @@ class Lake:
         """
         files = self.files(table)
         found, number = [], 0
-        if table.part is None and sum(file.rows for file in files) > MOST_PASSED:
-            return self.frame(spark, table)
         # A file is in memory nearly whole while it is read, so they are read one after the other.
         batches = self.dataset(table, files).to_batches(filter=wanted, fragment_readahead=1)
         for batch in batches:
@@ -321,42 +314,23 @@ class Lake:
         return ds.dataset(paths, schema=table.arrow_schema(), format=_CHECKED)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other jobs from writing to the lake while the body runs.
-
-        Raises:
-            Busy: another job is writing.
-        """
-        with locked(self.directory):
-            self._is_held = True
-            try:
-                yield
-            finally:
-                self._is_held = False
-
-    @contextmanager
     def commit(self) -> Iterator["Commit"]:
         """Change the lake: all is visible when the body ends, or nothing if it raises.
 
         Where the body changes nothing, there is no commit.
 
-        Afterwards this object is the changed lake.
+        Afterwards this object is the changed lake. A job has it `locked`, and has opened it since.
 
         Raises:
-            Busy: another job is writing, or has written since this lake was opened.
             PipelineError: the lake is damaged.
         """
-        with nullcontext() if self._is_held else locked(self.directory):
-            current = read_manifest(self.directory)
-            if current is not None and current.commit != self.manifest.commit:
-                raise Busy(f"{self.directory}: another job has written to the lake")
-            # Nothing is built on what is half gone.
-            self._check(file for files in self.manifest.tables.values() for file in files)
-            self._sweep()
-            commit = Commit(self, self.manifest, self._faults)
-            yield commit
-            self.manifest = commit.finish()
-            shutil.rmtree(self.directory / STAGING, ignore_errors=True)
+        # Nothing is built on what is half gone.
+        self._check(file for files in self.manifest.tables.values() for file in files)
+        self._sweep()
+        commit = Commit(self, self.manifest, self._faults)
+        yield commit
+        self.manifest = commit.finish()
+        shutil.rmtree(self.directory / STAGING, ignore_errors=True)
 
     def _sweep(self) -> None:
         """Delete files that killed jobs left, and replaced files that nobody reads."""

@@ -54,7 +54,6 @@ def vacuum(lake: Lake, keep_s: float | None = None) -> Vacuumed:
         keep_s: seconds for which lines of the ledger are kept; None: for good.
 
     Raises:
-        Busy: another job is writing, or has written since this lake was opened.
         PipelineError: the lake is damaged.
     """
     now = datetime.datetime.fromtimestamp(real_runtime().now_ms() / 1000, datetime.UTC)

@@ -666,16 +666,12 @@ def test_what_an_operator_accepts_is_no_longer_missing(audited: Lake) -> None:
 
 def test_a_file_with_lines_that_say_nothing_accepts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "accepted"
-    file.write_text(f"{A} $1\n{A}\n{A} 9-3\n{A} 4\n{A} $1 $2\n{A} 1-2\n")
-    with pytest.raises(Usage) as caught:
-        read_accepted(file)
-    assert str(caught.value).splitlines() == [
-        "--accept: nothing was accepted:",
-        f"{file}:2: must be SERVER $EVENT or SERVER FIRST-LAST, not 'a.example'",
-        f"{file}:3: the range 9-3 ends before it begins",
-        f"{file}:4: must be SERVER $EVENT or SERVER FIRST-LAST, not 'a.example 4'",
-        f"{file}:5: must be SERVER $EVENT or SERVER FIRST-LAST, not 'a.example $1 $2'",
-    ]
+    for line in (A, f"{A} 9-3", f"{A} 4", f"{A} $1 $2", f"{A} 1-"):
+        file.write_text(f"{A} $1\n{line}\n{A} 1-2\n")
+        with pytest.raises(Usage) as caught:
+            read_accepted(file)
+        said = f"{file}:2: must be SERVER $EVENT or SERVER FIRST-LAST, not '{line}'"
+        assert str(caught.value) == f"--accept: {said}"
     file.write_bytes(b"\xff")
     with pytest.raises(Usage, match="is not text"):
         read_accepted(file)

@@ -28,7 +28,7 @@ from fedsender.cli import run_command
 from fedsender.config import load
 from fedsender.store import tables
 from fedsender_pipeline import audit, ingest, ledger_lines, session
-from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.lake import Lake, locked, open_lake
 from fedsender_pipeline.schemas import FATES, INTERVALS, MISSING
 from fedsender_pipeline.session import Steps
 
@@ -252,7 +252,7 @@ def test_a_second_job_comes_back_later_and_does_not_end_the_first(
     with first.commit():
         pass
     monkeypatch.setattr(session, "spark_session", None)
-    with first.held():
+    with locked(first.directory):
         assert run_command(["pipeline", job, "-c", str(config_file(tmp_path))]) == 75
         with first.commit():
             pass
@@ -322,7 +322,7 @@ def test_a_vacuum_needs_no_spark(
     lake = open_lake(tmp_path / "lake", US, create=True)
     with lake.commit():
         pass
-    with lake.commit():
+    with locked(lake.directory):
         assert run_command(["pipeline", "vacuum", "-c", config]) == 75
     capsys.readouterr()
     assert run_command(["pipeline", "vacuum", "-c", config]) == 0
