@@ -27,7 +27,7 @@ from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
 from fedsender.config import load
 from fedsender.store import tables
-from fedsender_pipeline import audit, ingest, ledger_lines, session
+from fedsender_pipeline import audit, health, ingest, ledger_lines, report, session, vacuum
 from fedsender_pipeline.lake import Lake, locked, open_lake
 from fedsender_pipeline.schemas import FATES, INTERVALS, MISSING
 from fedsender_pipeline.session import Steps
@@ -350,6 +350,36 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     told = capsys.readouterr()
     assert told.out.startswith("1 missing of 3 deliveries\n3 deliveries expected, of")
     assert "fedsender: pipeline audit: --repair: after 0 events: " in told.err
+
+
+def test_a_run_says_its_verdict_before_it_tidies_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And writes the figures: an operator who waits waits for nothing else."""
+    config, told = config_file(tmp_path), list[str]()
+    values = yaml.safe_load(config.read_text())
+    values["pipeline"]["textfile"] = str(tmp_path / "textfile")
+    config.write_text(yaml.safe_dump(values))
+    counts = dict.fromkeys(FATES, 0) | {"delivered": 3}
+    found = audit.Audited(upto=7, expected=3, counts=counts, unknown_hosts=0, shown=[])
+
+    def tidy(*_: object) -> vacuum.Vacuumed:
+        assert (tmp_path / "textfile").exists()
+        told.append(capsys.readouterr().out)
+        return vacuum.Vacuumed(0, 0, 0)
+
+    monkeypatch.setattr(session, "spark_session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(ledger_lines, "fetched", lambda *_: [])
+    monkeypatch.setattr(ingest, "read_databases", lambda *_: None)
+    monkeypatch.setattr(ingest, "take_in", lambda *_: None)
+    monkeypatch.setattr(audit, "audit", lambda *_: found)
+    monkeypatch.setattr(health, "health", lambda *_: health.Known(2, 1))
+    monkeypatch.setattr(report, "report", lambda *_: None)
+    monkeypatch.setattr(vacuum, "vacuum", tidy)
+    assert run_command(["pipeline", "run", "-c", str(config)]) == 0
+    page = tmp_path / "lake" / "report.html"
+    assert told == [f"nothing is lost of 3 deliveries\n1 of 2 servers ill; {page}\n"]
+    assert capsys.readouterr().out == ""
 
 
 def test_the_homeservers_names_are_synapses() -> None:
