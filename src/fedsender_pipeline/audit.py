@@ -246,6 +246,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         .unionByName(was.where(f"{is_late} and stream_ordering < {first}"))
         .unionByName(was.where(f"not {not_for_it} and not {is_late}"))
     )
+    if lake.position(LET_GO) >= 0:
+        strays = strays.unionByName(view.leaked())
     strays = fates.first_lines(strays, lake.frame(spark, schemas.ACCEPTED))
     commit.replace(schemas.STRAY, strays.coalesce(1))
     for rows in counts, every, places:
@@ -803,6 +805,25 @@ class View:
             return newest, first, none
         found = fates.overtaken(among(rows, pairs), self.look.days)
         return newest, first, found.where(f"stream_ordering <= {lake.position('intervals')}")
+
+    def leaked(self) -> DataFrame:
+        """Rows of `stray`: what new lines have of events that the lake has let go of."""
+        spark, lake = self._spark, self._lake
+        old = f"stream_ordering <= {lake.position(LET_GO)}"
+        sent = self.look.named.sent.withColumnRenamed("destination", "server").where(old)
+        sent = kept(intervals.sent_to(sent, self._judges)[0])
+        events = among_rows(spark, lake, schemas.EVENTS, few(sent.select(*_EVENT)))
+        unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("event_id")
+        known = events.where(intervals.OURS).join(unknown, on="event_id", how="left_anti")
+        spans = intervals.current(spark, lake, few(sent.select("room_id", "server")))
+        its = "room_id as its_room", "server as its_server", "first", "last"
+        expected = """room_id = its_room and server = its_server
+            and stream_ordering >= first and (last is null or stream_ordering <= last)"""
+        stray = sent.join(known, on=[*_EVENT], how="left_semi").join(
+            spans.selectExpr(*its), on=F.expr(expected), how="left_anti"
+        )
+        day = F.expr(self.look.days.of("stream_ordering"))
+        return fates.not_for_it(stray.withColumn("day", day))
 
     def misnamed(self) -> tuple[DataFrame, DataFrame]:
         """Rows of `stray` and of `purged`: lines whose event or room the homeserver lacks, and live
