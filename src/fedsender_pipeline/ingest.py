@@ -168,7 +168,6 @@ class HomeserverReader:
             for start in range(after, upto, numbers):
                 last = min(upto, start + numbers)
                 patiently(partial(self._range, readings, start, last))
-                step.show((last - after) / (upto - after))
             step.note = f"read up to {upto:,}"
 
     def _range(self, readings: Sequence[Reading], after: int, upto: int) -> None:

@@ -250,10 +250,8 @@ class Lake:
     def _check(self, files: Iterable[LakeFile]) -> None:
         for file in files:
             path = self.directory / file.path
-            try:
-                path.stat()
-            except OSError as error:
-                raise self._damaged(path, error.strerror or "cannot be read") from None
+            if not path.exists():
+                raise self._damaged(path, "is gone")
 
     def _damaged(self, path: Path, why: str) -> PipelineError:
         return PipelineError(f"{path}: {why}: {_remedy(self.directory)}")

@@ -12,8 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,27 +284,11 @@ def find_java(environment: Mapping[str, str]) -> Path:
     return java
 
 
-SAID_EVERY_S: Final = 30.0
-"""A step that takes longer says so often how far it is."""
-
-
+@dataclass(slots=True)
 class Step:
-    """One step of a job, under way.
+    """One step of a job, under way; `note`: its result, in a few words, for when it has ended."""
 
-    Attributes:
-        note: its result, in a few words, for when it has ended.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._due_s = time.monotonic() + SAID_EVERY_S
-        self.note = ""
-
-    def show(self, share: float) -> None:
-        """Tell, now and then, how much of the step is done (0 to 1)."""
-        if time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + SAID_EVERY_S
-            self._tell(f"{100 * share:.0f} %")
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +300,7 @@ class Steps:
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
         """One step."""
-
-        def tell(note: str) -> None:
-            if not self.quiet:
-                say(f"{title}: {note}" if note else title, error=True)
-
-        step = Step(tell)
+        step = Step()
         yield step
-        tell(step.note)
+        if not self.quiet:
+            say(f"{title}: {step.note}" if step.note else title, error=True)

@@ -183,7 +183,7 @@ def test_a_lake_half_deleted_is_an_error_and_not_a_smaller_answer(tmp_path: Path
     with pytest.raises(PipelineError, match=f"{file}: has another content"):
         lake.read(DESTINATIONS)
     file.unlink()
-    gone = rf"{file}: No such file .* the lake is damaged"
+    gone = rf"{file}: is gone: the lake is damaged"
     with pytest.raises(PipelineError, match=gone):
         lake.read(DESTINATIONS)
     before = (tmp_path / MANIFEST).read_text()
