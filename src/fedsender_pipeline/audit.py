@@ -165,7 +165,7 @@ def audit(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Audi
         commit.set_position("audit_version", commit.version)
         commit.set_position("audit_rules", rules)
         if look.is_whole:
-            let_go_of = lake.files(schemas.AUDIT, look.let_go.__contains__)
+            let_go_of = lake.files(schemas.AUDIT, look.days.upto(look.after).__contains__)
             before = _sums(lake.dataset(schemas.AUDIT, let_go_of))
         else:
             before = _totals(lake)
@@ -214,7 +214,7 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         counts = fates.summed(counts.unionByName(was), "server", "room_id", "day")
     counts = view.keep(counts)
     if look.is_whole:
-        let_go = look.let_go
+        let_go = look.days.upto(look.after)
         commit.clear(schemas.AUDIT, lambda day: day not in let_go)
     commit.append_frame(schemas.AUDIT, ledger_lines.by_day(counts))
 
@@ -317,14 +317,15 @@ def summed_up(lake: Lake, config: Config) -> Audited:
 def _unproven(lake: Lake, instance: str) -> str | None:
     """Which evidence of a sender is missing (`Audited.unproven`).
 
-    The numbers of its segments go on from 1, and each start notes what it `owned` before it sends.
-    So the first segment with a line has such a note of the first start; what was removed later
-    leaves its number out. An operator accepts what is gone by the sender's name and the numbers.
+    The numbers of its segments go on from 1, each is there once, and each start notes what it
+    `owned` before it sends. So the first segment with a line has such a note of the first start;
+    what was removed later leaves its number out, and a ledger that was lost begins anew. An
+    operator accepts what is gone by the sender's name and the numbers.
     """
     own = re.compile(rf"{re.escape(instance)}\.[^.]*\.([0-9]+)\.[^.]*")
 
-    def numbers(names: pa.ChunkedArray) -> set[int]:
-        return {int(found[1]) for found in map(own.fullmatch, names.to_pylist()) if found}
+    def numbers(names: pa.ChunkedArray) -> Counter[int]:
+        return Counter(int(found[1]) for found in map(own.fullmatch, names.to_pylist()) if found)
 
     segments = lake.read(schemas.SEGMENTS)
     read = numbers(segments["name"])
@@ -333,8 +334,8 @@ def _unproven(lake: Lake, instance: str) -> str | None:
     wanted = (ds.field("server") == instance) & ds.field("event_id").is_null()
     ranges = lake.read(schemas.ACCEPTED, wanted=wanted).to_pylist()
     accepted = {n for row in ranges for n in range(row["first"], min(row["last"], max(read)) + 1)}
-    if gone := {*range(1, max(read))} - read - accepted:
-        of = f"of the segments of {instance}, {len(gone)} were never read"
+    if gone := {n for n in range(1, max(read) + 1) if read[n] != 1} - accepted:
+        of = f"of the segments of {instance}, {len(gone)} were never read or are there twice"
         return f"{of}, from {min(gone)} to {max(gone)}"
     first = min(numbers(segments.filter(pc.field("bytes") > 0)["name"]), default=1)
     is_start = (ds.field("outcome") == "owned") & ds.field("position").is_valid()
@@ -434,11 +435,6 @@ class Look:
     def is_whole(self) -> bool:
         """Whether it looks at all events that the lake has not let go of."""
         return self.units is None
-
-    @property
-    def let_go(self) -> set[str]:
-        """The days that a whole look passes by."""
-        return self.days.upto(self.after)
 
     def has(self, first: ds.Expression, last: ds.Expression) -> ds.Expression:
         """For Arrow: whether new events, or some of a unit's day, lie from one to the other."""

@@ -417,7 +417,7 @@ def ledger_of(directory: Path, names: list[str], noted: int, **counts: int) -> L
         (
             ["fedsender.b.000004.jsonl", "fedsender.b.000003.jsonl"],
             3,
-            "of the segments of fedsender, 2 were never read, from 1 to 2",
+            "of the segments of fedsender, 2 were never read or are there twice, from 1 to 2",
             (1, 2),
         ),
         (
@@ -429,8 +429,14 @@ def ledger_of(directory: Path, names: list[str], noted: int, **counts: int) -> L
         (
             ["fedsender.c.000009.jsonl", "fedsender.b.000001.jsonl", "fedsender.b.000003.jsonl"],
             1,
-            "of the segments of fedsender, 6 were never read, from 2 to 8",
+            "of the segments of fedsender, 6 were never read or are there twice, from 2 to 8",
             (2, 8),
+        ),
+        (
+            ["fedsender.c.000001.jsonl", "fedsender.b.000001.jsonl", "fedsender.b.000002.jsonl"],
+            1,
+            "of the segments of fedsender, 1 were never read or are there twice, from 1 to 1",
+            (1, 1),
         ),
         (["fedsender.c.000002.jsonl", "fedsender.b.000001.jsonl"], 1, None, None),
         (["fedsender.c.000002.jsonl", "=fedsender.b.000001.jsonl"], 2, None, None),
