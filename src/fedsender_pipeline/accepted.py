@@ -4,7 +4,7 @@ missing. A line is a server (`*`: every one) and an event, or a range of stream 
     a.example $event                  one event
     a.example 100-250                 from the 100th to the 250th, both included
     * 100-250                         the same at every server
-    fedsender 1-12                    segments of this sender's ledger that were never read
+    fed1 1-12                         segments of this sender's ledger that were never read
     # a comment
 
 They are stored in the lake and hold for later audits, until another file replaces them. An empty

@@ -347,8 +347,9 @@ def _unproven(lake: Lake, instance: str) -> str | None:
 
 def oldest(lake: Lake, *of: str) -> datetime.date | None:
     """The day of the oldest event with one of these fates, by the last audit; None: none has."""
-    columns = {"day": ds.field("day"), "number": reduce(add, map(ds.field, of))}
-    rows = lake.dataset(schemas.AUDIT).to_table(columns=columns)
+    number = reduce(add, map(ds.field, of))
+    columns = {"day": ds.field("day"), "number": number}
+    rows = lake.dataset(schemas.AUDIT).to_table(columns=columns, filter=number != 0)
     days = rows.group_by("day").aggregate([("number", "sum")]).to_pylist()
     return min((row["day"] for row in days if row["number_sum"] > 0), default=None)
 
