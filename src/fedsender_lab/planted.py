@@ -290,6 +290,22 @@ def purged(scene: Scene) -> Found:
     return planted
 
 
+def held_back(scene: Scene) -> Found:
+    """An event that went to servers was to be kept from all."""
+    _, _, pdu = scene.take()
+    kept, own = pdu["event_id"], tables.event_json
+    with scene.store() as store:
+        of_it = sa.update(own).where(own.c.event_id == kept)
+        store.execute(of_it.values(internal_metadata='{"proactively_send": false}'))
+    scene.write(scene.half)
+    live = (
+        (line["destination"], each) for _, line, each in scene.answers() if each["lane"] == "live"
+    )
+    return Found(
+        stray={(name, kept, fates.FOR_NOBODY) for name, each in live if each["event_id"] == kept}
+    )
+
+
 def _forget(scene: Scene, event_ids: Iterable[str]) -> None:
     with scene.store() as store:
         if store.dialect.name == "postgresql":
@@ -345,6 +361,7 @@ WORLDS: Final[Mapping[Plant, Sequence[bool]]] = {
     by_name: (False, True),
     harmless: (False, True),
     purged: (False, True),
+    held_back: (False, True),
     middle_gone: (False, True),
     last_gone: (False, True),
     # Whatever was read of it cannot be forgotten.
@@ -430,7 +447,10 @@ def judge(spark: "SparkSession", scene: Scene, *, in_two: bool = False) -> Found
                 path.with_suffix(".later").rename(path)
         ingest(spark, lake, config, steps)
         told = audit.audit(spark, lake, config, steps)
-    begins = (fates.NOT_FOR_IT, NO_SUCH, fates.NEVER_THERE, fates.OF_ANOTHER_ROOM, fates.TOO_LATE)
+    begins = (
+        *(fates.NOT_FOR_IT, NO_SUCH, fates.NEVER_THERE, fates.OF_ANOTHER_ROOM, fates.FOR_NOBODY),
+        fates.TOO_LATE,
+    )
     found = Found(
         _pairs(lake.read(schemas.MISSING).to_pylist()),
         {

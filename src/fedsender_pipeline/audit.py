@@ -824,7 +824,7 @@ class View:
 
     def misnamed(self) -> tuple[DataFrame, DataFrame]:
         """Rows of `stray` and of `purged`: lines whose event or room the homeserver lacks, and live
-        ones of events that are another server's. (Catch-up sends a room's newest, whose it is.)"""
+        ones of events that are another server's, or for nobody."""
         named, config = self.look.named, self._config
         wrong = named.wrong.drop("its_room")
         wrong = wrong.join(named.sent.select(*_EVENT), on=[*_EVENT], how="left_semi")
@@ -839,7 +839,7 @@ class View:
         day = F.expr(self.look.days.of("stream_ordering"))
         strays = (
             named.sent.join(others.hint("broadcast"), on=[*_EVENT], how="inner")
-            .where(f"why != '{fates.OF_ANOTHER_SERVER}' or lane = 'live'")
+            .where(f"not {fates.NOT_LIVE} or lane = 'live'")
             .selectExpr("destination as server", *_EVENT, "ms", "line", "why")
         )
         return strays.withColumn("day", day), absent.withColumn("day", day)

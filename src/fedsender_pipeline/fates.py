@@ -282,11 +282,14 @@ NOT_FOR_IT: Final = "the event is not for this server"
 TOO_LATE: Final = "it came after "
 OF_ANOTHER_ROOM: Final = "the event is of the room "
 OF_ANOTHER_SERVER: Final = "the event is of another server"
+FOR_NOBODY: Final = "the event is for nobody"
+NOT_LIVE: Final = f"why in ('{OF_ANOTHER_SERVER}', '{FOR_NOBODY}')"
+"""As SQL: it must not be sent live. (Catch-up sends what a room's history ends with.)"""
 
 
 def misnamed(named: DataFrame, events: DataFrame, server_name: str) -> DataFrame:
     """stream_ordering, event_id, room_id, why: where the homeserver has another event, or room, or
-    where the event is another server's.
+    where the event is another server's, or for nobody.
 
     Why is null where it has no event at that stream ordering. `its_room`: that of the event, where
     it is another one than the line says.
@@ -297,12 +300,13 @@ def misnamed(named: DataFrame, events: DataFrame, server_name: str) -> DataFrame
     theirs = events.selectExpr(
         *("stream_ordering", "event_id as its_id", "room_id as its_room"),
         f"on_behalf_of is null and {server_of('sender')} != '{server_name}' as is_others",
+        "bad is not null as is_bad",
     )
     why = (
         "case when its_id != event_id then concat('the homeserver has no such event, but ', its_id)"
     )
     why += f" when its_room != room_id then concat('{OF_ANOTHER_ROOM}', its_room)"
-    why += f" when is_others then '{OF_ANOTHER_SERVER}' end as why"
+    why += f" when is_others then '{OF_ANOTHER_SERVER}' when is_bad then '{FOR_NOBODY}' end as why"
     return (
         named.join(theirs.hint("shuffle_hash"), on="stream_ordering", how="left")
         .selectExpr(

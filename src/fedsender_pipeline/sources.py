@@ -150,7 +150,10 @@ def _event_batches(
     for page in source.pages(query, [table.c.stream_ordering], [max(after, 0)]):
         rows = [event_row(row, redacted=False) for row in page if row.likely]
         ours = [row for row in rows if is_ours(row, server_name)]
-        details = source.read(partial(_details, ours, synapse=synapse))
+        # A purge makes outliers; an event with partial state may be rejected later.
+        lasting = (row for row in rows if not (row.outlier or row.rejected or row.partial))
+        details = dict.fromkeys((row.event_id for row in lasting), _HELD)
+        details |= source.read(partial(_details, ours, synapse=synapse))
         yield _event_batch(page, details)
 
 
@@ -183,6 +186,9 @@ def _details(
     return found
 
 
+_HELD: Final[Mapping[str, Any]] = {"ours": False, "bad": "it is for no server"}
+
+
 def _judged(row: EventRow) -> dict[str, Any]:
     event = json_object(row.json) or {}
     bad = None
@@ -192,15 +198,16 @@ def _judged(row: EventRow) -> dict[str, Any]:
         bad = "the room's version is unknown"
     elif row.room_version not in ROOM_VERSIONS:
         bad = f"room version {row.room_version[:100]!r} is not one we know"
-    return {"ours": bad is not None or bool(event.get("prev_events")), "bad": bad}
+    elif not event.get("prev_events"):
+        return {**_HELD}
+    return {"ours": True, "bad": bad}
 
 
 def _event_batch(
     page: Sequence[Row[Any]], details: Mapping[str, Mapping[str, Any]]
 ) -> pa.RecordBatch:
     """Rows of `events`; one without details is not ours."""
-    nothing: Mapping[str, Any] = {"ours": False}
-    own = [details.get(row.event_id, nothing) for row in page]
+    own = [details.get(row.event_id, {"ours": False}) for row in page]
     given: dict[str, Sequence[Any]] = dict(
         zip(page[0]._fields, zip(*page, strict=True), strict=True)
     )
@@ -209,7 +216,7 @@ def _event_batch(
     given["sender"] = [sender or "" for sender in given["sender"]]
     given["part"] = [at // schemas.EVENTS_PER_PART for at in given["stream_ordering"]]
     pairs = zip(given["state_group"], own, strict=True)
-    given["state_group"] = [None if each is nothing else group for group, each in pairs]
+    given["state_group"] = [group if each["ours"] else None for group, each in pairs]
     columns = {
         name: given[name] if name in given else [each.get(name) for each in own]
         for name in schemas.EVENTS.columns

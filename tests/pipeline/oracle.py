@@ -75,9 +75,10 @@ class Found:
     repeated: set[tuple[str, str, bool]]
 
 
-NOT_FOR_IT, NO_SUCH, NEVER, ROOM, OTHERS, LATE = (
+NOT_FOR_IT, NO_SUCH, NEVER, ROOM, OTHERS, NOBODY, LATE = WHYS = (
     "the event is not for", "the homeserver has no", "the homeserver never",
-    "the event is of the room", "the event is of another server", "it came after",
+    "the event is of the room", "the event is of another server", "the event is for nobody",
+    "it came after",
 )  # fmt: skip
 
 
@@ -208,6 +209,11 @@ CREATE TABLE strays AS
         WHERE a.lane = 'live' AND a.stream_ordering <= (SELECT upto FROM read)
             AND e.sender NOT LIKE '%:' || getvariable('us')
             AND j.internal_metadata ->> 'send_on_behalf_of' IS NULL
+    UNION SELECT a.server, a.event_id, getvariable('nobody')
+        FROM answers a JOIN events e USING (stream_ordering, event_id, room_id)
+        WHERE a.lane = 'live' AND a.stream_ordering <= (SELECT upto FROM read)
+            AND e.sender LIKE '%:' || getvariable('us')
+            AND NOT EXISTS (FROM ours o WHERE o.event_id = a.event_id)
     UNION SELECT e.server, e.event_id, getvariable('late')
         FROM firsts e JOIN firsts l USING (server, room_id, boot)
         WHERE e.lane = 'live' AND l.lane = 'live' AND l.nth < e.nth
@@ -250,7 +256,7 @@ def judge(
         engine.register("accepted", pa.Table.from_pylist(list(accepted), _ACCEPTED))
         for name, value in (
             ("us", us), ("not_for_it", NOT_FOR_IT), ("never", NEVER), ("no_such", NO_SUCH),
-            ("room", ROOM), ("others", OTHERS), ("late", LATE),
+            ("room", ROOM), ("others", OTHERS), ("nobody", NOBODY), ("late", LATE),
         ):  # fmt: skip
             engine.execute(f"SET VARIABLE {name} = '{value}'")
         engine.execute(_SQL)
@@ -277,13 +283,12 @@ def found_by_audit(lake: Path) -> Found:
         for server, room, *numbers in table.fetchall():
             for fate, number in zip(table.columns[2:], numbers, strict=True):
                 counts[server, room, fate] += number
-        begins = (NOT_FOR_IT, NO_SUCH, NEVER, ROOM, OTHERS, LATE)
         strays = engine.sql("SELECT server, event_id, why FROM stray").fetchall()
         return Found(
             {key: number for key, number in counts.items() if number},
             set(engine.sql("SELECT server, event_id FROM missing").fetchall()),
             {
-                (server, event, next(each for each in begins if why.startswith(each)))
+                (server, event, next(each for each in WHYS if why.startswith(each)))
                 for server, event, why in strays
             },
             set(engine.sql("SELECT server, event_id, expected FROM repeated").fetchall()),

@@ -107,7 +107,7 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     assert told.expected == sum(told.counts.values())
     assert told.counts == dict.fromkeys(schemas.FATES, 0) | fates_of(lake)
     assert told.is_red
-    assert told.stray == len(told.strays) == 8
+    assert told.stray == len(told.strays) == 9
     assert "; 1 events were purged before they were read" in str(told)
     assert "; 1 lines of the ledger could not be read" in str(told)
     assert [row["event_id"] for row in told.repeats] == ["$76", "$92", "$96"]
@@ -244,17 +244,21 @@ def test_nothing_stands_in_for_later_events(audited: Lake) -> None:
 
 
 LEFT, NEVER = of("fedsender", "left", "never")
+FOR_NOBODY = 97, 98
 
 
 def leaks() -> tuple[Rows, Lines, Lines]:
     """A server that leaves, and one that was never there. Of both events at 66 the homeserver has
     no row: a purge would have taken what is before $66, and nothing is left of the other one's
     room. 999 is above what the lake has read: nothing can be said of it. 70 and 71 are another
-    server's: catch-up sends such a one as the end of a room's history, and nothing else does."""
+    server's: catch-up sends such a one as the end of a room's history, and nothing else does. So
+    are two of ours that are for nobody."""
     rows = shared_room(65, LEFT, first=61, room="!u")
     rows["events"] += [event(at, "!u") for at in (*range(67, 72), 999)]
     for row in rows["events"][-3:-1]:
         row |= {"ours": False, "sender": "@them:c.example"}
+    held = {"ours": False, "bad": "held back"}
+    rows["events"] += [event(at, "!u") | held for at in FOR_NOBODY]
     rows["intervals"][0]["last"] = 65
     invented = pdu(62, "!u") | {"event_id": "$invented"}
     lines: Lines = [
@@ -266,6 +270,8 @@ def leaks() -> tuple[Rows, Lines, Lines]:
         attempt(LEFT, pdu(66, "!purged") | {"event_id": "$purged"}, transaction_id="d"),
         attempt(LEFT, pdu(70, "!u"), transaction_id="h"),
         attempt(LEFT, pdu(71, "!u", "catch_up", supersedes=[66, 67]), transaction_id="i"),
+        attempt(LEFT, pdu(FOR_NOBODY[0], "!u"), transaction_id="j"),
+        attempt(LEFT, pdu(FOR_NOBODY[1], "!u", "catch_up"), transaction_id="k"),
     ]
     last: Lines = [
         attempt(LEFT, invented, transaction_id="e"),
@@ -291,6 +297,7 @@ def test_what_went_where_it_should_not_is_named(audited: Lake) -> None:
         (LEFT, "$invented", "!u", "the homeserver has no such event, but $62"): "e",
         (LEFT, "$68", "!u", not_for_it): "f",
         (LEFT, "$70", "!u", "the event is of another server"): "h",
+        (LEFT, f"${FOR_NOBODY[0]}", "!u", "the event is for nobody"): "j",
     }
     (purged,) = audited.read(schemas.PURGED).to_pylist()
     assert (purged["event_id"], purged["room_id"]) == ("$purged", "!purged")

@@ -19,16 +19,7 @@ import pytest
 import sqlalchemy as sa
 from tests.pipeline.lakes import DAY_MS, NOW_MS, note, write
 from tests.pipeline.lakes import line as ledger_line
-from tests.pipeline.oracle import (
-    LATE,
-    NEVER,
-    NO_SUCH,
-    NOT_FOR_IT,
-    OTHERS,
-    ROOM,
-    found_by_audit,
-    judge,
-)
+from tests.pipeline.oracle import WHYS, found_by_audit, judge
 from tests.pipeline.worlds import US, World
 
 from fedsender.config import Spark, from_values
@@ -274,9 +265,7 @@ def compare(spark: "SparkSession", directory: Path, worlds: int) -> None:
         assert told.missing == len(expected.missing)
     fates = {fate for _, _, fate in expected.counts}
     assert fates == set(FATES) - {"not_ours"}
-    assert {why for _, _, why in expected.stray} == {
-        *(LATE, NEVER, NO_SUCH, NOT_FOR_IT, OTHERS, ROOM)
-    }
+    assert {why for _, _, why in expected.stray} == set(WHYS)
     assert {expected for _, _, expected in expected.repeated} == {True, False}
     json.dumps(asdict(told))
 
