@@ -791,15 +791,12 @@ class View:
                 first = 0
             first = min(first, from_here if row["live_min"] is None else row["live_min"])
         first = max(first, lake.position(LET_GO) + 1)
-        none = empty_frame(self._spark, schemas.STRAY)
-        if not newest:
-            return {}, first, none
         rows = lake.some(
             self._spark, _IN_ORDER, answered & (ds.field("stream_ordering") >= first)
         ).where(f"outcome = 'delivered' and at is not null and stream_ordering >= {first}")
         pairs = few(fates.too_late(rows).select("destination", "room_id"))
         if pairs.rows is not None and not pairs.rows.num_rows:
-            return newest, first, none
+            return newest, first, empty_frame(self._spark, schemas.STRAY)
         found = fates.overtaken(among(rows, pairs), self.look.days)
         return newest, first, found.where(f"stream_ordering <= {lake.position('intervals')}")
 

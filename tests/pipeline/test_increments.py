@@ -372,6 +372,25 @@ def test_late_lines_have_their_own_server_room_and_day_looked_at_and_no_later_da
     assert (told.counts["delivered"], told.counts["unknown"], told.missing) == (599, 1, 0)
 
 
+def test_what_came_late_above_the_position_is_found_when_the_position_has_passed_it(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """Though the ledger has no line since that was answered."""
+    span = {"room_id": "!r", "server": SERVERS[0], "first": 1, "last": None}
+    rows = {"events": [event(at, "!r") for at in (1, 2, 3)], "intervals": [span]}
+    lake = lake_of(tmp_path, rows, 1)
+    sent = [attempt(SERVERS[0], pdu(at, "!r"), transaction_id=f"c.{at}") for at in (1, 3, 2)]
+    write(tmp_path / "ledger", "fedsender.b.000001.jsonl", note("owned", 0), *sent)
+    ingest_ledger(spark, lake, tmp_path)
+    steps = Steps(quiet=True)
+    assert audit(spark, lake, config_of(tmp_path), steps).stray == 0
+    with lake.commit() as commit:
+        commit.set_position("events", 3)
+        commit.set_position("intervals", 3)
+    told = audit(spark, lake, config_of(tmp_path), steps)
+    assert [row["event_id"] for row in told.strays] == ["$2"]
+
+
 def test_of_the_day_of_a_late_line_only_its_room_is_read(
     spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
