@@ -502,15 +502,17 @@ def owed_ranges(
 
 
 def stood_in(pdus: DataFrame) -> DataFrame:
-    """server, room_id, first, last, kind: the ranges that an event of catch-up stood in for.
+    """server, room_id, first, last, kind: the ranges that an event of catch-up stood in for, or
+    that it gave up.
 
     It stands in for no later event, whatever its line says.
     """
-    standing = pdus.where("outcome = 'delivered' and supersedes_from is not null")
+    standing = pdus.where("outcome in ('delivered', 'dropped') and supersedes_from is not null")
     return standing.selectExpr(
         *("destination as server", "room_id"),
         *("supersedes_from as first", "least(supersedes_to, stream_ordering) as last"),
-        "if(refused is null, 'superseded', 'stand_in_refused') as kind",
+        "case when outcome = 'dropped' then 'given_up' when refused is null then 'superseded'"
+        " else 'stand_in_refused' end as kind",
     )
 
 

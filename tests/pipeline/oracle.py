@@ -180,6 +180,9 @@ CREATE TABLE fates AS
                      AND a.outcome = 'unknown') THEN 'unknown'
         WHEN EXISTS (FROM pdus a WHERE a.server IN (x.server, '*') AND a.event_id = x.event_id
                      AND a.outcome = 'dropped')
+            OR EXISTS (FROM pdus a WHERE a.server = x.server AND a.room_id = x.room_id
+                       AND a.outcome = 'dropped' AND x.so BETWEEN a.first
+                           AND least(a.last, a.stream_ordering))
             OR EXISTS (FROM notes n WHERE n.outcome = 'purged' AND n.server = x.server
                        AND x.so > coalesce(n.lsso, 0) AND x.so <= n.position) THEN 'given_up'
         WHEN x.so <= (SELECT before FROM began) THEN 'before_ledger'

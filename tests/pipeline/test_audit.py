@@ -87,8 +87,8 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     """One audit of some rooms that have nothing to do with each other, each with its servers, and
     of three senders."""
     directory = tmp_path_factory.mktemp("fates")
-    parts = (every_fate(), catching_up(), stand_ins(), leaks(), out_of_order(), repeats(),
-             handed_over(), given_up(), accepted())  # fmt: skip
+    parts = (every_fate(), catching_up(), stand_ins(), gaps_dropped(), leaks(), out_of_order(),
+             repeats(), handed_over(), given_up(), accepted())  # fmt: skip
     rows: Rows = {"senders": [{"since": -1, "names": [*SENDERS], "ours": [*SENDERS]}]}
     for tables, *_ in parts:
         for name, entries in tables.items():
@@ -241,6 +241,27 @@ def test_nothing_stands_in_for_later_events(audited: Lake) -> None:
     """They were not there when it was formed, so its server does not know of them."""
     assert fates_of(audited, EARLY) == {"delivered": 1, "superseded": 1, "missing": 3}
     assert {event_id for _, event_id in missing(audited, EARLY)} == {"$58", "$59", "$60"}
+
+
+GAPS, PURGED = of("fedsender", "gaps")[0], 160
+"""The world of this server has the events above."""
+
+
+def gaps_dropped() -> tuple[Rows, Lines, Lines]:
+    """What catch-up cannot send any more stands for its gap, with or without an id."""
+
+    def dropped(first: int, last: int, **more: Any) -> dict[str, Any]:
+        where = pdu(last, "!x", "catch_up", supersedes=[first, last])
+        return note("dropped", last, GAPS, position=None, pdus=[where | more])
+
+    rows = shared_room(PURGED + 10, GAPS, first=PURGED + 1, room="!x")
+    lines: Lines = [dropped(161, 165, event_id=""), dropped(166, 168)]
+    return rows, lines, [attempt(GAPS, pdu(170, "!x"))]
+
+
+def test_a_gap_that_was_dropped_is_given_up(audited: Lake) -> None:
+    assert fates_of(audited, GAPS) == {"given_up": 8, "delivered": 1, "missing": 1}
+    assert missing(audited, GAPS).keys() == {(GAPS, "$169")}
 
 
 LEFT, NEVER = of("fedsender", "left", "never")

@@ -146,6 +146,10 @@ class Chaos:
             if random.random() < 0.3:
                 where["room_id"] = f"!elsewhere{world}:{US}"
             every = random.choice((server, "*"))
+            if random.random() < 0.3:
+                every, at = server, event[0]
+                where |= {"event_id": "", "lane": "catch_up",
+                          "supersedes": [max(1, at - self.span), at]}  # fmt: skip
             lines.append(note("dropped", event[0], every, position=None, pdus=[where]))
         return lines
 
