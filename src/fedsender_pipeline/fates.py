@@ -164,15 +164,15 @@ def answers(pdus: DataFrame) -> DataFrame:
     The ledger is the largest table here. So it goes over the wire once, with few columns, and is
     partitioned by the columns by which `points` looks events up.
     """
-    taken = F.expr("count_if(outcome = 'delivered' and refused is null)")
     answered = F.expr("count_if(outcome = 'delivered')")
-    kind = F.when(taken > 1, "delivered_again").when(taken == 1, "delivered")
+    kind = F.when(answered > 1, "delivered_again").when(answered == 0, "unknown")
+    taken = F.expr("count_if(outcome = 'delivered' and refused is null)")
     return (
         pdus.where("outcome in ('delivered', 'unknown')")
         .selectExpr("destination as server", "stream_ordering", "event_id", "outcome", "refused")
         .repartition("stream_ordering", "event_id")
         .groupBy("server", "stream_ordering", "event_id")
-        .agg(kind.when(answered > 0, "refused").otherwise("unknown").alias("kind"))
+        .agg(kind.when(taken > 0, "delivered").otherwise("refused").alias("kind"))
     )
 
 

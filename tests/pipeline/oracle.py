@@ -156,8 +156,8 @@ CREATE TABLE owed AS
         OR r.stream_ordering > s.last_successful_stream_ordering;
 CREATE TABLE fates AS
     SELECT server, room_id, so, event_id, CASE
-        WHEN (SELECT count(*) FROM answers a WHERE a.server = x.server AND a.event_id = x.event_id
-              AND a.refused IS NULL) > 1 THEN 'delivered_again'
+        WHEN (SELECT count(*) FROM answers a WHERE a.server = x.server AND a.event_id = x.event_id)
+            > 1 THEN 'delivered_again'
         WHEN (SELECT count(*) FROM answers a WHERE a.server = x.server AND a.event_id = x.event_id
               AND a.refused IS NULL) = 1 THEN 'delivered'
         WHEN EXISTS (FROM answers a WHERE a.server = x.server AND a.event_id = x.event_id)

@@ -110,7 +110,7 @@ def audited(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
     assert told.stray == len(told.strays) == 9
     assert "; 1 events were purged before they were read" in str(told)
     assert "; 1 lines of the ledger could not be read" in str(told)
-    assert [row["event_id"] for row in told.repeats] == ["$76", "$92", "$96"]
+    assert [row["event_id"] for row in told.repeats] == ["$76", "$92", "$96", "$99"]
     return lake
 
 
@@ -373,8 +373,10 @@ def test_what_came_after_a_later_event_is_named(audited: Lake) -> None:
 
 
 def repeats() -> tuple[Rows, Lines, Lines]:
-    """Each delivered twice; of two, nothing says why."""
+    """Each answered twice; of three, nothing says why."""
     rows = shared_room(96, AGAIN, first=91, room="!o")
+    rows["events"] += [event(99, "!o"), event(100, "!o")]
+    refused = {"$99": "no", "$100": "no"}
     lines: Lines = [
         live(AGAIN, (91, 92), "c0.20"),
         live(AGAIN, (92,), "c0.21"),
@@ -382,12 +384,15 @@ def repeats() -> tuple[Rows, Lines, Lines]:
         live(AGAIN, (94,), "c0.23"),
         live(AGAIN, (95,), "c0.24"),
         live(AGAIN, (96, 96), "c0.26"),
+        live(AGAIN, (99, 100), "c0.27", refused=refused),
     ]
     last: Lines = [
         attempt(AGAIN, pdu(94, "!o", "redelivery"), transaction_id="c0.25", ms=NOW_MS),
         live(AGAIN, (91,), "c1.26", ms=NOW_MS),
         live(AGAIN, (93,), "d0.1", ms=NOW_MS, instance="other"),
         live(AGAIN, (95,), "c0.24", ms=NOW_MS),
+        live(AGAIN, (99,), "c0.28"),
+        attempt(AGAIN, pdu(100, "!o", "redelivery"), transaction_id="c0.29", refused=refused),
     ]
     return rows, lines, last
 
@@ -407,6 +412,8 @@ def test_what_was_delivered_again_is_named(audited: Lake) -> None:
         "$94": (["c0.23", "c0.25"], True, "it was to be redelivered"),
         "$95": (["c0.24"], True, "the same transaction, repeated"),
         "$96": (["c0.26"], False, "twice in one transaction"),
+        "$99": (["c0.27", "c0.28"], False, "again within one boot"),
+        "$100": (["c0.27", "c0.29"], True, "it was to be redelivered"),
     }
 
 
