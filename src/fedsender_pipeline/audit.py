@@ -224,7 +224,7 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
     commit.replace(schemas.MISSING, fates.explained(kept(gone), *records))
 
     answers = view.answered(every)
-    again = fates.repeated(answers.where("fate = 'delivered_again'"))
+    again = fates.repeated(answers.where("fate = 'delivered_again'"), view.holders)
     again = again.unionByName(of_others(before(schemas.REPEATED)))
     commit.replace(schemas.REPEATED, again.coalesce(1))
 
@@ -682,6 +682,7 @@ class View:
         self._claims = self.keep(of_rooms.withColumn("kind", F.expr("split(kind, ' ')[0]")))
         spans = intervals.current(spark, lake, rooms)
         spans, self._servers = intervals.sent_to(spans, self._judges)
+        self.holders = listed(spark, senders.holders(self._servers), HOLDERS)
         self._spans = self._expected(spans)
 
     def keep(self, rows: DataFrame) -> DataFrame:
@@ -723,8 +724,7 @@ class View:
         gone = notes.let_go(self._senders, attempts, self._spans, servers, self._config)
         if gone is not None:
             spans = spans.unionByName(gone)
-        holders = listed(self._spark, self._senders.holders(servers), HOLDERS)
-        told = fates.taken_out(self._claims, self.pdus, self.places, self._spans, holders)
+        told = fates.taken_out(self._claims, self.pdus, self.places, self._spans, self.holders)
         proven = fates.points(fates.answers(self.pdus), self.places)
         said = fates.points(told, self.places)
         ends = fates.ends_in_places(spans, self.places)

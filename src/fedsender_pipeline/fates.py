@@ -360,12 +360,15 @@ BOOT: Final = "substring_index(transaction_id, '.', 1)"
 _AGAIN: Final = "lane in ('redelivery', 'witness')"
 
 
-def repeated(answers: DataFrame) -> DataFrame:
+def repeated(answers: DataFrame, holders: DataFrame) -> DataFrame:
     """Rows of `repeated`, from `answered`.
 
     A start does not know the last answers before a kill, and repeats them; so does who takes the
     stream over. Within one boot, nothing but a redelivery or a search asks for an event again, and
     nothing within one transaction.
+
+    Args:
+        holders: server, instance: the senders that had it by some list.
     """
     plain = f"if({_AGAIN}, null, transaction_id)"
     once = "count(1) = count(distinct line)"
@@ -379,20 +382,26 @@ def repeated(answers: DataFrame) -> DataFrame:
         if(array_contains(lanes, 'witness'), 'sent out of turn to find whose fault a refusal is',
             null),
         if(size(transactions) = 1, 'the same transaction, repeated', null))"""
-    fault = "if(size(transactions) = 1, 'twice in one transaction', 'again within one boot')"
+    fault = """case when not had then 'by a sender that never had this server'
+        when size(transactions) = 1 then 'twice in one transaction'
+        else 'again within one boot' end"""
+    had = holders.selectExpr("server", "instance", "true as had").hint("broadcast")
     return (
-        answers.groupBy(*key)
+        answers.join(had, on=["server", "instance"], how="left")
+        .groupBy(*key)
         .agg(
             F.expr(f"array_distinct(transform({by_time}, each -> each.transaction_id))").alias(
                 "transactions"
             ),
             F.min("ms").alias("first_ms"),
             F.max("ms").alias("last_ms"),
+            F.expr("count(had) = count(1)").alias("had"),
             F.expr(f"{once} and {boots} >= count(distinct {plain})").alias("expected"),
             F.expr(f"{boots} as boots"),
             F.expr("count(distinct instance) as senders"),
             F.collect_set("lane").alias("lanes"),
         )
+        .withColumn("expected", F.expr("expected and had"))
         .withColumn("why", F.expr(f"if(expected, {why}, {fault})"))
         .select(*schemas.REPEATED.columns)
     )
