@@ -386,7 +386,10 @@ def derive(spark: SparkSession, lake: Lake, server_name: str) -> tuple[DataFrame
     events = ours(spark, lake, after, lake.position("events", 0))
     told = None
     if lake.rows(schemas.TOLD_SERVERS):
-        told = _from_here(lake.frame(spark, schemas.TOLD_SERVERS), after, server_name)
+        named = lake.frame(spark, schemas.TOLD_SERVERS)
+        told = _from_here(named, after, server_name)
+        ends = named.groupBy("room_id").agg(F.expr("max(last) + 1 as first"))
+        whole = ends.where(f"first > {after}").selectExpr("*", "null as last")
     stays = lake.frame(spark, schemas.ROOM_SERVERS)
     rooms = before = None
     if after >= 0:
@@ -401,6 +404,13 @@ def derive(spark: SparkSession, lake: Lake, server_name: str) -> tuple[DataFrame
             at = f"{after + 1}L as at"
             still = before.where("last is null").selectExpr("room_id", "server", at)
         found, unknown = from_state_groups(spark, lake, events, groups, told, still, server_name)
+        if told is not None:
+            # When a room became whole, and so whom the fan-out took, nobody knows.
+            unknown = covered_by(unknown, whole, how="left_anti").unionByName(
+                covered_by(events, whole, how="left_semi")
+                .withColumn("reason", F.lit("the room had partial state until some event before"))
+                .select(*schemas.UNKNOWN_HOSTS.columns)
+            )
     else:
         stays = _from_here(_stays(among(stays, rooms)), after, server_name)
         found = from_room_servers(events, stays, server_name)

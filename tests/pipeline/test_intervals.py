@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 import trio
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, delete
 from tests.pipeline.test_ingest import config_of
 from tests.pipeline.worlds import US, embedded_world, set_position, synapse_world
 
 from fedsender.config import Config
 from fedsender.runtime import real_runtime
 from fedsender.sender.routing import Bad, Routed, Router
-from fedsender.store import HomeserverSettings, StoreConfig, open_store
+from fedsender.store import HomeserverSettings, StoreConfig, open_store, tables
 from fedsender_pipeline import ingest, schemas, sources
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
@@ -151,6 +151,34 @@ def test_state_groups_say_what_the_fan_out_says(spark: "SparkSession", seed: int
     *_, routed = compared(spark, "synapse", seed)
     assert sum(isinstance(servers, frozenset) for servers in routed.values()) > 100
     assert any(isinstance(servers, str) for servers in routed.values())
+
+
+def test_until_an_ingest_finds_a_partial_room_whole_nobody_knows_its_servers(
+    spark: "SparkSession", seed: int, tmp_path: Path
+) -> None:
+    """The fan-out took the servers that were named to it, or those by the state, as it found the
+    room then. Before that ingest, and after it, the lake says what the fan-out says."""
+    url = f"sqlite:///{tmp_path}/homeserver.db"
+    world = synapse_world(url, seed, rooms=3, steps=60)
+    config = config_of(tmp_path, "synapse", database="homeserver.db")
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    partial, whole, newest = (world.ordering * third // 3 for third in (1, 2, 3))
+    engine = create_engine(url)
+    for position in (partial, whole, newest):
+        with engine.begin() as connection:
+            set_position(connection, config.instance_name, position)
+            if position == whole:
+                for table in (tables.partial_state_rooms_servers, tables.partial_state_rooms):
+                    connection.execute(delete(table))
+        by_lake = by_spark(spark, lake, config)
+        by_router = by_the_fan_out(config, position)
+        for row in lake.read(schemas.EVENTS).to_pylist():
+            at, event_id = row["stream_ordering"], row["event_id"]
+            if row["ours"] and row["room_id"] == f"!0:{US}" and partial < at <= whole:
+                assert by_lake[event_id] == "the room had partial state until some event before"
+            elif position == partial or at > partial:
+                assert by_lake.get(event_id) == by_router.get(event_id), (position, event_id)
+    engine.dispose()
 
 
 def test_an_embedded_stores_intervals_say_what_the_fan_out_says(
