@@ -1,8 +1,11 @@
 """What an audit missed, handed to a real daemon's endpoint over a real socket."""
 
+import json
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -12,8 +15,14 @@ from tests.sender.harness import RemoteServer, World
 
 from fedsender.config import from_values
 from fedsender_pipeline import PipelineError, schemas
+from fedsender_pipeline.audit import Audited, audit
+from fedsender_pipeline.ingest import ingest
 from fedsender_pipeline.lake import Lake, open_lake
 from fedsender_pipeline.repair import Repaired, repair
+from fedsender_pipeline.session import Steps
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 R1 = "!1:hs.example"
 A, B = "a.example", "b.example"
@@ -72,3 +81,55 @@ async def test_repair_has_the_daemon_send_what_is_missing(tmp_path: Path) -> Non
             (A, "$gone"),
         ]
         await got(server, "one", "one")
+
+
+async def test_what_is_missing_is_given_to_the_daemon_and_delivered_by_the_next_audit(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """Of three events the ledger has lost the line of the second one."""
+    world = World(tmp_path)
+    listen = f"unix:{tmp_path}/admin.sock"
+    (tmp_path / "token").write_text(TOKEN)
+    config = from_values(
+        {
+            "server_name": "hs.example",
+            "signing_key": "key",
+            "homeserver": {"database": f"sqlite:///{tmp_path}/homeserver.sqlite3"},
+            "sender_database": f"sqlite:///{tmp_path}/sender.sqlite3",
+            "admin": {"listen": listen, "token_file": "token"},
+        },
+        directory=tmp_path,
+    )
+    lake = open_lake(tmp_path / "lake", "hs.example", create=True)
+
+    def audited() -> Audited:
+        steps = Steps(quiet=True)
+        ingest(spark, lake, config, steps)
+        return audit(spark, lake, config, steps)
+
+    async def in_thread(job: Callable[..., Any], *args: Any) -> Any:
+        return await trio.to_thread.run_sync(job, *args)
+
+    async with serving(world, listen):
+        server = world.server(A)
+        await world.join(R1, A)
+        texts = ("one", "two", "three")
+        rows = [world.pdu(R1, text) for text in texts]
+        for number, row in enumerate(rows, 1):
+            await world.apply(row)
+            await got(server, *texts[:number])
+    lost = rows[1].event_id
+    for path in (tmp_path / "ledger").glob("*.jsonl"):
+        lines = map(json.loads, path.read_text().splitlines())
+        kept = [each for each in lines if [pdu["event_id"] for pdu in each["pdus"]] != [lost]]
+        path.write_text("".join(json.dumps(each) + "\n" for each in kept))
+    told = await in_thread(audited)
+    assert [row["event_id"] for row in told.shown] == [lost]
+    delivered = told.counts["delivered"]
+    async with serving(world, listen):
+        repaired = await in_thread(repair, lake, config)
+        assert (repaired.accepted, repaired.refused) == (1, [])
+        await got(server, "one", "two", "three", "two")
+    told = await in_thread(audited)
+    assert (told.missing, told.counts["delivered"], told.stray) == (0, delivered + 1, 0)
+    assert lake.rows(schemas.REPEATED) == 0
