@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import trio
 from sqlalchemy import create_engine, delete
+from tests.pipeline.lakes import attempt, note, pdu, write
 from tests.pipeline.test_ingest import config_of
 from tests.pipeline.worlds import US, embedded_world, set_position, synapse_world
 
@@ -19,8 +20,10 @@ from fedsender.runtime import real_runtime
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.store import HomeserverSettings, StoreConfig, open_store, tables
 from fedsender_pipeline import ingest, schemas, sources
+from fedsender_pipeline.audit import audit
 from fedsender_pipeline.database import open_source
 from fedsender_pipeline.lake import Lake, open_lake
+from fedsender_pipeline.ledger_lines import fetched, read_ledger
 from fedsender_pipeline.session import Steps
 
 if TYPE_CHECKING:
@@ -157,11 +160,12 @@ def test_until_an_ingest_finds_a_partial_room_whole_nobody_knows_its_servers(
     spark: "SparkSession", seed: int, tmp_path: Path
 ) -> None:
     """The fan-out took the servers that were named to it, or those by the state, as it found the
-    room then. Before that ingest, and after it, the lake says what the fan-out says."""
+    room then. Before that ingest, and after it, the lake says what the fan-out says. What went to
+    one that was named, or did not, is neither stray nor missing."""
     url = f"sqlite:///{tmp_path}/homeserver.db"
     world = synapse_world(url, seed, rooms=3, steps=60)
     config = config_of(tmp_path, "synapse", database="homeserver.db")
-    lake = open_lake(tmp_path / "lake", US, create=True)
+    lake, by_us = open_lake(tmp_path / "lake", US, create=True), {"instance": "master"}
     partial, whole, newest = (world.ordering * third // 3 for third in (1, 2, 3))
     engine = create_engine(url)
     for position in (partial, whole, newest):
@@ -172,13 +176,24 @@ def test_until_an_ingest_finds_a_partial_room_whole_nobody_knows_its_servers(
                     connection.execute(delete(table))
         by_lake = by_spark(spark, lake, config)
         by_router = by_the_fan_out(config, position)
+        between = []
         for row in lake.read(schemas.EVENTS).to_pylist():
             at, event_id = row["stream_ordering"], row["event_id"]
             if row["ours"] and row["room_id"] == f"!0:{US}" and partial < at <= whole:
                 assert by_lake[event_id] == "the room had partial state until some event before"
+                where = pdu(at, row["room_id"]) | {"event_id": event_id}
+                between.append(attempt("told.example", where, transaction_id=f"b.{at}", **by_us))
             elif position == partial or at > partial:
                 assert by_lake.get(event_id) == by_router.get(event_id), (position, event_id)
     engine.dispose()
+    begun = note("owned", 0, **by_us)
+    write(tmp_path / "ledger", "master.b.000001.jsonl", begun, *between[::2])
+    steps = Steps(quiet=True)
+    read_ledger(spark, lake, fetched(config), steps)
+    assert audit(spark, lake, config, steps).stray == 0
+    names = {line["pdus"][0]["event_id"] for line in between}
+    assert names
+    assert not names & {row["event_id"] for row in lake.read(schemas.MISSING).to_pylist()}
 
 
 def test_an_embedded_stores_intervals_say_what_the_fan_out_says(
