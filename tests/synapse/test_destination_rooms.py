@@ -161,3 +161,4 @@ async def test_what_synapses_worker_sent_in_turn_with_the_daemon_is_not_missing(
     assert found.counts["missing"] == 0, found.shown
     assert found.counts["delivered"] >= 7
     assert found.counts["not_ours"] >= 8
+    assert (found.stray, found.unproven, found.repeats) == (0, None, [])
