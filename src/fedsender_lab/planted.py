@@ -175,8 +175,23 @@ class Scene:
                 return number, line, pdu
         raise Mistake(f"{self.directory}: too few deliveries: a demo with more events")
 
-    def take_two(self) -> tuple[Line, Line]:
-        """Two lines with one event each, of one room, server and boot, one after the other."""
+    def take_two(self, *, last: bool = False) -> tuple[Line, Line]:
+        """The next, or the last, two lines with one event each, of one room, server and boot, one
+        after the other.
+
+        Raises:
+            Mistake: there are none any more.
+        """
+        found = list(self._twos())
+        if not found:
+            raise Mistake(
+                f"{self.directory}: no two deliveries of one room: a demo with more events"
+            )
+        key, one, other = found[-1 if last else 0]
+        self._used.add(key)
+        return one, other
+
+    def _twos(self) -> Iterator[tuple[tuple[str, str], Line, Line]]:
         before: dict[tuple[str, str], Line] = {}
         for number, line, pdu in self.answers():
             key = line["destination"], pdu["room_id"]
@@ -187,9 +202,7 @@ class Scene:
             boots = {each["transaction_id"].partition(".")[0] for each in (last, line)}
             pdus = [each for both in (last, line) for each in both["pdus"]]
             if len(boots) == 1 and len(pdus) == 2 and {p["lane"] for p in pdus} == {"live"}:
-                self._used.add(key)
-                return last, line
-        raise Mistake(f"{self.directory}: no two deliveries of one room: a demo with more events")
+                yield key, last, line
 
     def again(self, line: Line, name: str, *pdus: dict[str, Any], **changed: Any) -> None:
         """Add a line like this one at the end, of another transaction of its boot."""
@@ -306,6 +319,16 @@ def held_back(scene: Scene) -> Found:
     )
 
 
+def read_ahead(scene: Scene) -> Found:
+    """Two of the last events went in the wrong order, and the first of two audits has all lines of
+    the ledger: the other one has no new ones."""
+    first, second = scene.take_two(last=True)
+    first["pdus"], second["pdus"] = second["pdus"], first["pdus"]
+    scene.write()
+    late = second["destination"], second["pdus"][0]["event_id"]
+    return Found(stray={(*late, fates.TOO_LATE)})
+
+
 def _forget(scene: Scene, event_ids: Iterable[str]) -> None:
     with scene.store() as store:
         if store.dialect.name == "postgresql":
@@ -362,6 +385,7 @@ WORLDS: Final[Mapping[Plant, Sequence[bool]]] = {
     harmless: (False, True),
     purged: (False, True),
     held_back: (False, True),
+    read_ahead: (False, True),
     middle_gone: (False, True),
     last_gone: (False, True),
     # Whatever was read of it cannot be forgotten.

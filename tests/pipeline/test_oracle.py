@@ -262,7 +262,9 @@ def compare(spark: "SparkSession", directory: Path, worlds: int, seed: int) -> N
             lines = begun + chaos.round(boot)
             begun = []
             segments(directory / "ledger", boot, number, lines, chaos.random)
-        accepted = chaos.store(*engines, 0 if boot is None else chaos.random.randint(0, chaos.span))
+        accepted = chaos.store(
+            engines[0], engines[1], 0 if boot is None else chaos.random.randint(0, chaos.span)
+        )
         steps = Steps(quiet=True)
         ingest(spark, lake, config, steps)
         accept(lake, accepted)
