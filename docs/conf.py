@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pygments.lexers.special import TextLexer
-
 ROOT = Path(__file__).parents[1]
 
 project = "fedsender"
@@ -56,7 +54,6 @@ def _name_and_reach_all(
 
 def setup(app: Any) -> None:
     """Sphinx calls this."""
-    app.add_lexer("mermaid", TextLexer)
     app.connect("builder-inited", _write_what_the_code_knows)
     app.connect("source-read", _lead_to_the_pages)
     app.connect("html-page-context", _name_and_reach_all, priority=900)

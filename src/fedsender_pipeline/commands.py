@@ -50,7 +50,7 @@ def needing_extra() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:
             raise
-        how = "install it with `pip install 'fedsender[pipeline]'`"
+        how = "install it with `pip install '.[pipeline]'` in the sources of fedsender"
         raise Usage(f"the pipeline needs {package}: {how}") from error
 
 
