@@ -233,16 +233,16 @@ def test_whatever_lists_the_outcomes_or_the_states_lists_them_all() -> None:
     """When this fails: write the new outcome, or the new state, there."""
     outcomes = {outcome.value for outcome in Outcome}
     states = {state.value for state in Standing}
-    ends = named_in("docs/operations.md", "| outcome | when | what follows |")
-    stands = named_in("docs/operations.md", "| state | meaning |")
+    ends = named_in("docs/states.md", "| outcome | when | what follows |")
+    stands = named_in("docs/states.md", "| state | meaning |")
     script = (ROOT / "src/fedsender/admin/web/page.js").read_text()
     words = script.split("const WORDS = {")[1].split("};")[0]
     marked = set(re.findall(r"([a-z][\w ]*)\"?: \[", words))
     # It brings each of them about; a rejected item by poison.
     simulated = {outcome.value for outcome in (*coverage.OUTCOMES, Outcome.REJECTING)}
     lacks = {
-        "docs/operations.md, How an attempt ends": outcomes - ends,
-        "docs/operations.md, States of a server": states - stands,
+        "docs/states.md, How an attempt ends": outcomes - ends,
+        "docs/states.md, States of a server": states - stands,
         "admin/web/page.js, WORDS": (outcomes | {at.replace("_", " ") for at in states}) - marked,
         "simulation/coverage.py, OUTCOMES": outcomes - simulated,
     }

@@ -467,7 +467,7 @@ async def test_old_segments_go_when_one_is_closed(
 
 
 def test_the_schema_is_written_down() -> None:
-    """Each field of a line and each note has its row in docs/ledger.md; outcomes: operations.md."""
+    """Each field of a line and each note has its row in docs/ledger.md; outcomes: states.md."""
     said = SCHEMA.read_text()
     rows = {row.split("`")[1] for row in said.splitlines() if row.startswith("| `")}
     fields = {"v", "instance"} | (set(Line._fields) - {"record"})

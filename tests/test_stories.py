@@ -63,8 +63,8 @@ class Story:
         name, *arguments = shlex.split(self.commands.pop(0))
         assert name == "fedsender"
         if "-c" in arguments:
-            # The shell gives the file with its whole path.
-            assert arguments[-2:] == ["-c", shell.config.name]
+            # The shell gives the file of the test.
+            assert arguments[-2:] == ["-c", f"/etc/fedsender/{shell.config.name}"]
             del arguments[-2:]
         await self.also(shell, *arguments, printed=printed, code=code)
 

@@ -47,7 +47,7 @@ federation:
   # connect_timeout: 30s
   max_connections: 3000
 
-# Gone: a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail
+# Gone: a timer and the exit code of `fedsender status` do this: docs/monitoring.md, Mail
 # notify:
 #   url: https://chat.example/hook
 #

@@ -450,7 +450,7 @@ _GONE: Final[Mapping[str, str]] = {
     "feed.tcp.name": "instance_name is the name there, too; remove it",
     "ledger.segment_bytes": "a file has 64 MiB, or a quarter of ledger.keep_bytes; remove it",
     "ledger.segment_every": "a new file begins each hour; remove it",
-    "notify": "a timer and the exit code of `fedsender status` do this: docs/operations.md, Mail",
+    "notify": "a timer and the exit code of `fedsender status` do this: docs/monitoring.md, Mail",
     "pipeline.connections": "one connection reads a database; remove it",
     "pipeline.health": "`pipeline health` and the report say it; remove it, and the file",
     "pipeline.relay": "an audit reads our own store and the ledger; remove it",
