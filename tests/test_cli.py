@@ -513,7 +513,7 @@ def test_every_problem_of_a_configuration_has_its_line(
 def test_a_good_configuration_is_said_to_be_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [{"match": "*.example", "max_pdus": 7}]
+    overrides = [{"match": "*.example", "max_pdus": 7, "request_timeout": "90s"}]
     config = write_config(tmp_path, destinations={"overrides": overrides}, deny=["b.*"])
     assert run_command(["config", "check", "-c", str(config)]) == 2
     assert "signing.key: cannot be read" in capsys.readouterr().err
@@ -528,6 +528,7 @@ def test_a_good_configuration_is_said_to_be_one(
     [most] = [line.split() for line in out.splitlines() if line.startswith("max_pdus")]
     assert most[1] == "7"
     assert "config.yaml:" in most[2]
+    assert re.search(r"^request_timeout +90 s +\S*config.yaml:\d+", out, re.M)
     assert run_command(["config", "check", "-c", str(config), "--server", B]) == 0
     assert "nothing is sent to it" in capsys.readouterr().out
     assert run_command(["config", "check", "-c", str(config), "--server", "no name"]) == 2

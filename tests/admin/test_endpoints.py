@@ -218,6 +218,7 @@ async def test_why_says_what_is_wrong_with_a_server(
 
         assert (why["state"], why["doing"]) == ("failing", None)
         assert why["depth"] | {"queued_pdus": 0} == {
+            "events": 1,
             "rooms": 1,
             "queued_pdus": 0,
             "to_device": 0,
@@ -234,7 +235,7 @@ async def test_why_says_what_is_wrong_with_a_server(
         assert why["next_attempt_ts"] > world.runtime.now_ms()
         assert why["shared_backoff"]["retry_interval"] > 0
         assert "answered 502" in why["summary"]
-        assert "1 room" in why["summary"]
+        assert "; waiting: 1 event in 1 room, the oldest event for 1 min; " in why["summary"]
         assert why["since_ts"] == why["last_error"]["failing_since_ts"]
 
 

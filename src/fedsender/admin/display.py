@@ -531,5 +531,5 @@ def policy(lines: "Iterable[PolicyLine]") -> Sheet:
     """The settings for one server, each with the line of the configuration that sets it."""
     sheet = Sheet(Column("SETTING"), Column("VALUE"), Column("SET BY"))
     for line in lines:
-        sheet.add(line.field, line.value, line.source)
+        sheet.add(line.field, line.text, line.source)
     return sheet

@@ -12,6 +12,7 @@ from fedsender.http.server import Refusal
 from fedsender.sender.context import Phase
 from fedsender.sender.failure import RULES, Outcome, ServerState, standing_after, states_of
 from fedsender.sender.sender import Status
+from fedsender.sender.transaction import Debt
 from fedsender.store.records import OwedRoom
 from fedsender.telemetry import Standing
 
@@ -25,6 +26,7 @@ class Depth:
     """How much waits, by kind.
 
     Attributes:
+        events: that it is owed; 0: of some only their rooms are known.
         rooms: with an event that was not answered for; in the database.
         queued_pdus: in memory, ready to go.
         to_device: messages that wait in the homeserver's outbox.
@@ -34,6 +36,7 @@ class Depth:
         quarantined: items that were taken out of the way.
     """
 
+    events: int
     rooms: int
     queued_pdus: int
     to_device: int
@@ -179,11 +182,13 @@ async def explain_here(context: AdminContext, server: ServerName) -> Why | None:
     redeliveries = len(await context.store.redeliveries(server, COUNTED))
     quarantined = await context.store.quarantined_of(server)
     in_flight = await _in_flight(context, server)
-    oldest = await _oldest(context, server)
+    debt = await context.sender.look_up_debt(server)
+    oldest = None if debt is None else await _oldest(context, server, debt)
     # What memory says is taken last and at once, so that it fits together.
     status = context.sender.registry.status(server)
     active = context.sender.active.get(server)
     depth = Depth(
+        events=0 if debt is None else debt.counted,
         rooms=pending.rooms,
         queued_pdus=status.queued if status is not None else 0,
         to_device=pending.to_device,
@@ -259,7 +264,7 @@ def _since(context: AdminContext, status: Status | None, now_ms: int) -> int | N
 
 def _settings(context: AdminContext, server: str) -> list[Setting]:
     return [
-        Setting(line.field, str(line.value), line.source)
+        Setting(line.field, line.text, line.source)
         for line in context.config.explain_policy(server)
         if line.source != "default"
     ]
@@ -291,10 +296,7 @@ async def _in_flight(context: AdminContext, server: str) -> InFlight | None:
     return InFlight(record.transaction_id, record.attempts, record.frozen_ms, age, None)
 
 
-async def _oldest(context: AdminContext, server: str) -> Oldest | None:
-    debt = await context.sender.look_up_debt(server)
-    if debt is None:
-        return None
+async def _oldest(context: AdminContext, server: str, debt: Debt) -> Oldest | None:
     event_id, ordering, received = None, debt.oldest, debt.since_ms
     again = None
     if received != debt.oldest_ms:
@@ -363,15 +365,17 @@ def _answered(state: ServerState, now_ms: int) -> str:
 
 
 def _waits(depth: Depth, oldest: Oldest | None, in_flight: InFlight | None) -> str:
+    counted = [(depth.events, "event"), (depth.rooms, "room")]
+    events = " in ".join(_counted(number, thing) for number, thing in counted if number)
     kinds = [
-        (depth.rooms, "room"),
-        (depth.queued_pdus, "queued event"),
+        (0 if depth.events else depth.queued_pdus, "queued event"),
         (depth.to_device, "to-device message"),
         (depth.device_lists, "device change"),
         (depth.redeliveries, "redelivery"),
         (depth.quarantined, "quarantined item"),
     ]
-    said = [_counted(number, thing) for number, thing in kinds if number]
+    said = [events] * bool(events)
+    said += [_counted(number, thing) for number, thing in kinds if number]
     if not said and in_flight is not None:
         said = ["1 frozen transaction"]
     if not said:

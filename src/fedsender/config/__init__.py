@@ -127,6 +127,11 @@ class PolicyLine:
     value: object
     source: str
 
+    @property
+    def text(self) -> str:
+        """The value in words; all floats are durations."""
+        return f"{self.value:g} s" if isinstance(self.value, float) else str(self.value)
+
 
 _ServerPatterns = Annotated[
     Patterns,
