@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,25 @@ async def test_destinations_are_a_table_or_one_object_per_line(
         }
         assert await shell("destinations", "--pattern", "z*", "--json") == 0
         assert shell.out == ""
+
+
+async def test_who_began_to_fail_since_a_time_comes_latest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        world = shell.world
+        for server in (C, A, B):
+            began_ms = world.runtime.now_ms()
+            await world.join(f"!{server}", server)
+            world.server(server).down = True
+            await world.say(f"!{server}", "one")
+            await until(lambda: server in world.sender.registry.failing())  # noqa: B023
+            await until(lambda: world.runtime.now_ms() > began_ms + 1)  # noqa: B023
+        since_ms = world.sender.registry.own_state(C).failing_since_ms
+        assert since_ms is not None
+        at = datetime.fromtimestamp((since_ms + 1) / 1000, UTC)
+        assert await shell("destinations", "--since", at.isoformat()) == 0
+        assert [line.split()[0] for line in shell.out.splitlines()] == ["SERVER", B, A, "3"]
 
 
 @pytest.mark.slow

@@ -296,6 +296,7 @@ class Minute:
         at_ms: its end, in ms since the epoch.
         pdus_per_s, p50_ms, p99_ms: as in `Rates`.
         behind: servers that were not level at its end.
+        owed: events that they were owed, at least: one for each room where only the room is known.
         failing: those of them whose last attempt failed.
     """
 
@@ -304,6 +305,7 @@ class Minute:
     p50_ms: float | None
     p99_ms: float | None
     behind: int
+    owed: int
     failing: int
 
 

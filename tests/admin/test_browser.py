@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import trio
 from playwright.sync_api import Page, Route, expect
 from tests.admin.chromium import DESKTOP, PATIENCE_MS, PHONE, Chromium, House, open_house
 from tests.admin.crowd import BEHIND, gather
@@ -313,17 +314,31 @@ async def test_the_last_hour_is_drawn(
 ) -> None:
     monkeypatch.setattr("fedsender.admin.context.MINUTE_S", 0.05)
     async with open_house(tmp_path) as house:
+        house.world.metrics.sample(trio.current_time())
         await with_a_dead_server(house.world)
+        house.world.metrics.sample(trio.current_time())
 
         def steps(page: Page) -> None:
             log_in(page)
             pictures = page.get_by_role("group", name="The last hour").get_by_role("img")
-            expect(pictures).to_have_count(4)
-            expect(pictures.nth(3)).to_have_accessible_name(
-                "Failing: now 1 server; at most 1 in the last hour"
-            )
-            # Ever more minutes, the latest at the right edge.
-            expect(pictures.nth(3).locator("path")).to_have_attribute("d", re.compile("H180|L180"))
+            expect(pictures).to_have_count(5)
+            for number, name in enumerate(
+                (
+                    r"Delivered: now \S+ PDUs/s; at most \S+",
+                    r"Delay: now p50 \S+ m?s, p99 \S+ m?s; at most \S+",
+                    "Behind: now 1 server; at most 1",
+                    "Owed: now at least 1 event; at most 1",
+                    "Failing: now 1 server; at most 1",
+                )
+            ):
+                picture = pictures.nth(number)
+                whole = re.compile(f"^{name} in the last hour$")
+                expect(picture).to_have_accessible_name(whole)
+                # Ever more minutes, the latest at the right edge.
+                lines = picture.locator("path")
+                expect(lines).to_have_count(2 if name.startswith("Delay") else 1)
+                for line in lines.all():
+                    expect(line).to_have_attribute("d", re.compile("H180|L180"))
 
         await chromium.walk(house.url, steps)
 

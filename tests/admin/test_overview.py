@@ -458,6 +458,7 @@ async def test_the_last_hour_is_remembered_minute_by_minute(
         hour = (await desk.get("overview"))["hour"]
         assert [each["behind"] for each in hour] == [0, 0, 1, 1]
         assert [each["failing"] for each in hour] == [0, 0, 1, 1]
+        assert [each["owed"] for each in hour] == [0, 0, 1, 1]
         assert [round(each["pdus_per_s"] * 60) for each in hour] == [2, 2, 1, 0]
         assert hour[3]["p50_ms"] is None
         assert hour[1]["at_ms"] - hour[0]["at_ms"] == pytest.approx(60_000, abs=5)

@@ -90,6 +90,10 @@ async def remember_for_ever(context: AdminContext) -> None:
     registry = context.sender.registry
     while True:
         await trio.sleep(MINUTE_S)
+        owed = 0
+        async for server in context.runtime.turns.with_breaks(registry.names()):
+            if (debt := context.sender.debt(server)) is not None:
+                owed += debt.counted or debt.rooms
         rates, standings = context.metrics.rates(), registry.counts()
         context.hour.append(
             Minute(
@@ -98,6 +102,7 @@ async def remember_for_ever(context: AdminContext) -> None:
                 None if rates is None else rates.p50_ms,
                 None if rates is None else rates.p99_ms,
                 standings.total() - standings[Standing.LEVEL],
+                owed,
                 len(registry.failing()),
             )
         )

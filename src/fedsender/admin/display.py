@@ -259,6 +259,7 @@ def hour(minutes: Sequence[Answer]) -> list[Answer]:
         ("Delivered", f"{last['pdus_per_s']:,.1f} PDUs/s", ("pdus_per_s",)),
         ("Delay", delay or "nothing was delivered", ("p50_ms", "p99_ms")),
         ("Behind", many(last["behind"], "server"), ("behind",)),
+        ("Owed", "at least " * bool(last["owed"]) + many(last["owed"], "event"), ("owed",)),
         ("Failing", many(last["failing"], "server"), ("failing",)),
     )
     return [
