@@ -1,10 +1,22 @@
 """The site that `.ci/site` makes of these pages, and of what the code knows of itself."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Table
+
+from fedsender.store import tables
+
+TABLES = """# Our tables in the databases
+
+Made of the code. Columns in bold are the key; times in columns `*_ts` and `*_ms` are milliseconds since the epoch.
+Beside the tables below, `homeserver.database` has those of Synapse that fedsender reads or writes, by Synapse's names.
+Read them all as you like, and [never edit one yourself](backup.md).
+"""
 ROOT = Path(__file__).parents[1]
 
 project = "fedsender"
@@ -23,10 +35,47 @@ def _said_by(*command: str) -> str:
     return subprocess.run([sys.executable, "-m", *command], check=True, stdout=-1).stdout.decode()
 
 
+def _whole(commands: str) -> str:
+    """Each list of commands with whole sentences, which typer cuts after 45 characters."""
+    said = dict(re.findall(r"^##+ `fedsender ([^`]+)`\n\n(.+?)\n\n", commands, re.M | re.S))
+    lines, group = [], ""
+    for line in commands.splitlines():
+        if heading := re.match(r"##+ `fedsender ([^`]+)`", line):
+            group = f"{heading[1]} "
+        elif listed := re.match(r"\* `([a-z-]+)`: .*\.\.\.$", line):
+            line = f"* `{listed[1]}`: {' '.join(said[group + listed[1]].split())}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _tables() -> str:
+    """The page of our tables, with the comments that stand beside each in the code."""
+    code = Path(tables.__file__).read_text()
+    ours = re.findall(r"^# (.+)\n(\w+) = (?:Table|_leases)\(", code, re.M)
+    assert {name for _, name in ours} >= set(tables.sender.tables), "a table has no comment before it"
+    lines = [TABLES]
+    databases = {"sender_database": tables.sender, "homeserver.database": tables.homeserver}
+    for heading, metadata in databases.items():
+        lines += [f"## `{heading}`\n"]
+        for what, name in ours:
+            if name in metadata.tables:
+                head = "| column | type | null | |\n|---|---|---|---|"
+                lines += [f"### {name}\n\n{what}\n\n{head}", *_rows(metadata.tables[name]), ""]
+    return "\n".join(lines)
+
+
+def _rows(table: Table) -> Iterator[str]:
+    for column in table.columns:
+        name = f"**`{column.name}`**" if column.primary_key else f"`{column.name}`"
+        null = "yes" if column.nullable else ""
+        yield f"| {name} | `{column.type}` | {null} | {column.comment or ''} |"
+
+
 def _write_what_the_code_knows(app: Any) -> None:
     commands = _said_by("typer", "fedsender.cli", "utils", "docs", "--name", "fedsender")
     pages = {
-        "commands": commands.replace("# `fedsender`", "# Commands", 1),
+        "commands": _whole(commands.replace("# `fedsender`", "# Commands", 1)),
+        "tables": _tables(),
         "settings": f"# Settings\n\n```yaml\n{(ROOT / 'config.example.yaml').read_text()}```\n",
         "lake": (ROOT / "src/fedsender_pipeline/lake.md").read_text(),
     }

@@ -6,7 +6,8 @@ and never migrated. In the embedded default Alembic makes them, with some tables
 ours, with any homeserver. Several senders share it. A record of one server (`PER_DESTINATION`)
 belongs to that server, and whoever sends to it acts by it.
 
-Times in columns named `*_ts` and `*_ms` are milliseconds since the epoch.
+Times in columns named `*_ts` and `*_ms` are milliseconds since the epoch. The comment before a
+table of ours is its description on the site.
 """
 
 from sqlalchemy import (
@@ -193,7 +194,7 @@ receipts_linearized = Table(
     Column("instance_name", Text, comment="who wrote it; NULL: the one writer that there is"),
     Index("receipts_linearized_user", "user_id", "room_id"),
 )
-# Embedded only: Synapse keeps what these say in state groups.
+# Who was in which room when; a Synapse keeps that in state groups. Embedded only.
 room_servers = Table(
     "room_servers",
     homeserver,
@@ -204,12 +205,14 @@ room_servers = Table(
     ),
     Column("left", BigInteger, comment="and up to this one, itself included; NULL: still there"),
 )
+# Up to where the servers of a room are known. Embedded only.
 room_servers_told = Table(
     "room_servers_told",
     homeserver,
     Column("room_id", Text, primary_key=True),
     Column("token", BigInteger, nullable=False, comment="of the last row about its servers"),
 )
+# Events that go to other servers than those of their room. Embedded only.
 event_servers = Table(
     "event_servers",
     homeserver,
@@ -217,6 +220,7 @@ event_servers = Table(
     Column("plus", JSON, nullable=False, comment="servers beyond the room's that get it"),
     Column("minus", JSON, nullable=False, comment="servers of the room that do not"),
 )
+# The history of tokens that the feed goes by, and who takes appends. Embedded only.
 stream_epoch = Table(
     "stream_epoch",
     homeserver,
@@ -224,6 +228,7 @@ stream_epoch = Table(
     Column("base", BigInteger, nullable=False, comment="added to its tokens, they are ours"),
     Column("instance_name", Text, comment="the sender that takes appends; NULL: nobody does"),
 )
+# Typing, presence and the like that one of several senders tells the others. Embedded only.
 feed_notices = Table(
     "feed_notices",
     homeserver,
@@ -233,6 +238,7 @@ feed_notices = Table(
     Column("row", Text, nullable=False, comment="JSON"),
     Column("told_ts", BigInteger, nullable=False),
 )
+# The ids of appends, so that one that comes twice is stored once. Embedded, and a relay.
 appends = Table(
     "appends",
     homeserver,
@@ -241,6 +247,7 @@ appends = Table(
     Column("checksum", BigInteger, nullable=False, comment="of the rows"),
     Column("appended_ts", BigInteger, nullable=False, index=True),
 )
+# The mark by which a start sees that this database was restored. Embedded only.
 generation_marks = Table(
     "generation_marks",
     homeserver,
@@ -248,6 +255,7 @@ generation_marks = Table(
     Column("mark", Text, nullable=False, comment="the mark that the sender's database holds too"),
 )
 
+# Whose database this is. Embedded, and a relay.
 store_owner = Table(
     "store_owner",
     homeserver,
@@ -259,12 +267,14 @@ store_owner = Table(
 
 # --- a relay's: its log, and what of the log its snapshots still name -----------------------------
 
+# A relay's log as a whole.
 relay_state = Table(
     "relay_state",
     homeserver,
     Column("id", RowId, primary_key=True, comment="1"),
     Column("first", BigInteger, nullable=False, comment="the log is whole from this token on"),
 )
+# The epochs of a relay's log, and where each began.
 relay_epochs = Table(
     "relay_epochs",
     homeserver,
@@ -272,6 +282,7 @@ relay_epochs = Table(
     Column("epoch", Text, nullable=False),
     Column("begun_after", BigInteger, nullable=False, comment="the token that it goes on behind"),
 )
+# A relay's log: a row for each record.
 relay_log = Table(
     "relay_log",
     homeserver,
@@ -281,12 +292,14 @@ relay_log = Table(
     Column("checksum", BigInteger, nullable=False, comment="CRC-32 of lines"),
     Column("lines", LargeBinary, nullable=False, comment="RDATA lines, as a consumer gets them"),
 )
+# The newest event of our own in each room. A relay's.
 relay_heads = Table(
     "relay_heads",
     homeserver,
     Column("room_id", Text, primary_key=True),
     Column("token", BigInteger, nullable=False, index=True, comment="newest event of our own"),
 )
+# Older events that a snapshot still needs. A relay's.
 relay_kept = Table(
     "relay_kept",
     homeserver,
@@ -297,6 +310,7 @@ relay_kept = Table(
     ),
     Index("relay_kept_room", "room_id", "token"),
 )
+# EDUs that a consumer may lack. A relay's.
 relay_edus = Table(
     "relay_edus",
     homeserver,
@@ -312,6 +326,7 @@ relay_edus = Table(
     # All that is asked of sizes, and of what every consumer has: no text is read for it.
     Index("relay_edus_kind_token", "kind", "token", "number", "bytes"),
 )
+# Who follows a relay, and how far each has come.
 relay_consumers = Table(
     "relay_consumers",
     homeserver,
@@ -330,6 +345,7 @@ relay_consumers = Table(
 
 # --- the sender's own -----------------------------------------------------------------------------
 
+# Transactions on record: each is repeated unchanged until it is answered.
 frozen_transactions = Table(
     "frozen_transactions",
     sender,
@@ -340,6 +356,7 @@ frozen_transactions = Table(
     Column("frozen_ms", BigInteger, nullable=False),
     Column("attempts", Integer, nullable=False),
 )
+# How a server does: failures, waits, pauses, isolation.
 server_states = Table(
     "server_states",
     sender,
@@ -366,12 +383,14 @@ server_states = Table(
     ),
     Column("given_up_ms", BigInteger, comment="when that happened last"),
 )
+# Servers that are being caught up with.
 catch_ups = Table(
     "catch_ups",
     sender,
     Column("destination", Text, primary_key=True),
     Column("floor", BigInteger, nullable=False, comment="LSSO when it began"),
 )
+# Up to where a catch-up has sent each room.
 catch_up_rooms = Table(
     "catch_up_rooms",
     sender,
@@ -379,6 +398,7 @@ catch_up_rooms = Table(
     Column("room_id", Text, primary_key=True),
     Column("sent_to", BigInteger, nullable=False, comment="stream ordering answered in this room"),
 )
+# Items that were taken out of the way, until an operator releases or drops them.
 quarantine = Table(
     "quarantine",
     sender,
@@ -396,6 +416,7 @@ quarantine = Table(
     # An id that an operator has read must not come to mean something else.
     sqlite_autoincrement=True,
 )
+# Events to be sent again, released from quarantine, or set aside.
 redeliveries = Table(
     "redeliveries",
     sender,
@@ -406,6 +427,7 @@ redeliveries = Table(
     Column("added_ms", BigInteger, nullable=False),
     Index("redeliveries_in_order", "destination", "room_id", "stream_ordering"),
 )
+# Up to where receipts are dealt with.
 receipt_positions = Table(
     "receipt_positions",
     sender,
@@ -418,12 +440,14 @@ receipt_positions = Table(
         comment="up to here each receipt is answered, or covered by receipt_debts",
     ),
 )
+# Servers that are owed receipts.
 receipt_debts = Table(
     "receipt_debts",
     sender,
     Column("destination", Text, primary_key=True),
     Column("stream_id", BigInteger, nullable=False, comment="it is owed receipts above this one"),
 )
+# Where the homeserver's database stood when we last wrote, to see that it was restored.
 generation = Table(
     "generation",
     sender,
@@ -432,6 +456,7 @@ generation = Table(
     Column("mark", Text, nullable=False, comment="the mark that stands in both databases"),
     Column("timeline", Text, comment="of the homeserver's PostgreSQL; NULL: not known"),
 )
+# The list of senders in force, and the one that it changes to.
 sender_list = Table(
     "sender_list",
     sender,
@@ -441,6 +466,7 @@ sender_list = Table(
     Column("change", Text, comment="random, of the change under way; NULL: there is none"),
     Column("wanted", JSON(none_as_null=True), comment="the list that it leads to"),
 )
+# What a sender that gained servers still has to record as owed.
 walks = Table(
     "walks",
     sender,
@@ -453,6 +479,7 @@ walks = Table(
         comment="the list before: what was its own by that one is not gained; NULL: all is",
     ),
 )
+# What one of several senders asks another one.
 requests = Table(
     "requests",
     sender,
@@ -468,6 +495,7 @@ requests = Table(
     # Whoever gives up on a row must not take another one for it.
     sqlite_autoincrement=True,
 )
+# Where servers were found: answers of .well-known and DNS.
 discoveries = Table(
     "discoveries",
     sender,
@@ -493,7 +521,9 @@ def _leases(name: str, metadata: MetaData) -> Table:
     )
 
 
+# The right to be the only daemon of an instance name.
 leases = _leases("leases", sender)
+# The right to be the only relay on this database.
 relay_leases = _leases("relay_leases", homeserver)
 leases.append_column(
     Column("stopped", Text, comment="its holder has stopped for this change of the list")
