@@ -51,7 +51,7 @@ def _screen(*shown: tuple[str, Iterable[str]]) -> str:
         for command, lines in shown
     )
     # The demo's own directory is nobody else's.
-    return re.sub(r"\S+/try/", "", "\n\n".join(parts)) + "\n"
+    return re.sub(r"(?<=\()\S+/try/", "", "\n\n".join(parts)) + "\n"
 
 
 def shape(screen: str) -> list[str]:

@@ -24,6 +24,7 @@ from fedsender.replication import resp
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 from fedsender.sender.failure import Outcome
+from fedsender.store import tables
 from fedsender.telemetry import Metrics, Standing
 from fedsender_lab import bench
 from fedsender_lab.simulation import coverage
@@ -126,6 +127,27 @@ def test_settings_in_yaml_blocks_exist() -> None:
         if not re.match(r"\s*#.*Synapse", found[1])
         for document in yaml.safe_load_all(found[1])
         if isinstance(document, dict) and not set(document) <= known
+    )
+
+
+def settings_of(document: Any, before: str = "") -> Iterator[str]:
+    """The dotted names of all settings, and of all sections."""
+    for name, value in document.items() if isinstance(document, dict) else ():
+        yield before + name
+        yield from settings_of(value, f"{before}{name}.")
+
+
+def test_dotted_names_of_settings_exist() -> None:
+    """But in the changelog, which also has those that are gone."""
+    example = yaml.safe_load((ROOT / "config.example.yaml").read_text())
+    # The pages call it by its short name.
+    example["backoff"] = example["destinations"]["defaults"]["backoff"]
+    sections = "|".join(name for name, value in example.items() if isinstance(value, dict))
+    known = {*settings_of(example), *map(str, tables.homeserver.tables["destinations"].columns)}
+    nothing_wrong(
+        f"{place} names {found[1]}"
+        for place, found in shown(rf"`((?:{sections})\.(?!py`)[a-z_.]+)[`:]", *PAGES)
+        if found[1] not in known and not place.startswith("docs/changelog.md")
     )
 
 
