@@ -125,7 +125,9 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def blocks() -> Iterator[list[str]]:
     """The commands of each block of the tutorial."""
-    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.S):
+    for block in re.findall(
+        r"^```sh\n(.*?)^```", (ROOT / "docs/tutorial.md").read_text(), re.M | re.S
+    ):
         yield [line for line in block.splitlines() if not line.startswith(("export", "python3"))]
 
 
