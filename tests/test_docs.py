@@ -122,15 +122,15 @@ def test_no_page_says_what_another_says() -> None:
     """As far as that can be counted: no fourteen words of one, commands aside, are in another."""
     said: dict[tuple[str, ...], Path] = {}
     twice = {}
-    for page in PAGES:
+    for each in PAGES:
         prose = re.sub(
-            r"^ *```(?s:.*?)^ *```|^ {4}.*$|\]\([^)]*\)", "", page.read_text(), flags=re.M
+            r"^ *```(?s:.*?)^ *```|^ {4}.*$|\]\([^)]*\)", "", each.read_text(), flags=re.M
         )
         words = re.findall(r"[\w'.-]+", prose)
         for run in zip(*(words[at:] for at in range(14)), strict=False):
-            if said.setdefault(run, page) != page:
-                twice[said[run], page] = " ".join(run)
-    nothing_wrong(f"{one} and {other}: {words}" for (one, other), words in twice.items())
+            if said.setdefault(run, each) != each:
+                twice[said[run], each] = " ".join(run)
+    nothing_wrong(f"{one.name} and {other.name}: {words}" for (one, other), words in twice.items())
 
 
 def test_settings_in_yaml_blocks_exist() -> None:
