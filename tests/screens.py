@@ -57,7 +57,7 @@ def _screen(*shown: tuple[str, Iterable[str]]) -> str:
 def shape(screen: str) -> list[str]:
     """What of a screen is the same each time: commands, heads of tables, names of facts."""
     return [
-        found[0].strip()
+        " ".join(found[0].split())
         for line in screen.splitlines()
         if (found := re.match(r"\$ fedsender \w+|SERVER .*|[a-z][a-z. ]+?(?=  )", line))
     ]

@@ -144,7 +144,7 @@ async def test_one_server_gets_nothing(tmp_path: Path, capsys: pytest.CaptureFix
 
         async with open_stage(tmp_path, life=expired) as stage:
             found_at(stage.server.port)
-            await story.next(shell, "Paused by ", "it moves house; waiting: 1 room")
+            await story.next(shell, "Paused by ", "it moves house; waiting: 1 event in 1 room")
             await story.next(shell, "unreachable", "certificate refused: certificate has expired")
             await story.next(
                 shell,
