@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import io
+import re
 import stat
+import subprocess
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import make_url
+from tests.pages import ROOT
 from tests.servers import Databases
+from tests.synapse import guide
 
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, TcpAddress, UnixAddress, database_url, loads
@@ -792,3 +797,28 @@ def test_a_damaged_file_is_never_a_traceback(
     assert "the configuration made of them" not in problems[0]
     if made is not None:
         config_of(made)
+
+
+def test_the_synapse_of_the_tutorial_is_one_to_switch(tmp_path: Path) -> None:
+    """Its files as the page writes them; the variables are those of the page that it leads to."""
+    page = (ROOT / "docs/tutorial.md").read_text()
+    blocks = [
+        textwrap.dedent(each) for each in re.findall(r"^ +```sh\n(.*?)^ +```$", page, re.M | re.S)
+    ]
+    [write_files] = [each for each in blocks if "cat > /etc/synapse/both.yaml" in each]
+    [lines] = [each for each in blocks if each.startswith("HOMESERVER=")]
+    values = dict(line.split("=", 1) for line in lines.splitlines())
+    assert list(values) == guide.variables(guide.GUIDE)
+    here = write_files.replace("/etc/synapse", str(tmp_path)).replace("chown", ": chown")
+    subprocess.run(["sh", "-eu", "-c", here], check=True, capture_output=True)
+    files = [tmp_path / Path(values[name]).name for name in ("HOMESERVER", "CONF_D", "WORKER")]
+
+    code, out, _ = run("config", "from-synapse", *files, "--secrets", tmp_path, "--state", tmp_path)
+    config = loads(out, directory=tmp_path)
+
+    assert code == 0
+    assert (config.server_name, config.instance_name) == ("127.0.0.1:8448", "fed1")
+    assert (config.federation.ca_file, config.federation.ip_deny) == (tmp_path / "tls.crt", ())
+    assert (
+        config.homeserver.database == "postgresql+psycopg://synapse@/synapse?host=/run/postgresql"
+    )
