@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,7 +335,7 @@ class RealNetwork:
         self._turns = turns or Turns(time.thread_time)
         self._outgoing = ssl.MemoryBIO()
         self._dns: tuple[int, dns.asyncresolver.Resolver] | None = None
-        self._hosts: tuple[int, dict[tuple[str, RecordType], tuple[str, ...]]] | None = None
+        self._hosts: tuple[int, _Hosts] | None = None
 
     async def open_tcp(self, address: str, port: int, source: str | None = None) -> trio.abc.Stream:
         try:
@@ -376,8 +376,11 @@ class RealNetwork:
     async def resolve(
         self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
     ) -> Records:
-        if rdtype != "SRV" and (local := self._hosts_file(name, rdtype)):
-            return Records(local, ttl_s=_HOSTS_FILE_TTL_S)
+        if rdtype != "SRV" and (local := self._hosts_file(name)):
+            # As for the C library, the file has all addresses of a name that it has.
+            if rdtype not in local:
+                raise NameNotFound(f"{name}: no {rdtype} in {_HOSTS_FILE}", ttl_s=_HOSTS_FILE_TTL_S)
+            return Records(local[rdtype], ttl_s=_HOSTS_FILE_TTL_S)
         try:
             answer = await self._resolver(nameservers).resolve(
                 dns.name.from_text(name), rdtype, raise_on_no_answer=False, search=False
@@ -410,11 +413,11 @@ class RealNetwork:
             self._dns = (stamp, resolver)
         return self._dns[1]
 
-    def _hosts_file(self, name: str, rdtype: RecordType) -> tuple[str, ...]:
+    def _hosts_file(self, name: str) -> Mapping[RecordType, tuple[str, ...]]:
         stamp = _changed_at(_HOSTS_FILE)
         if self._hosts is None or self._hosts[0] != stamp:
             self._hosts = (stamp, _read_hosts(_HOSTS_FILE))
-        return self._hosts[1].get((name.rstrip(".").lower(), rdtype), ())
+        return self._hosts[1].get(name.rstrip(".").lower(), {})
 
     async def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
         by_descriptor: dict[int, tuple[trio.abc.Stream, TlsStream]] = {}
@@ -489,10 +492,13 @@ def _changed_at(path: Path) -> int:
         return 0
 
 
-def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
+_Hosts = dict[str, dict[RecordType, tuple[str, ...]]]
+
+
+def _read_hosts(path: Path) -> _Hosts:
     """The addresses of a hosts(5) file by name and record type; lines that make no sense are
     skipped."""
-    found: dict[tuple[str, RecordType], tuple[str, ...]] = {}
+    found: _Hosts = {}
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
@@ -505,9 +511,9 @@ def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
             continue
         rdtype: RecordType = "A" if version == 4 else "AAAA"
         for name in names:
-            key = (name.rstrip(".").lower(), rdtype)
-            if address not in found.get(key, ()):
-                found[key] = (*found.get(key, ()), address)
+            its = found.setdefault(name.rstrip(".").lower(), {})
+            if address not in its.get(rdtype, ()):
+                its[rdtype] = (*its.get(rdtype, ()), address)
     return found
 
 
