@@ -292,9 +292,9 @@ def summed_up(lake: Lake, config: Config) -> Audited:
     starts = (senders.owned[name].began for name in senders.lists[0].ours)
     start = max((at for at in starts if at is not None), default=None)
     unproven = [_unproven(lake, name) for name in senders.owned]
-    if totals[fates.EXPECTED] == totals["before_ledger"]:
-        unproven.append("nothing could be judged")
     unknown_hosts = lake.rows(schemas.UNKNOWN_HOSTS)
+    if unknown_hosts and totals[fates.EXPECTED] == totals["before_ledger"]:
+        unproven.append("nothing could be judged")
     is_stray = ds.field("accepted").is_null()
     return Audited(
         lake.position("audit"),
