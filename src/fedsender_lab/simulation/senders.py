@@ -439,15 +439,21 @@ class SharedObservations(Observations):
             self._notice(process)
 
     def _notice(self, process: Process) -> None:
-        if self._unaware.pop(process, None) is not None:
+        anew = self._unaware.pop(process, None) is not None
+        if anew:
             self.counts["failovers noticed"] += 1
             self._anew_at[process] = trio.current_time()
         marks = self.shared_disk.marks()
-        for server in filter(process.handles, sorted(self._set_back)):
-            self._set_back.remove(server)
-            view = self.views.of[server]
-            view.go_back(marks.get(server, 0), None)
-            self._forget(view)
+        for server, view in self.views.of.items():
+            if not process.handles(server):
+                continue
+            is_set_back = server in self._set_back
+            if is_set_back:
+                self._set_back.remove(server)
+                view.go_back(marks.get(server, 0), None)
+            # Also if another sender has noticed it for this server, and had it until now.
+            if is_set_back or anew:
+                self._forget(view)
 
     @property
     def anew_at(self) -> float:
