@@ -1,6 +1,7 @@
 """Several senders on one database, asked as one at the admin endpoint of any of them."""
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,8 +32,9 @@ from tests.switching.test_senders import (
 from fedsender.admin import open_admin
 from fedsender.admin.app import build_app
 from fedsender.admin.overview import overview_here
-from fedsender.admin.together import AWAY_S, LOOK_EVERY_S, answer_for_ever
+from fedsender.admin.together import AWAY_S, LOOK_EVERY_S, answer_others
 from fedsender.daemon import admin_context
+from fedsender.matrix import shard_of
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreError, backup, requests, store_config, tables
 from fedsender_lab.testing.clock import until
@@ -62,7 +64,7 @@ class Desks:
 
     async def _answer(self, context: Any, scope: trio.CancelScope) -> None:
         with scope:
-            await answer_for_ever(context)
+            await answer_others(context)
 
     def close(self, *names: str) -> None:
         for name in names:
@@ -90,6 +92,20 @@ async def desks(directory: Path, postgres: Databases) -> AsyncIterator[Desks]:
         found.open("a", "b")
         yield found
         nursery.cancel_scope.cancel()
+
+
+def times(it: Site, server: str, event_id: str) -> int:
+    """How often this server got the event."""
+    sent = it.receivers.servers[server].transactions
+    return sum(event_id in (pdu.event_id for pdu in each.pdus) for each in sent)
+
+
+async def no_order_waits(it: Site, name: str) -> None:
+    """Wait until this sender has done what it was asked."""
+    requests = it.sending[name].store.sender.requests
+    with trio.fail_after(60):
+        while await requests.ours(()):  # noqa: ASYNC110
+            await trio.sleep(0.05)
 
 
 async def rows_left(it: Site) -> int:
@@ -387,17 +403,11 @@ async def test_an_audit_repairs_at_each_of_the_senders(tmp_path: Path, postgres:
         async def repaired() -> Repaired:
             return await trio.to_thread.run_sync(repair, lake, asked.config)
 
-        def times(server: str) -> int:
-            return sum(
-                good in (pdu.event_id for pdu in sent.pdus)
-                for sent in it.receivers.servers[server].transactions
-            )
-
         async with open_admin(admin_context(asked, real_runtime())):
             told = await repaired()
             assert (told.accepted, told.without) == (2, {})
             assert [each["destination"] for each in told.refused] == [other]
-            await until(lambda: times(one) == times(other) == 2)
+            await until(lambda: times(it, one, good) == times(it, other, good) == 2)
             both.close("b")
             await it.stop("b")
             told = await repaired()
@@ -444,6 +454,64 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         ends_ms = state_of(of_b[0]).paused_until_ms
         assert ends_ms is not None
         assert ends_ms - 600_000 >= queued_ms - 1_000
+
+
+async def test_what_is_handed_on_is_for_the_servers_of_the_sender_that_was_away(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """The others have done their part of it, and it may have been undone since."""
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        good = await history_sent(it)
+        of_a, of_b = both.of("a"), both.of("b")
+        await it.start("c", "d", configured=["a", "b"])
+        both.close("b")
+        await it.stop("b")
+        by_name = {"servers": [of_a[0], *of_b], "reason": "by name"}
+        pairs = [[server, good] for server in by_name["servers"]]
+        away = {"b": "queued: its sender is away (b)"}
+        for verb, body in {
+            "pause": by_name,
+            "park": {"pattern": "*"},
+            "redeliver": {"pairs": pairs},
+        }.items():
+            assert (await both.post("a", verb, body))["without"] == away
+        assert (await both.post("a", "resume", {"servers": of_a})) == {"servers": of_a}
+        await until(lambda: times(it, of_a[0], good) == 2)
+
+        # Some of b's servers are a's then, and some are not.
+        wanted = ["c", "d"]
+        ((most, _),) = Counter(shard_of(server, 3) for server in of_b).most_common(1)
+        wanted.insert(most, "a")
+        both.close("a")
+        await it.change(*wanted)
+        both.open("a")
+        gained = sorted(set(both.of("a")) & set(of_b))
+        later = sorted(set(of_b) - set(gained))
+        assert gained
+        assert later
+        await no_order_waits(it, "a")
+        assert held_back(it, "a") == set(gained)
+        await both.post("a", "resume", {"servers": gained})
+
+        # c and d have done nothing of it.
+        both.close("a")
+        await it.change("a")
+        (tmp_path / "token").write_text("secret")
+        async with open_admin(admin_context(it.sending["a"], real_runtime())):
+            await no_order_waits(it, "a")
+            assert held_back(it, "a") == set(later)
+            assert it.sending["a"].sender.registry.state_of(later[0]).paused == "by name"
+            await it.sending["a"].sender.operations.hold(*later, paused=None, parked=None)
+            await until(lambda: all(times(it, server, good) == 2 for server in of_b))
+        assert times(it, of_a[0], good) == 2
+
+
+def held_back(it: Site, name: str) -> set[str]:
+    """The servers that this sender has parked or paused."""
+    registry = it.sending[name].sender.registry
+    states = {server: registry.state_of(server) for server in it.receivers.servers}
+    return {server for server, state in states.items() if state.paused or state.parked}
 
 
 async def test_a_question_whose_asker_is_cut_off_is_not_left_for_a_sender_that_is_away(

@@ -190,6 +190,7 @@ def upgrade() -> None:
         sa.Column("asked_ms", sa.BigInteger(), nullable=False),
         sa.Column("place", sa.Text(), nullable=False, comment="as of leases; '': before a restore"),
         sa.Column("taken", sa.Boolean(), nullable=False, comment="its sender has seen it"),
+        sa.Column("past", sa.JSON(none_as_null=True), nullable=True, comment="see store.requests"),
         sa.Column("answer", sa.Text(), nullable=True, comment="JSON"),
         sa.PrimaryKeyConstraint("id"),
         sqlite_autoincrement=True,

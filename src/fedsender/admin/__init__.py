@@ -70,10 +70,10 @@ async def open_admin(context: "AdminContext") -> AsyncIterator["Admin"]:
             )
         nursery = await stack.enter_async_context(trio.open_nursery())
         nursery.start_soon(remember_for_ever, context)
-        if len(context.senders) > 1:
-            from fedsender.admin.together import answer_for_ever
+        if context.store.shared:
+            from fedsender.admin.together import answer_others
 
-            nursery.start_soon(answer_for_ever, context)
+            nursery.start_soon(answer_others, context)
         stack.callback(context.outcomes.end)
         yield served
         nursery.cancel_scope.cancel()

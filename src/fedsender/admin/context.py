@@ -10,10 +10,12 @@ import trio
 
 from fedsender.config import Config, Policies
 from fedsender.federation.signing import KeyRing
+from fedsender.matrix import shard_of
 from fedsender.outcomes import Outcomes
 from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.requests import Past
 from fedsender.store.sender import SenderStore
 from fedsender.streams import FeedStatus
 from fedsender.telemetry import Metrics, Minute, Standing
@@ -52,6 +54,7 @@ class AdminContext:
         homeserver: the homeserver's database.
         store: the sender's own database.
         senders: those that share our database, ourselves among them: see `together`.
+        past: of an order that was handed on, see `store.requests`.
         gate: shut while this daemon may not send.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
@@ -73,6 +76,7 @@ class AdminContext:
     runtime: Runtime
     metrics: Metrics
     senders: Sequence[str]
+    past: Sequence[Past] = ()
     host: str = field(default_factory=socket.gethostname)
     began: float = field(default_factory=trio.current_time)
     hour: deque[Minute] = field(default_factory=lambda: deque(maxlen=60))
@@ -83,6 +87,12 @@ class AdminContext:
     def config(self) -> Config:
         """The configuration that holds now."""
         return self.policies.config
+
+    def handles(self, server: str) -> bool:
+        """Whether what we are asked for is for this server."""
+        return self.config.handles(server) and all(
+            senders[shard_of(server, len(senders))] == sender for sender, senders in self.past
+        )
 
 
 async def remember_for_ever(context: AdminContext) -> None:

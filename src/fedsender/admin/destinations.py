@@ -216,9 +216,11 @@ async def known_names(context: AdminContext, pattern: str) -> list[str]:
 
 
 async def matching(context: AdminContext, pattern: str, names: Iterable[str]) -> list[str]:
-    """Those of these names that `pattern` covers, by name."""
-    breaks = context.runtime.turns.with_breaks
-    return sorted([name async for name in breaks(names) if matches(pattern, name)])
+    """Those of these names, of servers of ours, that `pattern` covers, by name."""
+    breaks, handles = context.runtime.turns.with_breaks, context.handles
+    return sorted(
+        [name async for name in breaks(names) if matches(pattern, name) and handles(name)]
+    )
 
 
 async def chosen(context: AdminContext, request: Servers) -> list[str]:

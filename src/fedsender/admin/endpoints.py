@@ -392,10 +392,17 @@ async def _left(context: AdminContext, items: Sequence[Quarantined]) -> list[int
     return [item.id for item in items if (item.id if item.destination else item.event_id) in left]
 
 
+async def _held(context: AdminContext, items: InHand) -> list[int]:
+    """The ids of those of these items that are ours."""
+    held = await context.store.quarantined(items.ids, items.events)
+    return [
+        item.id for item in held if item.destination is None or context.handles(item.destination)
+    ]
+
+
 @order
 async def release_ours(context: AdminContext, items: InHand) -> list[NotSent]:
-    held = await context.store.quarantined(items.ids, items.events)
-    return await context.sender.operations.release([item.id for item in held])
+    return await context.sender.operations.release(await _held(context, items))
 
 
 @order
@@ -414,7 +421,7 @@ async def release_room_here(context: AdminContext, room_id: str) -> Released:
 
 @order
 async def drop_ours(context: AdminContext, items: InHand) -> list[int]:
-    held = [item.id for item in await context.store.quarantined(items.ids, items.events)]
+    held = await _held(context, items)
     await context.sender.operations.drop(held)
     return held
 

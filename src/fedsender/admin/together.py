@@ -45,11 +45,8 @@ NOTHING_HERE: Final = (404, 409)
 
 
 def ours(context: AdminContext, servers: Sequence[str]) -> list[str]:
-    """Those of these servers that no other of these senders sends to."""
-    if len(context.senders) == 1:
-        return list(servers)
-    handles = context.config.handles
-    return [each for each in servers if handles(each)]
+    """Those of these servers that we have to do with."""
+    return [each for each in servers if context.handles(each)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,11 +239,12 @@ async def _answer(context: AdminContext, request: Request) -> str:
     if part is None:
         unknown = f"it does not know {request.what}: its version is older"
         return json.dumps({"refused": [501, "M_UNRECOGNIZED", unknown]})
-    return await part.answer(context, request.asked)
+    return await part.answer(replace(context, past=request.past or ()), request.asked)
 
 
-async def answer_for_ever(context: AdminContext) -> None:
-    """Do our part of what other senders are asked."""
+async def answer_others(context: AdminContext) -> None:
+    """Do our part of what other senders are asked; for ever, or where we have none, until what a
+    list of several left to us is done."""
     requests, one_by_one = context.store.requests, trio.Lock()
     under_way: set[int] = set()
 
@@ -269,6 +267,8 @@ async def answer_for_ever(context: AdminContext) -> None:
         while True:
             try:
                 found = await requests.ours(under_way)
+                if len(context.senders) == 1 and not found and not under_way:
+                    return
                 if found:
                     await context.runtime.run_sync(load, limiter=context.rendering)
                     await requests.take([each.id for each in found])

@@ -263,7 +263,7 @@ class Membership:
         _read_receipts_on(connection, old, new)
         _give_to_all(connection, new)
         _give_to_owners(connection, new)
-        hand_on(connection, new, self._runtime.now_ms())
+        hand_on(connection, old, new, self._runtime.now_ms())
         now = {"in_force": list(new), "since": highest, "change": None, "wanted": None}
         connection.execute(update(sender_list).values(now))
         return True

@@ -2,8 +2,9 @@
 
 Whoever asks leaves a row for each sender that is to do its part. That one looks for rows of its
 name, and writes its answer into them. An *order* stays until it has done so, however long it is
-away; if the list of senders changes before, each sender of the new one has it to do. But an order
-of before a failover or a restore is not carried out: it may have been, and been undone since.
+away; if the list of senders changes before, the new one's have it to do, for the servers that were
+the absent sender's. But an order of before a failover or a restore is not carried out: it may have
+been, and been undone since.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,14 +30,25 @@ AWAY_MS: Final = 3_000
 """Whoever has asked does not wait any more for a sender that has not seen the row by then."""
 
 
+Past = tuple[str, Sequence[str]]
+"""A sender, and the list of senders by which a server was its own."""
+
+
 class Request(NamedTuple):
-    """A row for us to answer; `stands`: it was written in this place, see `leases.PLACE`."""
+    """A row for us to answer.
+
+    Attributes:
+        stands: it was written in this place, see `leases.PLACE`.
+        past: it is only for servers that were, by each of these lists, this sender's; None: it was
+            not handed on.
+    """
 
     id: int
     what: str
     asked: str
     is_order: bool
     stands: bool
+    past: Sequence[Past] | None
 
 
 class Reply(NamedTuple):
@@ -102,7 +114,7 @@ class Requests:
         """The first rows that we have to answer, oldest first, without those `under_way`."""
         row = requests.c
         query = (
-            select(row.id, row.what, row.asked, row.is_order, row.place == PLACE)
+            select(row.id, row.what, row.asked, row.is_order, row.place == PLACE, row.past)
             .where(row.instance_name == self._instance, row.answer.is_(None))
             .where(row.id.not_in(under_way))
             .order_by(row.id)
@@ -125,23 +137,19 @@ class Requests:
         connection.execute(delete(requests).where(ours, old, requests.c.answer.is_not(None)))
 
 
-def hand_on(connection: Connection, senders: Sequence[str], now_ms: int) -> None:
-    """Have each of these senders, a list that comes into force, carry out the orders that are left.
-
-    Some may be done: to carry an order out again does no harm.
-    """
+def hand_on(
+    connection: Connection, before: Sequence[str], senders: Sequence[str], now_ms: int
+) -> None:
+    """Have each of these senders, a list that comes into force, carry out the orders that are left
+    of the list before, for the servers of those who had them to do: the others have done their
+    part, and it may have been undone since."""
     left = requests.c.answer.is_(None)
-    # What was ordered twice counts as of the last time: it may undo what came between.
-    query = (
-        select(requests.c.what, requests.c.asked, requests.c.place)
-        .where(left, requests.c.is_order)
-        .group_by(requests.c.what, requests.c.asked, requests.c.place)
-        .order_by(func.max(requests.c.id))
-    )
+    query = select(requests).where(left, requests.c.is_order).order_by(requests.c.id)
     orders = connection.execute(query).all()
     connection.execute(delete(requests).where(left))
     for row in orders:
-        _insert(connection, senders, row.what, row.asked, True, now_ms, row.place)
+        past = [*(row.past or ()), (row.instance_name, list(before))]
+        _insert(connection, senders, row.what, row.asked, True, now_ms, row.place, past)
 
 
 def _insert(
@@ -152,9 +160,10 @@ def _insert(
     is_order: bool,
     now_ms: int,
     place: str | ColumnElement[str],
+    past: Sequence[Past] | None = None,
 ) -> dict[int, str]:
     row = {"what": what, "asked": asked, "is_order": is_order, "asked_ms": now_ms, "taken": False}
-    row["place"] = place
+    row |= {"place": place, "past": past}
     made = {}
     for name in senders:
         query = insert(requests).values(instance_name=name, **row).returning(requests.c.id)

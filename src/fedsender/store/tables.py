@@ -491,6 +491,7 @@ requests = Table(
     Column("asked_ms", BigInteger, nullable=False),
     Column("place", Text, nullable=False, comment="as of leases; '': before a restore"),
     Column("taken", Boolean, nullable=False, comment="its sender has seen it"),
+    Column("past", JSON(none_as_null=True), comment="see store.requests"),
     Column("answer", Text, comment="JSON"),
     # Whoever gives up on a row must not take another one for it.
     sqlite_autoincrement=True,

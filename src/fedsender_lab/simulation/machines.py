@@ -28,7 +28,7 @@ from sqlalchemy.pool import Pool
 
 from fedsender.admin import together
 from fedsender.admin.context import AdminContext
-from fedsender.admin.together import answer_for_ever
+from fedsender.admin.together import answer_others
 from fedsender.config import Config
 from fedsender.daemon import Daemon, admin_context, open_core
 from fedsender.embedded import taking
@@ -168,7 +168,7 @@ class Process(Life):
                 self.shared.opened(self)
                 async with trio.open_nursery() as acts:
                     self.acts = acts
-                    acts.start_soon(answer_for_ever, self.context)
+                    acts.start_soon(answer_others, self.context)
                     for told in (daemon.changes, self._stop):
                         acts.start_soon(_end_after, told, acts.cancel_scope)
                     try:
