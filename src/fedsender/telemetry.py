@@ -743,7 +743,7 @@ class Metrics:
         )
         self.notices_dropped = self._count(
             "fedsender_notices_dropped",
-            "Rows of typing and presence that other senders were not told of: too many waited",
+            "Rows of typing and presence lost on the way to other senders: too many, or not stored",
         )
         self.feed_connects = self._count("fedsender_feed_connects", "Times the feed came up")
         self.full_syncs = self._counts(

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -16,7 +17,7 @@ from tests.servers import Databases
 from fedsender.embedded import taking
 from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
-from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store import HomeserverSettings, Store, StoreConfig, StoreError, open_store
 from fedsender.store.records import PresenceState
 from fedsender.telemetry import Metrics
 from fedsender_lab.testing.clock import until
@@ -120,6 +121,31 @@ async def test_what_others_are_not_told_of_is_counted(
         await until(lambda: typed(a) == 500)
         await until(lambda: typed(b) + dropped.value == 500)
         assert dropped.value > 0
+
+
+async def test_what_the_database_did_not_take_is_counted_as_well(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = site.a, site.b
+    store_ephemeral, failed = a.shard.store.store_ephemeral, trio.Event()
+
+    async def fails_once(*rows: Any) -> int | None:
+        if not failed.is_set():
+            failed.set()
+            raise StoreError("the database is away")
+        return await store_ephemeral(*rows)
+
+    async with site.both() as (feed, _):
+        feed.metrics = Metrics("hs.example")
+        monkeypatch.setattr(a.shard.store, "store_ephemeral", fails_once)
+        typing = [("typing", [f"!{n}:hs.example", ["@a:hs.example"]]) for n in range(5)]
+        await site.world.relay.intake.ephemeral(typing)
+        await failed.wait()
+        await site.world.relay.intake.ephemeral([("server_up", "d.example")])
+        await until(lambda: b.sink.up)
+        told = sum(row[0].endswith(":hs.example") for row in b.sink.edus.typed)
+        assert told + feed.metrics.notices_dropped.value == 5
+        assert told < 5
 
 
 @pytest.mark.slow

@@ -168,6 +168,7 @@ class Taking:
             try:
                 stored = await self._store.store_ephemeral(receipts, notices)
             except (Elsewhere, StoreError) as error:
+                self._feed.metrics.notices_dropped.inc(len(notices))
                 log.error("receipts_not_stored", count=len(receipts), reason=str(error))
                 if isinstance(error, Elsewhere):
                     raise
