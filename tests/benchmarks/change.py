@@ -11,8 +11,9 @@ there is set aside, and sent by the redelivery lane.
 
 The senders are processes of their own over a PostgreSQL that it starts. While the list becomes that
 of three, one of them is killed; while it becomes that of one again, another one is frozen. A change
-that was withdrawn is given again. Pause and quarantine are looked at after each change, and orders
-for the servers of all senders are given to one of them, and timed.
+that was withdrawn is given again, and its sender is hit again: the one that succeeds was hit. Pause
+and quarantine are looked at after each change, and orders for the servers of all senders are given
+to one of them, and timed.
 
 A message waits for as long as its server pauses: `wait_max_s` and the like are of all messages that
 were made while the list changed. In the end those that were away come back, the pause is over, and
@@ -297,10 +298,11 @@ async def _play(
             waits: dict[str, dict[str, float]] = {"calm": await _waits(stage, CALM_S)}
             for names, victim, how in CHANGES:
                 began = trio.current_time()
-                await _change(stage, senders, names, victim, how)
+                withdrawn = await _change(stage, senders, names, victim, how)
                 took = trio.current_time() - began
                 found = await _waits(stage, CALM_S)
-                waits[",".join(names)] = {"took_s": round(took, 1), **found}
+                done = {"took_s": round(took, 1), "withdrawn": withdrawn}
+                waits[",".join(names)] = {**done, **found}
                 await kept.look(",".join(names))
                 if len(names) > 1:
                     await kept.order()
@@ -350,13 +352,19 @@ async def _change(
     names: tuple[str, ...],
     victim: str | None,
     how: str,
-) -> None:
-    """Put this list in force, whatever it takes."""
+) -> int:
+    """Put this list in force, whatever it takes; how often it was withdrawn before.
+
+    Each try hits the victim, so the one that succeeds does.
+    """
     config = stage.directory / "a.yaml"
 
-    async def hit(victim: _Sender) -> None:
+    async def hit(victim: _Sender, until_it_stops: trio.CancelScope) -> None:
         stops = victim.count("stops_for_change")
-        await victim.until("stops_for_change", stops)
+        with until_it_stops:
+            await victim.until("stops_for_change", stops)
+        if until_it_stops.cancelled_caught:
+            return
         if how == "killed":
             victim.tell(signal.SIGKILL)
             await victim.ended()
@@ -364,23 +372,32 @@ async def _change(
         else:
             victim.tell(signal.SIGSTOP)
 
-    async with trio.open_nursery() as nursery:
-        if victim is not None:
-            nursery.start_soon(hit, senders[victim])
-        while await _run("senders", "set", ",".join(names), config=config):  # noqa: ASYNC110
-            await trio.sleep(1)
-    if how == "frozen" and victim is not None:
-        senders[victim].tell(signal.SIGCONT)
+    withdrawn = 0
+    while True:
+        until_it_stops = trio.CancelScope()
+        async with trio.open_nursery() as nursery:
+            if victim is not None:
+                nursery.start_soon(hit, senders[victim], until_it_stops)
+            failed = await _run("senders", "set", ",".join(names), config=config)
+            if failed is not None:
+                until_it_stops.cancel()
+        if how == "frozen" and victim is not None:
+            senders[victim].tell(signal.SIGCONT)
+        if failed is None:
+            return withdrawn
+        withdrawn += "withdrawn" in failed
+        await trio.sleep(1)
 
 
-async def _run(*command: str, config: Path) -> int:
+async def _run(*command: str, config: Path) -> str | None:
+    """Run a command; why it failed, None: it did not."""
     done = await trio.run_process(
         [*DAEMON, *command, "-c", str(config)],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        capture_stderr=True,
         check=False,
     )
-    return done.returncode
+    return done.stderr.decode() if done.returncode else None
 
 
 async def _waits(stage: Stage, seconds: float) -> dict[str, float]:

@@ -113,6 +113,25 @@ async def test_a_list_comes_into_force_once_all_have_stopped(
     ]
 
 
+async def test_who_takes_a_name_that_has_stopped_stops_for_itself(
+    three: tuple[Store, Store, Store], tmp_path: Path
+) -> None:
+    """A process that stood by goes on under fed2's name before the change is decided."""
+    _, two, other = three
+    assert not await change(two, other, places={"fed1": 9, "fed2": 5})
+    url = two.sender._database.url.render_as_string(hide_password=False)
+    await two.sender.give_lock_back()
+    (tmp_path / "by").mkdir()
+    async with open_store(settings(url, tmp_path / "by", "fed2"), real_runtime()) as successor:
+        await successor.sender.take_lock("boot of another fed2")
+        standing = Standing(AB, "x", BC)
+        missing = await other.sender.senders.missing(standing, {})
+        assert (missing.running, missing.absent) == (["fed1", "fed2"], ["fed2"])
+        await successor.sender.senders.note_stopped("x")
+        missing = await other.sender.senders.missing(standing, {})
+        assert (missing.running, missing.absent) == (["fed1"], [])
+
+
 async def test_who_has_not_walked_to_the_end_begins_where_it_was_and_for_all_servers(
     three: tuple[Store, Store, Store],
 ) -> None:

@@ -104,7 +104,7 @@ def upgrade() -> None:
             "stopped",
             sa.Text(),
             nullable=True,
-            comment="its holder has stopped for this change of the list",
+            comment="change of the list, and the holder that stopped for it",
         ),
         sa.PrimaryKeyConstraint("instance_name"),
     )

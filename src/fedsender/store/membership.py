@@ -78,9 +78,13 @@ class Holder(NamedTuple):
     stands: bool
     """Whether it was written in this place: before a failover somebody may have had it since."""
 
+    def has_stopped(self, change: str | None) -> bool:
+        """Whether this holder has stopped for this change, and not one before it."""
+        return self.stopped == f"{change} {self.holder}"
+
     def sends(self, change: str | None) -> bool:
         """Whether somebody may send under this name, for all that the row says."""
-        return not self.stands or (self.holder != NOBODY and self.stopped != change)
+        return not self.stands or (self.holder != NOBODY and not self.has_stopped(change))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ class Membership:
     def note_stopped(self, connection: Connection, change: str) -> None:
         """Note that we have stopped for this change: we send nothing until it is decided."""
         query = update(leases).where(leases.c.instance_name == self._instance)
-        connection.execute(query.values(stopped=change))
+        connection.execute(query.values(stopped=literal(f"{change} ").concat(leases.c.holder)))
 
     async def missing(self, standing: Standing, places: Mapping[str, bool]) -> Missing:
         """The senders that keep this change from coming into force; asked again and again.

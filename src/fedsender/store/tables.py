@@ -527,7 +527,7 @@ leases = _leases("leases", sender)
 # The right to be the only relay on this database.
 relay_leases = _leases("relay_leases", homeserver)
 leases.append_column(
-    Column("stopped", Text, comment="its holder has stopped for this change of the list")
+    Column("stopped", Text, comment="change of the list, and the holder that stopped for it")
 )
 
 PER_DESTINATION = (

@@ -183,7 +183,7 @@ async def describe_list(config: Config, runtime: Runtime) -> list[str]:
             what = "does not run"
         elif name in silent:
             what = f"has not renewed its lease for {LEASE_S:g} s: it is dead, frozen or cut off"
-        elif standing.change is not None and row.stopped == standing.change:
+        elif row.has_stopped(standing.change):
             what = "has stopped for the change"
         else:
             what = "sends" if name in standing.in_force else "stands by"
