@@ -1,5 +1,6 @@
 """The real seams that no simulation covers: DNS over the wire, and looking at sockets."""
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedsender.runtime import (
     RecordType,
     ResolveFailed,
     check_dns_answer,
+    real_runtime,
 )
 
 ZONE: Zone = {
@@ -231,3 +233,13 @@ async def test_hosts_file_goes_before_the_dns(
                 await network.resolve("other", "AAAA", [("127.0.0.1", 1)])
             hosts.unlink()
             assert (await network.resolve("b.example", "A", [address])).values == ("192.0.2.1",)
+
+
+def test_elapsed_time_goes_on_while_the_machine_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lease ends meanwhile: others have taken it."""
+    clocks = {time.CLOCK_BOOTTIME: 42.0, time.CLOCK_MONOTONIC: 7.0}
+    monkeypatch.setattr(time, "clock_gettime", clocks.__getitem__)
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
+    assert real_runtime().elapsed_s() == 42.0

@@ -409,6 +409,22 @@ async def test_whoever_has_a_server_goes_by_what_is_on_record_of_it(
             assert {sent.transaction_id for sent in server.transactions} == {frozen[name]}
 
 
+async def test_a_daemon_looks_at_its_lease_before_each_request(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    async with site(tmp_path, postgres) as it:
+        await it.start("a", "b")
+        daemon = it.sending["a"]
+        gate, lease = daemon.admission.gate, daemon.store.sender.lease
+        assert lease is not None
+        await until(lambda: gate.open)
+        # With no other task between, as the one that would end it all.
+        ends_at, lease.ends_at = lease.ends_at, real_runtime().elapsed_s() - 0.001
+        was_open, lease.ends_at = gate.open, ends_at
+        assert not was_open
+        assert gate.open
+
+
 async def test_who_gains_servers_walks_the_events_that_their_sender_had_not_come_to(
     tmp_path: Path, postgres: Databases
 ) -> None:
