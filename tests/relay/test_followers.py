@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedsender.embedded import taking
 from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, StoreError, open_store
+from fedsender.store.migrations import claim_store
 from fedsender.store.records import PresenceState
 from fedsender.telemetry import Metrics
 from fedsender_lab.testing.clock import until
@@ -146,6 +148,29 @@ async def test_what_the_database_did_not_take_is_counted_as_well(
         told = sum(row[0].endswith(":hs.example") for row in b.sink.edus.typed)
         assert told + feed.metrics.notices_dropped.value == 5
         assert told < 5
+
+
+async def test_a_sender_with_a_database_of_its_own_is_refused(
+    site: Site, tmp_path: Path, postgres: Databases
+) -> None:
+    """It would send everything a second time."""
+    settings = HomeserverSettings("embedded", "b", NAMES)
+    config = StoreConfig(settings, postgres.create_database(), f"sqlite:///{tmp_path}/own.db")
+    async with open_store(config, real_runtime()) as store, AsyncExitStack() as stack:
+        for each, mark in ((site.a.store, "0" * 16), (store, "1" * 16)):
+            claim = partial(claim_store, server_name="hs.example", mark=mark, relay=True)
+            await each.homeserver._database.write(claim)
+        a = await stack.enter_async_context(site.a.shard.running())
+        await until(lambda: a.status().level)
+        sink, own = RecordingSink(), own_store(store.homeserver)
+        apart = Shard(Line(site.world), "fedsender", store=own, sink=sink)
+        async with apart.running() as feed:
+            await until(lambda: "has another database" in (feed.status().last_error or ""))
+            await site.world.append(1)
+            await until(lambda: site.a.sink.events.value == 1)
+            assert not feed.status().level
+            assert sink.events.value == 0
+            assert a.status().level
 
 
 @pytest.mark.slow
