@@ -19,6 +19,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 from tests.servers import Databases, free_port
 from tests.store import synapse_schema
 from tests.store.rooms import Room, put_event
+from tests.store.test_migrations import Newer
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.daemon import Daemon, open_core
@@ -407,6 +408,27 @@ async def test_whoever_has_a_server_goes_by_what_is_on_record_of_it(
         await until(it.all_have(200))
         for name, server in it.receivers.servers.items():
             assert {sent.transaction_id for sent in server.transactions} == {frozen[name]}
+
+
+async def test_the_list_changes_on_tables_of_a_newer_version(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sender was started by the newer program, and each begins anew as the older one."""
+    newer = Newer(tmp_path, monkeypatch)
+    newer.adds(2, "more", compat=1)
+    async with site(tmp_path, postgres) as it:
+        good, upto = await write_history(it, bad_one=False)
+        await it.start("a", "b")
+        await it.stop("b")
+        with newer.runs():
+            await it.start("b", configured=["a", "b"])
+        it.become(well=True)
+        await fan_out(it, upto, "a", "b")
+        await until(all_have(it, good))
+        await it.change("b")
+        await until(lambda: list(it.sending) == ["b"])
+        await it.change("b", "a")
+        nothing_came_twice(it)
 
 
 async def test_a_daemon_looks_at_its_lease_before_each_request(
