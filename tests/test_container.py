@@ -23,6 +23,7 @@ from fedsender.config.sections import Admin
 from fedsender.limits import MIB, of_daemon
 
 ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
 PAGE = (ROOT / "docs" / "container.md").read_text()
 
 
@@ -39,9 +40,8 @@ def of(name: str) -> list[str]:
 
 
 def service() -> Any:
-    """The service of the compose example."""
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
-    return yaml.safe_load(block)["services"]["fedsender"]
+    """The service for compose."""
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["fedsender"]
 
 
 def test_the_build_has_every_file_that_the_wheel_is_made_of() -> None:
@@ -155,16 +155,57 @@ def test_the_service_writes_to_its_own_volume_alone() -> None:
 def test_the_configuration_for_kubernetes_is_the_same_for_all_pods(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    text = (ROOT / "docs/deploy/kubernetes.yaml").read_text()
+    text = (DEPLOY / "kubernetes.yaml").read_text()
     (block,) = re.findall(r"It has\n#\n((?:#   .*\n)+)", text)
     shown = re.sub(r"^#   ", "", block, flags=re.M)
     _, stateful_set = yaml.safe_load_all(text)
     (container,) = stateful_set["spec"]["template"]["spec"]["containers"]
     for variable in container["env"]:
-        monkeypatch.setenv(variable["name"], "fedsender-0")
-    loaded = loads(f"server_name: hs.example\n{shown}", directory=tmp_path)
-    assert loaded.instance_name == "fedsender-0"
+        value = variable.get("value", "a secret of some length")
+        pod = f"{stateful_set['metadata']['name']}-0"
+        monkeypatch.setenv(variable["name"], value.replace("$(POD_NAME)", pod))
+    loaded = loads(shown, directory=tmp_path)
+    assert loaded.feed.http.instances.keys() == {"master"}
     assert loaded.metrics.listen is not None
     assert str(loaded.metrics.listen).endswith(f":{container['ports'][0]['containerPort']}")
     mounts = {each["mountPath"] for each in container["volumeMounts"]}
     assert {str(loaded.ledger.directory.parent), str(loaded.signing_key.parent)} <= mounts
+
+    # The chart makes the list of Synapse's senders of the number of its own, which must not run.
+    values = yaml.safe_load((DEPLOY / "ess-helm.yaml").read_text())
+    worker = values["synapse"]["workers"]["federation-sender"]
+    senders = tuple(f"ess-synapse-fed-sender-{n}" for n in range(worker["replicas"]))
+    assert worker["enabled"]
+    assert int(worker["resources"]["requests"]["cpu"]) > 10_000
+    assert senders == loaded.homeserver.federation_sender_instances
+    assert loaded.instance_name == senders[0]
+    assert stateful_set["spec"]["replicas"] == len(senders)
+
+
+def test_the_playbook_stops_the_worker_before_ours_starts_and_knows_each_name() -> None:
+    """Two senders of one name send everything twice; also after a run of the other playbook."""
+    text = (DEPLOY / "ansible.yml").read_text()
+    (play,) = yaml.safe_load(text)
+    blocks = {task["when"]: task["block"] for task in play["tasks"] if "block" in task}
+    tasks = [task for task in play["tasks"] if "block" not in task]
+    tasks += [task for block in blocks.values() for task in block]
+    known = {*play["vars"], *(task["register"] for task in tasks if "register" in task)}
+    known |= {name for task in tasks for name in task.get("ansible.builtin.set_fact", ())}
+    assert {*re.findall(r"\bfedsender_\w+", text)} == known
+
+    def services(state: str) -> list[tuple[str, str]]:
+        done = [task.get("ansible.builtin.systemd_service") for task in blocks[state]]
+        return [(each["name"], each["state"]) for each in done if each is not None]
+
+    worker = "{{ fedsender_worker }}.service"
+    (first, stopped), (second, _) = services('fedsender_state == "present"')
+    assert (first, stopped, second) == (worker, "stopped", "fedsender.service")
+    back = [("fedsender.service", "stopped"), (worker, "started")]
+    assert services('fedsender_state == "absent"') == back
+    (condition,) = (
+        copied["content"]
+        for task in tasks
+        if (copied := task.get("ansible.builtin.copy", {})).get("dest")
+        == "{{ fedsender_interlock }}"
+    )
+    assert condition == "[Unit]\nConditionPathExists=!{{ fedsender_unit }}\n"
