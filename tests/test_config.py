@@ -1,8 +1,10 @@
 """The configuration: what it accepts, what it says when it does not, and who set what."""
 
 import ipaddress
+import re
 import textwrap
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -484,6 +486,37 @@ def test_the_name_and_each_secret_may_come_from_the_environment(
     # OpenSSL reads a private key from a file alone.
     relay = config("relay: {certificate_file: c, private_key_file: env:TOKEN}\n").relay
     assert relay.private_key_file == Path("/etc/fedsender/env:TOKEN")
+
+
+BESIDE = {
+    "federation.proxy.password_file": {
+        "federation.proxy.url": "https://p:1",
+        "federation.proxy.username": "u",
+    },
+    "homeserver.state_database_password_file": {
+        "homeserver.kind": "synapse",
+        "homeserver.database": "postgresql+psycopg://u@h/d",
+        "homeserver.state_database": "postgresql+psycopg://u@h/state",
+    },
+}
+"""What a setting needs beside it."""
+SECRETS = [
+    *(path for path in _settings_in(Config) if re.search("(password|secret|token)_file$", path)),
+    "signing_key",
+]
+
+
+@pytest.mark.parametrize("path", SECRETS)
+def test_the_environment_may_have_each_secret(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = yaml.safe_load(MINIMAL)
+    for name, value in {path: "env:SECRET", **BESIDE.get(path, {})}.items():
+        *sections, last = name.split(".")
+        reduce(lambda inner, each: inner.setdefault(each, {}), sections, values)[last] = value
+    monkeypatch.delenv("SECRET", raising=False)
+    assert problems(yaml.safe_dump(values))[0].endswith("the environment has no variable SECRET")
+    monkeypatch.setenv("SECRET", "0123456789abcdef\n")
+    its: Any = reduce(getattr, path.split("."), loads(yaml.safe_dump(values), directory=DIRECTORY))
+    assert read_secret(its) == "0123456789abcdef"
 
 
 def test_a_database_password_goes_into_the_url_whatever_it_is(tmp_path: Path) -> None:
