@@ -3,6 +3,9 @@
 #   imports = [ ./nixos.nix ];
 #   services.matrix-synapse.workers = { };     # without the federation sender's
 #   services.matrix-synapse.settings.federation_sender_instances = [ "fed1" ];
+#   # Redis must run. Where no other worker is left, Synapse's module has neither the replication
+#   # listener nor an instance_map any more: set both, in `settings`, if fedsender has `feed.http`.
+#   services.matrix-synapse.configureRedisLocally = true;
 #   services.fedsender = {
 #     enable = true;
 #     package = ...;                           # the sources, by buildPythonApplication
