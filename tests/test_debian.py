@@ -93,11 +93,22 @@ def field(package: Path, name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def older(package: Path, directory: Path) -> Path:
+    """The package as an older version of it."""
+    tree, made = directory / "older", directory / "older.deb"
+    subprocess.run(["dpkg-deb", "-R", package, tree], check=True)
+    control = tree / "DEBIAN/control"
+    written = control.read_text()
+    control.write_text(re.sub(r"^Version: .*$", "Version: 0.0.1", written, flags=re.M))
+    subprocess.run(["dpkg-deb", "--root-owner-group", "-b", tree, made], check=True)
+    return made
+
+
 def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_ours(
     package: Path, machine: Machine
 ) -> None:
     root = machine.root
-    calls = machine.dpkg("-i", package)
+    calls = machine.dpkg("-i", older(package, machine.commands))
     assert [each for each in calls if each.startswith("adduser")] == [
         "adduser --system --group --quiet --no-create-home --home /var/lib/fedsender fedsender"
     ]
@@ -120,15 +131,27 @@ def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_o
     checked = machine.run("config", "check", "-c", etc / "config.yaml")
     assert (checked.returncode, checked.stderr) == (0, "")
 
-    # Over itself, as an upgrade: the administrator may have given the directory to Synapse's user.
-    assert not [each for each in machine.dpkg("-i", package) if each.startswith("chown")]
+    # The administrator may have given the directory to Synapse's user. Those that run start again.
+    (root / "run/systemd/system").mkdir(parents=True)
+    calls = machine.dpkg("-i", package)
+    assert not [each for each in calls if each.startswith("chown")]
+    # The first is of the older one's postrm.
+    assert [each for each in calls if each.startswith("systemctl")] == [
+        "systemctl daemon-reload",
+        "systemctl daemon-reload",
+        "systemctl try-restart fedsender.service fedsender@*.service",
+    ]
     assert (etc / "config.yaml").exists()
     for name in ("", "-fed1", "-backup", "-relay"):
         (root / f"var/lib/fedsender{name}").mkdir(parents=True)
     wanted = root / "etc/systemd/system/multi-user.target.wants"
     wanted.mkdir(parents=True)
     (wanted / "fedsender@fed1.service").symlink_to("/usr/lib/systemd/system/fedsender@.service")
-    machine.dpkg("-r", "fedsender")
+    assert [each for each in machine.dpkg("-r", "fedsender") if each.startswith("systemctl")] == [
+        "systemctl disable --now fedsender.service",
+        "systemctl stop fedsender@*.service",
+        "systemctl daemon-reload",
+    ]
     assert (etc / "config.yaml").exists()
     assert state.exists()
     calls = machine.dpkg("-P", "fedsender")
