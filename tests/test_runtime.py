@@ -229,7 +229,7 @@ async def test_hosts_file_goes_before_the_dns(
             assert (await network.resolve("b.example", "A", [address])).values == ("10.0.0.9",)
             assert (await network.resolve("b.example", "AAAA", [address])).values == ("::9",)
             # Whether the DNS answers or not: without this an address that is known is of no use.
-            with pytest.raises(NameNotFound, match="other: no AAAA in .*hosts"):
+            with pytest.raises(NameNotFound, match=r"other: no AAAA in .*hosts"):
                 await network.resolve("other", "AAAA", [("127.0.0.1", 1)])
             hosts.unlink()
             assert (await network.resolve("b.example", "A", [address])).values == ("192.0.2.1",)
