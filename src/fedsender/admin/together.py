@@ -46,6 +46,8 @@ NOTHING_HERE: Final = (404, 409)
 
 def ours(context: AdminContext, servers: Sequence[str]) -> list[str]:
     """Those of these servers that we have to do with."""
+    if len(context.senders) == 1 and not context.past:
+        return list(servers)
     return [each for each in servers if context.handles(each)]
 
 
