@@ -1,12 +1,14 @@
 """The whole chain, as a user goes through it: a chaotic demo, and every job on what it left."""
 
 import json
+import os
+import random
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from fedsender_pipeline import session
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+FEDSENDER = (sys.executable, "-m", "fedsender")
 DEMO = ("--chaos", "--servers", "10", "--rooms", "4", "--events", "100")
 REMOVED = 5
 
@@ -43,7 +46,7 @@ def forget(store: Path, server: str, event_id: str) -> None:
 @contextmanager
 def daemon(directory: Path) -> Iterator[None]:
     """It runs; the demo's homeserver and servers have gone."""
-    command = [sys.executable, "-m", "fedsender", "run", "-c", str(directory / "config.yaml")]
+    command = [*FEDSENDER, "run", "-c", str(directory / "config.yaml")]
     with (directory / "run.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -71,8 +74,10 @@ def test_every_job_on_what_a_chaotic_demo_left(
     also where `destination_rooms` has lost the row; one that it has lost of what was answered is no
     loss. The page and the health are there. A daemon is given
     what is missing, and then it is not. Another engine finds the same."""
-    demo = [sys.executable, "-m", "fedsender", "demo", *DEMO, "--keep", str(tmp_path / "demo")]
-    played = subprocess.run(demo, capture_output=True, text=True, timeout=300, check=False)
+    demo = ["demo", *DEMO, "--keep", str(tmp_path / "demo")]
+    played = subprocess.run(
+        [*FEDSENDER, *demo], capture_output=True, text=True, timeout=300, check=False
+    )
     assert played.returncode == 0, played.stderr + played.stdout
     scene = open_scene(tmp_path / "demo")
     removed = {scene.lose() for _ in range(REMOVED)}
@@ -106,7 +111,7 @@ def test_every_job_on_what_a_chaotic_demo_left(
     assert audited["counts"]["unknown"] == audited["counts"]["before_ledger"] == 0
     assert audited["counts"]["superseded"] > 0
     assert ran["health"]["servers"] == 10
-    assert f"<b>{REMOVED} deliveries are missing.</b>" in page.read_text()
+    assert f"<b>{REMOVED} missing of " in page.read_text()
     assert any(event_id in page.read_text() for _, event_id in removed)
     assert (
         f'{{fate="missing",sender="fedsender",server_name="{values["server_name"]}"}} {REMOVED}.0'
@@ -125,3 +130,28 @@ def test_every_job_on_what_a_chaotic_demo_left(
     code, out = fedsender("audit", "--json")
     repaired: dict[str, Any] = json.loads(out)["counts"]
     assert (code, repaired["missing"], repaired["pending"]) == (0, 0, REMOVED)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+def test_a_job_that_is_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
+    """At any moment, `KILLS` times: the run that ends finds what another engine finds."""
+    seed = int(os.environ.get("SEED", time.time_ns()))
+    print("SEED", seed)
+    rng, home = random.Random(seed), tmp_path / "demo"
+    demo = [*FEDSENDER, "demo", "--servers", "6", "--events", "100", "--keep", str(home)]
+    played = subprocess.run(demo, capture_output=True, text=True, check=False)
+    assert played.returncode == 0, played.stderr + played.stdout
+    run = [*FEDSENDER, "pipeline", "run", "-c", str(home / "config.yaml")]
+    for _ in range(int(os.environ.get("KILLS", "3"))):
+        with subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+            with suppress(subprocess.TimeoutExpired):
+                # Nothing but a kill ends it before.
+                assert job.wait(timeout=rng.uniform(1, 25)) == 0
+            job.kill()
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    found = found_by_audit(next(home.rglob("views.sql")).parent)
+    stores = (home / "homeserver.sqlite3", home / "fedsender.sqlite3")
+    name = yaml.safe_load((home / "config.yaml").read_text())["server_name"]
+    assert found == judge(*stores, home / "ledger", name)
