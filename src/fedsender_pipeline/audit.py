@@ -360,7 +360,7 @@ def _first(
     """The first wanted rows of a table of events, by stream ordering and server."""
     order = [("stream_ordering", "ascending"), ("server", "ascending")]
     first = table.arrow_schema().empty_table()
-    for batch in lake.dataset(table).to_batches(filter=wanted):
+    for batch in lake.batches(table, filter=wanted):
         rows = pa.concat_tables([first, pa.Table.from_batches([batch])])
         first = rows.take(pc.select_k_unstable(rows, SHOWN, order))
     return [row | {"day": str(row["day"])} for row in first.to_pylist()]
@@ -469,7 +469,7 @@ def read_days(lake: Lake) -> Days:
     wanted = intervals.where_ours(lake, lake.position("audit"))
     columns = ["received_ts", "stream_ordering"]
     firsts: dict[datetime.date, int] = {}
-    for batch in lake.dataset(schemas.EVENTS).to_batches(columns=columns, filter=wanted):
+    for batch in lake.batches(schemas.EVENTS, columns=columns, filter=wanted):
         ms = pc.min_element_wise(pc.fill_null(batch["received_ts"], 0), latest_ms())
         days = ms.cast(pa.timestamp("ms")).cast(pa.date32())
         rows = pa.table({"day": days, "at": batch["stream_ordering"]})
@@ -777,7 +777,9 @@ class View:
         live = pc.if_else(
             ds.field("lane") == "live", ds.field("stream_ordering"), pa.scalar(None, pa.int64())
         )
-        batches = lake.dataset(schemas.PDUS, files).to_batches(
+        batches = lake.batches(
+            schemas.PDUS,
+            files,
             columns={"instance": ds.field("instance"), "at": ds.field("at"), "live": live},
             filter=answered & (ds.field("version") > seen),
         )

@@ -130,9 +130,9 @@ def update(spark: SparkSession, lake: Lake) -> None:
         lake.frame(spark, table, in_days(days)).where(F.col("day").isin(*days))
         for table in (schemas.ATTEMPTS, schemas.PDUS)
     )
-    sent = lake.dataset(schemas.PDUS, lake.files(schemas.PDUS, in_days(days)))
+    files = lake.files(schemas.PDUS, in_days(days))
     part = pc.divide(ds.field("stream_ordering"), schemas.EVENTS_PER_PART)
-    batches = sent.to_batches(columns={"part": part})
+    batches = lake.batches(schemas.PDUS, files, columns={"part": part})
     # A late line may be of the oldest events, and of none between.
     parts = {str(part) for rows in batches for part in rows["part"].unique().to_pylist()}
     events = lake.frame(spark, schemas.EVENTS, parts.__contains__)
@@ -161,9 +161,8 @@ def _new_days(lake: Lake) -> set[str]:
     new = lake.read(schemas.SEGMENTS, ["name"], ds.field("version") > known)["name"].unique()
     written = [file for file in lake.files(schemas.ATTEMPTS) if file.commit > known]
     # Files that were only merged have lines of earlier segments.
-    lines = lake.dataset(schemas.ATTEMPTS, written).to_batches(
-        columns=["day"], filter=None if known < 0 else ds.field("segment").isin(new)
-    )
+    its = None if known < 0 else ds.field("segment").isin(new)
+    lines = lake.batches(schemas.ATTEMPTS, written, columns=["day"], filter=its)
     return {str(day) for batch in lines for day in batch["day"].unique().to_pylist()}
 
 

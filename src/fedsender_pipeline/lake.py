@@ -286,9 +286,7 @@ class Lake:
         """
         files = self.files(table)
         found, number = [], 0
-        # A file is in memory nearly whole while it is read, so they are read one after the other.
-        batches = self.dataset(table, files).to_batches(filter=wanted, fragment_readahead=1)
-        for batch in batches:
+        for batch in self.batches(table, files, filter=wanted):
             found.append(batch)
             number += batch.num_rows
             if number > MOST_WANTED:
@@ -305,6 +303,15 @@ class Lake:
     ) -> pa.Table:
         """A table's wanted rows, few enough for memory, without Spark."""
         return self.dataset(table).to_table(columns=columns, filter=wanted)
+
+    def batches(
+        self, table: LakeTable, files: Sequence[LakeFile] | None = None, **what: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of these files (None: all), of which `what` are the columns and the filter.
+
+        A file is in memory nearly whole while it is read, so they are read one after the other.
+        """
+        yield from self.dataset(table, files).to_batches(fragment_readahead=1, **what)
 
     def dataset(self, table: LakeTable, files: Sequence[LakeFile] | None = None) -> ds.Dataset:
         """These files of a table (None: all) for pyarrow, with the columns of its schema."""
