@@ -14,7 +14,7 @@ from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.clock import until
 from fedsender_lab.testing.receiver import failing, healthy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.program("git", "git")]
 
 ROOT = Path(__file__).parents[2]
 

@@ -213,6 +213,7 @@ async def test_what_is_kept_for_a_time_is_kept_though_the_clock_jumps(
         hands = await world.follow("sender-1", 0)
         for number in (1, 2, 3):
             await world.append_rows(pdu(number), key=b"key %012d" % number)
+        await hands.until("RDATA events 3 ")
         await hands.ack(3)
         await hands.leave()
         world.ahead_ms += 365 * 86_400_000
