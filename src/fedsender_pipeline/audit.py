@@ -234,11 +234,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
     newest, first, late = view.out_of_order()
     for source, at in newest.items():
         commit.set_position(source, max(at, lake.position(source)))
-    was, is_late = (
-        before(schemas.STRAY).select(*fates.STRAYS),
-        f"startswith(why, '{fates.TOO_LATE}')",
-    )
-    not_for_it = f"why = '{fates.NOT_FOR_IT}'"
+    was = before(schemas.STRAY).select(*fates.STRAYS)
+    is_late, not_for_it = f"startswith(why, '{fates.TOO_LATE}')", f"why = '{fates.NOT_FOR_IT}'"
     strays = (
         wrong.unionByName(fates.not_for_it(answers.where(f"fate = '{fates.STRAY}'")))
         .unionByName(late.select(*fates.STRAYS))

@@ -101,9 +101,8 @@ async def remember_for_ever(context: AdminContext) -> None:
     while True:
         await trio.sleep(MINUTE_S)
         owed = 0
-        async for server in context.runtime.turns.with_breaks(registry.names()):
-            if (debt := context.sender.debt(server)) is not None:
-                owed += debt.counted or debt.rooms
+        async for _, debt in context.sender.debts():
+            owed += debt.counted or debt.rooms
         rates, standings = context.metrics.rates(), registry.counts()
         context.hour.append(
             Minute(

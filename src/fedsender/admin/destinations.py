@@ -182,7 +182,8 @@ async def groups_here(
 ) -> list[tuple[str, int, int, int]]:
     """The fields of each `Group`: there may be 50,000, and names of fields would cost as much."""
     by, pattern = asked
-    registry, debts = context.sender.registry, await all_debts(context)
+    registry = context.sender.registry
+    debts = {name: debt async for name, debt in context.sender.debts()}
     servers, failing, behind = Counter[str](), Counter[str](), Counter[str]()
     fails = frozenset(registry.failing())
     async for name in context.runtime.turns.with_breaks(registry.names()):
@@ -243,16 +244,6 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
     return servers
 
 
-async def all_debts(context: AdminContext) -> dict[str, Debt]:
-    """What each server is owed, from memory alone; without those that are owed nothing."""
-    found: dict[str, Debt] = {}
-    debt_of = context.sender.debt
-    async for name in context.runtime.turns.with_breaks(context.sender.registry.names()):
-        if (debt := debt_of(name)) is not None:
-            found[name] = debt
-    return found
-
-
 async def list_page(context: AdminContext, listing: Listing) -> Page:
     """One page of a list. Raises Refusal: `after` is not what an earlier page gave."""
     heard = await list_here.ask(context, listing)
@@ -261,7 +252,8 @@ async def list_page(context: AdminContext, listing: Listing) -> Page:
 
 @question
 async def list_here(context: AdminContext, listing: Listing) -> Rows:
-    return await list_rows(context, listing, await all_debts(context))
+    debts = {name: debt async for name, debt in context.sender.debts()}
+    return await list_rows(context, listing, debts)
 
 
 def joined_page(
@@ -311,7 +303,7 @@ async def list_rows(context: AdminContext, listing: Listing, debts: Mapping[str,
     """Our rows of a page. What servers are owed comes from memory, never from the database.
 
     Args:
-        debts: those of `all_debts`.
+        debts: those of `Sender.debts`.
     """
     registry = context.sender.registry
     known: Collection[str] = registry.names()

@@ -258,6 +258,12 @@ class Sender:
                 return None  # It would be kept in the registry also if it were level.
         return debt if again is None else replace(debt, again=again)
 
+    async def debts(self) -> AsyncIterator[tuple[str, Debt]]:
+        """What each server is owed, from memory alone; without those that are owed nothing."""
+        async for server in self.context.runtime.turns.with_breaks(self.registry.names()):
+            if (debt := self.debt(server)) is not None:
+                yield server, debt
+
     async def owed(self) -> "Owed":
         """How much all servers are owed, and for how long."""
         registry, now_ms = self.registry, self.context.runtime.now_ms()
