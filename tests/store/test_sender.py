@@ -289,6 +289,29 @@ async def test_another_name_has_a_daemon_of_its_own(postgres: Databases, tmp_pat
             assert await first.sender.renew_lock()
 
 
+async def test_senders_of_one_homeserver_share_one_sender_database(
+    postgres: Databases, tmp_path: Path
+) -> None:
+    """With two of them neither list has the other's senders, and each sends to all servers."""
+    theirs = postgres.create_database()
+    one = replace(config(postgres.create_schema("sender"), tmp_path), homeserver_url=theirs)
+    for apart in (postgres.create_database(), f"sqlite:///{tmp_path}/apart.db"):
+        other = HomeserverSettings("embedded", "fed2", ("fed2",))
+        two = replace(one, homeserver=other, sender_url=apart)
+        async with (
+            open_store(one, real_runtime()) as first,
+            open_store(two, real_runtime()) as second,
+        ):
+            await first.sender.take_lock("boot1")
+            with pytest.raises(LockHeld, match="all senders of a homeserver share one"):
+                await second.sender.take_lock("boot2")
+            assert await first.sender.renew_lock()
+            await first.sender.give_lock_back()
+            await second.sender.take_lock("boot2")
+            with pytest.raises(LockHeld, match="keeps its tables in another sender_database"):
+                await first.sender.take_lock("boot1")
+
+
 async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Path) -> None:
     settings = config(new_url("sender"), tmp_path)
     for boot in ("boot1", "boot2"):

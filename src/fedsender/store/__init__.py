@@ -4,7 +4,7 @@
 migrates a Synapse's tables.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -148,7 +148,7 @@ async def open_store(
         await bring_up_to_date(own, "sender", lock_of(own.url, runtime))
         instance, lease = config.homeserver.instance, None
         ours = lock_of(own.url, runtime, instance)
-        lock = InstanceLock(await _locks(ours, own, homeserver))
+        lock = InstanceLock(await _locks(ours, own, homeserver, runtime.entropy))
         fenced = [each for each in (own, homeserver.main) if each.dialect == "postgresql"]
         if isinstance(ours, AdvisoryLock):
             lease = Lease(ours, runtime, instance, config.here)
@@ -193,13 +193,18 @@ async def free_lease(config: StoreConfig, runtime: Runtime, instance: str) -> No
                 await lock.release()
 
 
-async def _locks(ours: Lock, own: Database, homeserver: Homeserver) -> list[Lock]:
+async def _locks(
+    ours: Lock, own: Database, homeserver: Homeserver, entropy: Callable[[int], bytes]
+) -> list[Lock]:
     """A lock in each database that several senders could share, the homeserver's included."""
-    main = homeserver.main
+    main, there = homeserver.main, homeserver.lock
     postgresql = own.dialect == main.dialect == "postgresql"
     if postgresql and await own.read(_place) == await main.read(_place):
-        return [ours]  # In another schema of the same database: the lock is seen by all.
-    return [ours] if homeserver.lock is None else [ours, homeserver.lock]
+        there = None  # In another schema of the same database: the lock is seen by all.
+    locks = [ours] if there is None else [ours, there]
+    if isinstance(locks[-1], AdvisoryLock):
+        locks[-1].keep_in(entropy(8).hex() if own.dialect == "sqlite" else await own.read(_system))
+    return locks
 
 
 def _place(connection: Connection) -> tuple[object, ...]:
@@ -211,3 +216,12 @@ def _place(connection: Connection) -> tuple[object, ...]:
         "SELECT oid, pg_postmaster_start_time() FROM pg_database WHERE datname = current_database()"
     )
     return tuple(connection.execute(text(query)).one())
+
+
+def _system(connection: Connection) -> str:
+    """The identity of a PostgreSQL database, also after a failover to its standby."""
+    query = (
+        "SELECT system_identifier || ' ' || oid FROM pg_control_system(), pg_database"
+        " WHERE datname = current_database()"
+    )
+    return str(connection.execute(text(query)).scalar_one())

@@ -147,6 +147,7 @@ class AdvisoryLock(Lock):
 
     def __init__(self, url: URL, runtime: Runtime, instance: str | None = None) -> None:
         self._sessions = None if instance is None else session_key(instance)
+        self._kept_in: int | None = None
         self._engine = create_engine(
             url,
             poolclass=NullPool,
@@ -165,6 +166,16 @@ class AdvisoryLock(Lock):
         self._limiter = trio.CapacityLimiter(1)
         self._connection: Connection | None = None
         self._taken = False
+
+    def keep_in(self, sender_database: str) -> None:
+        """From now on `take` raises LockHeld too while a daemon, under any name, sends from this
+        database and keeps its own tables in another `sender_database`: neither list of senders
+        would have the other's, and each sends to all.
+
+        Args:
+            sender_database: what tells it from all others.
+        """
+        self._kept_in = _key(f"kept in {sender_database}") & 0x7FFFFFFF
 
     async def take(self, instance: str) -> None:
         if not await self.held():
@@ -221,6 +232,12 @@ class AdvisoryLock(Lock):
         if not self._try("pg_try_advisory_lock", f"instance {instance}"):
             self._close()
             raise LockHeld(f"another daemon runs as {instance!r} on this database")
+        # Of two that mark and look at once, one at least sees the other's mark.
+        if self._kept_in is not None:
+            mark = {"kept": _KEPT, "here": self._kept_in}
+            if self._ask(_MARK_KEPT, mark) and self._ask(_ELSEWHERE, mark):
+                self._close()
+                raise LockHeld(_APART)
         self._taken = True
 
     def _evict(self, instance: str) -> None:
@@ -296,6 +313,19 @@ def _of_migration(adding: bool) -> tuple[str, ...]:
     return ("migration",) if adding else ("migration", "schema")
 
 
+_APART = (
+    "another daemon sends from this database of the homeserver, and keeps its tables in another"
+    " sender_database: all senders of a homeserver share one. Stop it, or give both the same"
+)
+_KEPT = 0x66656473
+"""Makes these locks of two halves ours: "feds"."""
+_MARK_KEPT = "SELECT pg_advisory_lock_shared(:kept, :here) IS NOT NULL"
+_ELSEWHERE = """
+SELECT count(*) FROM pg_locks
+ WHERE locktype = 'advisory' AND objsubid = 2 AND granted
+ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+ AND classid::bigint = :kept AND objid::bigint <> :here
+"""
 _EVICT = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_locks
  WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid <> pg_backend_pid()
