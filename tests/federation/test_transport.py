@@ -263,6 +263,26 @@ async def test_long_body_arrives_whole_and_the_connection_stays(tmp_path: Path) 
         connection.close()
 
 
+@pytest.mark.parametrize("size", [100, 1_000_000])
+async def test_first_byte_leaves_in_the_turn_in_which_the_exchange_begins(size: int) -> None:
+    """We have just looked whether we may send. Between two turns we may be frozen for long."""
+    ours, theirs = memory_connection()
+    connection = Connection(ours)
+
+    class Look(trio.abc.Instrument):
+        def after_task_step(self, task: trio.lowlevel.Task) -> None:
+            if connection.sent and not seen:
+                seen.append(theirs.readable)
+
+    seen: list[bool] = []
+    trio.lowlevel.add_instrument(Look())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(put, connection, b"x" * size)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert seen == [True]
+
+
 async def test_long_body_stands_in_memory_once() -> None:
     """Servers that come back together have hundreds of long bodies on their way."""
     ours, theirs = memory_connection()

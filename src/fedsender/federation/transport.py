@@ -369,10 +369,11 @@ class Connection:
             nonlocal written
             # What broke while writing shows to the reader, who may still find the answer to why.
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await self.stream.send_all(head)
                 await self.stream.send_all(body)
                 written = True
 
+        # By the caller's own task: a while after it was found that we may send we may not.
+        await self.stream.send_all(head)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
             try:

@@ -406,7 +406,11 @@ class SharedObservations(Observations):
         for server, view in self.views.of.items():
             if process.handles(server):
                 self._left[server] = process
+                knows = not process.crashed and view.unanswered is None
                 self._forget(view)
+                if knows:
+                    # It may go on, and has the answer, whatever is on record.
+                    view.unanswered = None
 
     def fail_over(self, processes: Iterable[Process], copies: Mapping[str, Copy]) -> None:
         """A replica takes over that has not more than these copies."""

@@ -63,7 +63,8 @@ class MemoryStream(Stream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data)
-        await trio.lowlevel.checkpoint()
+        # As with a socket, what has room leaves before other tasks run.
+        await trio.lowlevel.checkpoint_if_cancelled()
         pipe = self._outgoing
         while rest:
             if self._closed:
@@ -77,6 +78,7 @@ class MemoryStream(Stream):
                 pipe.tell()
             else:
                 await pipe.changed()
+        await trio.lowlevel.cancel_shielded_checkpoint()
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
