@@ -95,6 +95,7 @@ class Process(Life):
         frozen: it stands still.
         cut: it does not reach the database.
         mended_at: when it was last so; a virtual time in seconds.
+        disturbed_at: when it last lost its connections to it, or was frozen until.
         boot_id: of the daemon that it is just now.
         serial: of all processes.
     """
@@ -108,7 +109,7 @@ class Process(Life):
         self.serial = next(_SERIALS)
         self.context: AdminContext | None = None
         self.frozen = self.cut = self.gone = False
-        self.mended_at = -math.inf
+        self.mended_at = self.disturbed_at = -math.inf
         self.boot_id = ""
         self.why = ""
         self.shared = cast(Witness, self._observed)
@@ -271,7 +272,7 @@ class Process(Life):
         """Go on."""
         self._freezes = False
         if self.frozen:
-            self.frozen = False
+            self.frozen, self.disturbed_at = False, trio.current_time()
             self._observed.trace.note(self, "thawed")
             run_on(self._asleep)
             self._asleep = []
@@ -279,7 +280,7 @@ class Process(Life):
     def cut_off(self) -> None:
         """Lose the database."""
         if not self.cut:
-            self.cut = True
+            self.cut, self.disturbed_at = True, trio.current_time()
             self._note("cut off")
             self._close_sessions()
             self.shared.left(self)
@@ -298,6 +299,7 @@ class Process(Life):
         """Reach the database again."""
         if self.cut:
             self.cut, self.mended_at = False, trio.current_time()
+            self.disturbed_at = self.mended_at
 
     def _note(self, what: str, more: str = "") -> None:
         self._observed.counts[what] += 1
