@@ -704,10 +704,10 @@ class WireChecks:
         view.last = attempt
         if attempt.poisoned and attempt.contents is not None and len(attempt.contents.pdus) == 1:
             view.poison.add(attempt.contents.pdus[0].event_id)
-        if attempt.processed and attempt.contents is not None:
-            self._take_in(view, attempt)
         # Of a sender that was frozen meanwhile: its successor does not know.
         late = attempt.began_at < view.since
+        if attempt.processed and attempt.contents is not None:
+            self._take_in(view, attempt, late=late)
         if attempt.answered:
             self._answered(view, attempt)
         elif not late:
@@ -883,8 +883,9 @@ class WireChecks:
                 " after its redaction was fanned out",
             )
 
-    def _take_in(self, view: ServerView, attempt: Attempt) -> None:
-        """A server has taken a transaction in: in each room it sees time go one way."""
+    def _take_in(self, view: ServerView, attempt: Attempt, *, late: bool) -> None:
+        """A server has taken a transaction in: in each room it sees time go one way, but for what
+        a slow one was still at when its sender's successor began."""
         assert attempt.contents is not None
         for pdu in attempt.contents.pdus:
             if not pdu.own:
@@ -893,7 +894,7 @@ class WireChecks:
                 view.taken.add(pdu.event_id)
                 continue
             newest = view.newest.get(pdu.room_id, 0)
-            if pdu.token < newest and pdu.event_id not in view.taken:
+            if pdu.token < newest and pdu.event_id not in view.taken and not late:
                 self._observed.fail(
                     "order", f"{view.name}: {pdu.token} after {newest} in {pdu.room_id}"
                 )
