@@ -187,6 +187,32 @@ def test_the_package_has_what_a_debian_user_looks_for(package: Path, tmp_path: P
     assert [path for name in absent for path in tmp_path.rglob(name)] == []
 
 
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for product in ("fedsender", "fedsender_relay"):
+    package = importlib.import_module(product)
+    for found in pkgutil.walk_packages(package.__path__, f"{product}."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+import alembic.command  # as the tables are made
+import cryptography.hazmat.primitives.serialization  # for a large request, and a key in PEM
+import typer.rich_utils  # as a shell completes
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+
+
+def test_the_package_has_nothing_that_the_daemon_never_imports(
+    package: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["dpkg-deb", "-x", package, tmp_path], check=True)
+    home = tmp_path / "usr/lib/fedsender"
+    command = [str(home / "bin/python3"), "-B", "-I", "-c", IMPORT_ALL]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    [libraries] = home.glob("lib/python3*/site-packages")
+    names = (path.name for path in libraries.iterdir() if path.suffix != ".dist-info")
+    assert {name.partition(".")[0] for name in names} - set(imported) == set()
+
+
 def test_the_package_names_its_python_and_no_path_of_the_builder(
     package: Path, tmp_path: Path
 ) -> None:
