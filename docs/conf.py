@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import Table
 
+import fedsender
 from fedsender.store import tables
 
 TABLES = """# Our tables in the databases
@@ -26,7 +27,7 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["keyboard.css"]
-html_title = "fedsender"
+html_title = f"fedsender {fedsender.version()}"
 html_copy_source = False
 html_show_sphinx = False
 

@@ -232,7 +232,9 @@ def test_a_release_is_made_of_its_tag_alone(buildah: Buildah, tmp_path: Path) ->
     with tarfile.open(out / f"fedsender-{tag}-site.tar.gz") as site:
         changelog = site.extractfile("./changelog.html")
         assert changelog is not None
-        assert b"Keep a Changelog" in changelog.read()
+        page = changelog.read()
+    assert b"Keep a Changelog" in page
+    assert f"fedsender {tag}</title>".encode() in page
 
 
 def mounts(directory: Path, image: Image) -> tuple[Path, Path]:
