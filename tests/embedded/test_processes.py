@@ -4,51 +4,28 @@ import os
 import re
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import psycopg
 import pytest
 import trio
 import trustme
+from tests.embedded.senders import HS, PATIENCE_S, daemon_in, open_senders
 from tests.embedded.support import TOKEN
 from tests.servers import Databases, free_port
 
-from fedsender.config.policy import GAP_EVENTS
-from fedsender.matrix import ROOM_VERSIONS
-from fedsender.runtime import real_runtime
+from fedsender.matrix import shard_of
 from fedsender_lab.demo import process
-from fedsender_lab.demo.process import DaemonProcess, open_daemon_process
 from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.clock import until
-from fedsender_lab.testing.receiver import Receivers, failing, healthy, open_receivers
-from fedsender_lab.testing.rooms import Signer, Timeline, new_timeline
-from fedsender_lab.testing.rules import pdu_reader
+from fedsender_lab.testing.receiver import STALLING, failing, healthy
 
 pytestmark = pytest.mark.slow
 
-HS = process.SERVER_NAME
-USER = f"@a:{HS}"
-VERSION = "10"
 NAMES = ("a", "b", "c")
-PATIENCE_S = 60.0
-
-
-@asynccontextmanager
-async def daemon_in(
-    directory: Path, push: Mapping[str, Any], ca_file: Path, **more: Any
-) -> AsyncIterator[DaemonProcess]:
-    """`more`: sections of its configuration, in place of those of the demo."""
-    process.write_secret(directory / "append.token", TOKEN)
-    feed = {"kind": "push", "push": {"token_file": "append.token", **push}}
-    values = dict(process.configuration(directory, feed, ca_file)) | more
-    # What an outage leaves is sent whole: nothing stands in for anything.
-    values["destinations"]["defaults"]["catch_up_gap_events"] = GAP_EVENTS
-    async with open_daemon_process(directory, values, "admin") as daemon:
-        yield daemon
 
 
 def issue(authority: trustme.CA, directory: Path) -> ssl.SSLContext:
@@ -59,31 +36,6 @@ def issue(authority: trustme.CA, directory: Path) -> ssl.SSLContext:
     context = ssl.create_default_context()
     authority.configure_trust(context)
     return context
-
-
-async def say(client: IntakeClient, timeline: Timeline, signer: Signer, said: list[str]) -> None:
-    """Append one message more; `said` has the ids of those that were stored."""
-    now_ms = real_runtime().now_ms()
-    content = {"n": len(said)}
-    event = timeline.append("m.room.message", USER, content, signer=signer, now_ms=now_ms)
-    row = ["pdu", [event.room_id, event.event_id, event.content, {"room_version": VERSION}]]
-    await client.append([row], id=event.event_id)
-    said.append(event.event_id)
-
-
-@asynccontextmanager
-async def open_talk(directory: Path) -> AsyncIterator[tuple[Signer, Timeline, Receivers]]:
-    """A room, and six servers that check what they receive of it."""
-    now_ms = real_runtime().now_ms()
-    signer = process.write_signing_key(directory, b"k" * 32)
-    timeline = new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
-    content = {"room_version": VERSION}
-    timeline.append("m.room.create", USER, content, signer=signer, now_ms=0, state_key="")
-    reader = pdu_reader(lambda _: VERSION)
-    async with open_receivers(
-        6, [signer.origin], reader, directory=directory, now_ms=now_ms
-    ) as receivers:
-        yield signer, timeline, receivers
 
 
 async def test_a_renewed_certificate_is_taken_up_by_a_reload(tmp_path: Path) -> None:
@@ -134,73 +86,35 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """Twice, of three; what is sent again by the same ids is stored once and in order."""
-    database, own = postgres.create_database(), postgres.create_database()
-    said: list[str] = []
-    stop = False
-    async with AsyncExitStack() as stack:
-        signer, timeline, receivers = await stack.enter_async_context(open_talk(tmp_path))
-        daemons: dict[str, DaemonProcess] = {}
+    async with open_senders(tmp_path, postgres) as (senders, talk):
+        daemons = senders.daemons
         for name in NAMES:
-            directory = tmp_path / name
-            directory.mkdir()
-            process.write_signing_key(directory, b"k" * 32)
-            daemons[name] = await stack.enter_async_context(
-                daemon_in(
-                    directory,
-                    {"listen": f"unix:{directory}/append.sock"},
-                    receivers.ca_file,
-                    instance_name=name,
-                    homeserver={"database": database, "federation_sender_instances": list(NAMES)},
-                    sender_database=own,
-                )
-            )
-        addresses = [f"unix:{tmp_path}/{name}/append.sock" for name in NAMES]
-
-        async def talk(client: IntakeClient) -> None:
-            await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
-            while not stop:
-                await say(client, timeline, signer, said)
-                await trio.sleep(0.05)
-
-        def more_than(count: int) -> bool:
-            return len(said) > count
+            await senders.open(name, configured=NAMES)
 
         def taken_over(times: int) -> bool:
             return sum(each.count("takes_appends") for each in daemons.values()) > times
 
-        with trio.fail_after(2 * PATIENCE_S):
-            async with IntakeClient.at(addresses, TOKEN) as client, trio.open_nursery() as nursery:
-                nursery.start_soon(talk, client)
-                await until(partial(more_than, 0))
-                told = [await each.ask("GET", "/metrics") for each in daemons.values()]
-                takes = [
-                    re.findall(r"^fedsender_takes_appends\S* (\S+)", each.text, re.M)
-                    for each in told
-                ]
-                assert sorted(takes) == [["0.0"], ["0.0"], ["1.0"]]
-                for round_ in (1, 2):
-                    await until(partial(more_than, len(said) + 30))
-                    with psycopg.connect(database) as connection:
-                        found = connection.execute("SELECT instance_name FROM stream_epoch")
-                        ((holder,),) = found.fetchall()
-                    await daemons[holder].kill()
-                    receivers.origin_killed(HS)
-                    killed = len(said)
-                    await until(partial(taken_over, round_))
-                    await daemons[holder].start()
-                    await until(partial(more_than, killed + 30))
-                stop = True
-        with psycopg.connect(database) as connection:
-            query = "SELECT event_id FROM events ORDER BY stream_ordering"
-            assert [row[0] for row in connection.execute(query)] == said
-        with trio.fail_after(PATIENCE_S):
-            await until(
-                lambda: all(list(each.received) == said for each in receivers.servers.values())
-            )
-        assert not receivers.violations.first
+        async with talk.goes_on(*senders.addresses(*NAMES)):
+            await talk.more(0)
+            told = [await each.ask("GET", "/metrics") for each in daemons.values()]
+            takes = [
+                re.findall(r"^fedsender_takes_appends\S* (\S+)", each.text, re.M) for each in told
+            ]
+            assert sorted(takes) == [["0.0"], ["0.0"], ["1.0"]]
+            for round_ in (1, 2):
+                await talk.more(30)
+                with psycopg.connect(senders.database) as connection:
+                    found = connection.execute("SELECT instance_name FROM stream_epoch")
+                    ((holder,),) = found.fetchall()
+                await daemons[holder].kill()
+                talk.receivers.origin_killed(HS)
+                await until(partial(taken_over, round_), seconds=PATIENCE_S)
+                await daemons[holder].start()
+                await talk.more(30)
+        assert senders.stored() == talk.said
+        await talk.arrives()
         assert [line for each in daemons.values() for line in each.errors()] == []
-        for each in daemons.values():
-            await each.stop()
+        await senders.stop()
 
 
 @pytest.mark.long
@@ -211,57 +125,22 @@ async def test_the_list_of_senders_changes_under_load(
     that stays or goes, and a freeze of one that goes, in the middle of a change: every server gets
     all that was said, in order."""
     # Who is frozen may have an append in its hands.
-    monkeypatch.setattr("fedsender_lab.intake_client.TIMEOUT_S", PATIENCE_S / 4)
-    database, own = postgres.create_database(), postgres.create_database()
-    said: list[str] = []
-    async with AsyncExitStack() as stack:
-        signer, timeline, receivers = await stack.enter_async_context(open_talk(tmp_path))
-        daemons: dict[str, DaemonProcess] = {}
-
-        async def open_sender(name: str) -> None:
-            directory = tmp_path / name
-            directory.mkdir()
-            process.write_signing_key(directory, b"k" * 32)
-            daemons[name] = await stack.enter_async_context(
-                daemon_in(
-                    directory,
-                    {"listen": f"unix:{directory}/append.sock"},
-                    receivers.ca_file,
-                    instance_name=name,
-                    homeserver={"database": database},
-                    sender_database=own,
-                )
-            )
-
-        async def set_senders(*names: str) -> int:
-            command = [*process.DAEMON, "senders", "set", ",".join(names)]
-            command += ["-c", str(tmp_path / "a" / "config.yaml")]
-            return (await trio.run_process(command, check=False)).returncode
+    monkeypatch.setattr("fedsender_lab.intake_client.TIMEOUT_S", 15.0)
+    async with open_senders(tmp_path, postgres) as (senders, talk):
+        daemons = senders.daemons
 
         async def change(*names: str) -> None:
-            assert await set_senders(*names) == 0
-            await more()
+            assert await senders.set(*names) == 0
+            await talk.more()
 
-        async def more() -> None:
-            before = len(said)
-            await until(lambda: len(said) > before + 20, seconds=PATIENCE_S)
-
-        async def talk(client: IntakeClient) -> None:
-            await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
-            while True:
-                await say(client, timeline, signer, said)
-                await trio.sleep(0.05)
-
-        await open_sender("a")
-        await until(lambda: daemons["a"].count("takes_appends"), seconds=PATIENCE_S)
+        await senders.open("a")
+        await senders.says("a", "takes_appends")
         for name in "bc":
-            await open_sender(name)
-            await until(partial(daemons[name].count, "standing_by"), seconds=PATIENCE_S)
-        addresses = [f"unix:{tmp_path}/{name}/append.sock" for name in NAMES]
-        async with IntakeClient.at(addresses, TOKEN) as client, trio.open_nursery() as nursery:
-            nursery.start_soon(talk, client)
-            await more()
-            first, *_ = receivers.servers.values()
+            await senders.open(name)
+            await senders.says(name, "standing_by")
+        async with talk.goes_on(*senders.addresses(*NAMES)):
+            await talk.more()
+            first, *_ = talk.receivers.servers.values()
             first.become(failing())
             await change("a", "b")
             await change("c", "a", "b")
@@ -271,51 +150,109 @@ async def test_the_list_of_senders_changes_under_load(
                 ("b", "frozen", ("c", "a")),
                 ("a", "killed", ("c",)),
             ):
-                done = trio.Event()
-
-                async def set_them(names: tuple[str, ...], done: trio.Event) -> None:
-                    # Withdrawn, it is tried again.
-                    while await set_senders(*names) != 0:  # noqa: ASYNC110
-                        await trio.sleep(1)
-                    done.set()
-
-                nursery.start_soon(set_them, names, done)
                 stops = daemons[victim].count("stops_for_change")
-                await until(
-                    lambda: daemons[victim].count("stops_for_change") > stops,  # noqa: B023
-                    seconds=PATIENCE_S,
-                )
-                if how == "killed":
-                    await daemons[victim].kill()
-                    receivers.origin_killed(HS)
-                    await daemons[victim].start()
-                else:
-                    os.kill(daemons[victim].pid, signal.SIGSTOP)
                 with trio.fail_after(PATIENCE_S):
-                    await done.wait()
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(senders.set_at_last, *names)
+                        await senders.says(victim, "stops_for_change", stops)
+                        if how == "killed":
+                            await daemons[victim].kill()
+                            talk.receivers.origin_killed(HS)
+                            await daemons[victim].start()
+                        else:
+                            os.kill(daemons[victim].pid, signal.SIGSTOP)
                 if how == "frozen":
                     # What it had under way, the next one may send again.
-                    receivers.origin_killed(HS)
+                    talk.receivers.origin_killed(HS)
                     stands_by = daemons[victim].count("standing_by")
-                    await more()
+                    await talk.more()
                     os.kill(daemons[victim].pid, signal.SIGCONT)
-                    await until(
-                        lambda: daemons[victim].count("standing_by") > stands_by,  # noqa: B023
-                        seconds=PATIENCE_S,
-                    )
-                await more()
-            nursery.cancel_scope.cancel()
-        with psycopg.connect(database) as connection:
-            query = "SELECT event_id FROM events ORDER BY stream_ordering"
-            stored = [row[0] for row in connection.execute(query)]
+                    await senders.says(victim, "standing_by", stands_by)
+                await talk.more()
+        assert senders.stored() == talk.said
+        with psycopg.connect(senders.database) as connection:
             query = "SELECT instance_name FROM federation_stream_position WHERE type = 'events'"
             assert connection.execute(query).fetchall() == [("c",)]
-        assert stored[: len(said)] == said
-        for server in receivers.servers.values():
-            await until(
-                lambda: list(server.received) == stored,  # noqa: B023
-                seconds=PATIENCE_S,
-            )
-        assert not receivers.violations.first
-        for each in daemons.values():
-            await each.stop()
+        await talk.arrives()
+        await senders.stop()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("had_stopped", [False, True])
+async def test_who_stands_by_takes_a_name_in_the_middle_of_a_change(
+    tmp_path: Path, postgres: Databases, had_stopped: bool
+) -> None:
+    """Its holder is killed, before or after it has stopped for the change. Nobody waits under the
+    new name until whoever stood by has stopped, too; then the list is in force, and every server
+    gets all that was said, in order, and once, but for what the killed one had under way."""
+    async with open_senders(tmp_path, postgres) as (senders, talk):
+        daemons = senders.daemons
+        first, *_ = talk.receivers.servers.values()
+        # What stalls is in flight until the end.
+        long = {"defaults": {"request_timeout": f"{PATIENCE_S:.0f}s"}}
+
+        def with_a(*others: str) -> tuple[str, ...]:
+            """A list by which the first server is a's."""
+            at = shard_of(first.name, len(others) + 1)
+            return (*others[:at], "a", *others[at:])
+
+        for name, directory, command, event in (
+            ("a", "a", "run --standby", "takes_appends"),
+            ("a", "a2", "run --standby", "standing_by"),
+            ("b", "b", "run", "standing_by"),
+            ("c", "c", "run", "standing_by"),
+        ):
+            await senders.open(name, directory, command=command, destinations=long)
+            await senders.says(directory, event)
+        with psycopg.connect(senders.own, autocommit=True) as connection:
+
+            def lease() -> tuple[str, str | None, bool]:
+                """Of a: its holder, the change under way, and whether it has stopped for that."""
+                query = (
+                    "SELECT holder, change, coalesce(stopped = change || ' ' || holder, false)"
+                    " FROM leases, sender_list WHERE instance_name = 'a'"
+                )
+                (row,) = connection.execute(query).fetchall()
+                return cast("tuple[str, str | None, bool]", row)
+
+            def victim() -> str:
+                """Where the holder runs: whenever a stops, either process may go on."""
+                noted = {each: tmp_path / each / "ledger" / "a.lease" for each in ("a", "a2")}
+                holder, _, _ = lease()
+                return next(each for each, path in noted.items() if holder in path.read_text())
+
+            async with talk.goes_on(*senders.addresses(*daemons)):
+                before = with_a("b")
+                assert await senders.set(*before) == 0
+                await talk.more()
+                await daemons["c"].kill()
+                if not had_stopped:
+                    first.become(STALLING)
+                    await talk.more()
+                at = victim()
+                stops = daemons[at].count("stops_for_change")
+                with trio.fail_after(PATIENCE_S):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(senders.set_at_last, *with_a("b", "c"))
+                        await senders.says(at, "stops_for_change", stops)
+                        if had_stopped:
+                            await until(lambda: lease()[2])
+                        await daemons[victim()].kill()
+                        killed, change, _ = lease()
+                        if not had_stopped:
+                            talk.receivers.origin_killed(HS)
+                            first.become(healthy())
+                        await until(lambda: lease()[0] != killed)
+                        # Unless it was withdrawn before that, on a very busy machine.
+                        if lease()[1] == change:
+                            await until(lambda: lease()[1:] != (change, False))
+                            assert lease()[1:] == (change, True)
+                        await daemons["c"].start()
+                await talk.more()
+        assert senders.stored() == talk.said
+        await talk.arrives()
+        again = set(talk.sent_again())
+        if not had_stopped:
+            again -= {name for name in again if before[shard_of(name, len(before))] == "a"}
+        assert not again
+        await senders.stop()

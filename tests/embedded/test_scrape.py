@@ -12,15 +12,13 @@ import httpx
 import pytest
 import trio
 import yaml
-from tests.embedded.support import TOKEN
-from tests.embedded.test_processes import PATIENCE_S, daemon_in, open_talk, say
+from tests.embedded.senders import PATIENCE_S, daemon_in, open_talk
 from tests.servers import free_port
 from tests.test_dashboards import board as board
 from tests.test_dashboards import metrics_of, queries_of
 
 from fedsender import cli
 from fedsender.waiting import again
-from fedsender_lab.intake_client import IntakeClient
 from fedsender_lab.testing.receiver import failing
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("prometheus", "prometheus")]
@@ -78,25 +76,16 @@ async def test_each_query_has_samples_while_a_daemon_sends(
         for metric in metrics_of(rule["expr"])
         if not metric.startswith("fedsender_pipeline_")
     }
-    said: list[str] = []
     listen, metrics = f"unix:{tmp_path}/append.sock", f"127.0.0.1:{free_port()}"
-    async with open_talk(tmp_path) as (signer, timeline, receivers):
-        away, *_ = receivers.servers.values()
+    async with open_talk(tmp_path) as talk:
+        away, *_ = talk.receivers.servers.values()
         away.become(failing())
+        ca_file = talk.receivers.ca_file
         async with (
-            daemon_in(tmp_path, {"listen": listen}, receivers.ca_file, metrics={"listen": metrics}),
-            IntakeClient.at(listen, TOKEN) as client,
+            daemon_in(tmp_path, {"listen": listen}, ca_file, metrics={"listen": metrics}),
+            talk.goes_on(listen, every_s=0.2),
             open_prometheus(tmp_path, metrics) as http,
-            trio.open_nursery() as nursery,
         ):
-
-            async def talk() -> None:
-                await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
-                while True:
-                    await say(client, timeline, signer, said)
-                    await trio.sleep(0.2)
-
-            nursery.start_soon(talk)
             empty = set(queries)
             with trio.move_on_after(PATIENCE_S):
                 while empty:
@@ -107,4 +96,3 @@ async def test_each_query_has_samples_while_a_daemon_sends(
             health = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
             assert set(health.values()) == {"ok"}, health
             assert len(health) == sum(len(group["rules"]) for group in rules)
-            nursery.cancel_scope.cancel()

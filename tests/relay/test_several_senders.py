@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 import trio
-from tests.embedded.test_processes import HS, open_talk, say
+from tests.embedded.senders import HS, open_talk
 from tests.servers import Databases
 
 from fedsender.config.policy import GAP_EVENTS
@@ -37,12 +37,12 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
     that is owed; the taker killed and frozen; and back to one. Every server gets all messages, in
     order, and all messages to devices."""
     database, own = postgres.create_database(), postgres.create_database()
-    said: list[str] = []
     hub = tmp_path / "hub"
     hub.mkdir()
     process.write_secret(hub / "intake.token", TOKEN)
     async with AsyncExitStack() as stack:
-        signer, timeline, receivers = await stack.enter_async_context(open_talk(tmp_path))
+        talk = await stack.enter_async_context(open_talk(tmp_path))
+        said, receivers = talk.said, talk.receivers
         relay = await stack.enter_async_context(
             open_daemon_process(
                 hub, process.relay_configuration(hub, keep_min="1s"), "admin", "relay"
@@ -82,11 +82,11 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
         silence = trio.Lock()
         everywhere = [server.received for server in receivers.servers.values()]
 
-        async def talk(client: IntakeClient) -> None:
-            await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
+        async def talk_and_tell(client: IntakeClient) -> None:
+            await talk.begin(client)
             while True:
                 async with silence:
-                    await say(client, timeline, signer, said)
+                    await talk.say(client)
                 if len(said) % KEYS_EVERY == 0:
                     await client.append(
                         [
@@ -113,7 +113,7 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
             IntakeClient.at(f"unix:{hub}/intake.sock", TOKEN) as client,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(talk, client)
+            nursery.start_soon(talk_and_tell, client)
             await more()
             away, first = next(iter(receivers.servers.items()))
             first.become(DOWN)
