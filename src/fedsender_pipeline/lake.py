@@ -309,9 +309,12 @@ class Lake:
     ) -> Iterator[pa.RecordBatch]:
         """The rows of these files (None: all), of which `what` are the columns and the filter.
 
-        A file is in memory nearly whole while it is read, so they are read one after the other.
+        Arrow reads ahead of a slow reader, up to 1 GiB of rows, so it is asked for one file after
+        the other: at most one of them is in memory.
         """
-        yield from self.dataset(table, files).to_batches(fragment_readahead=1, **what)
+        dataset = self.dataset(table, files)
+        for file in dataset.get_fragments():
+            yield from file.to_batches(schema=dataset.schema, **what)
 
     def dataset(self, table: LakeTable, files: Sequence[LakeFile] | None = None) -> ds.Dataset:
         """These files of a table (None: all) for pyarrow, with the columns of its schema."""
@@ -483,9 +486,9 @@ class Commit:
         Raises:
             PipelineError: rows that should stay have got lost, or come twice.
         """
-        rows = self._lake.dataset(table, files).scanner(filter=only, batch_readahead=2)
+        rows = self._lake.batches(table, files, filter=only, batch_readahead=2)
         self._drop(table, files)
-        groups = ((part, group) for group in _in_groups(rows.to_batches()))
+        groups = ((part, group) for group in _in_groups(rows))
         number = self._write(table, groups, are_new=False)
         if only is None and number != (before := sum(file.rows for file in files)):
             raise PipelineError(
