@@ -184,8 +184,7 @@ class LedgerChecks:
             view.unlined = 0
             if line["status"] is None:
                 view.cut_off = line["transaction_id"], trio.current_time()
-        # Of a sender that was frozen meanwhile: its successor does not know.
-        late = at - line["took_ms"] / 1000 < view.since
+        late = observed.is_late_line(view, at - line["took_ms"] / 1000)
         if outcome == "delivered":
             self._delivered(view, at, line, late=late)
         elif outcome != "unknown" and not late:

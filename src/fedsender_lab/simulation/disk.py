@@ -6,7 +6,7 @@ followed as it grows.
 
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -314,7 +314,7 @@ class LedgerTail:
             os.close(self._open[1])
         self._open = None
 
-    def new_lines(self, directory: Path) -> list[bytes]:
+    def new_lines(self, directory: Path) -> Iterable[bytes]:
         """The whole lines that were written since the last look."""
         if self._open is not None:
             path, descriptor = self._open

@@ -275,6 +275,11 @@ class Observations:
     on_begun_anew: Callable[[], None] = lambda: None
     on_violation: Callable[[Violation], None] = lambda _violation: None
 
+    def is_late_line(self, view: ServerView, began_at: float) -> bool:
+        """Whether the line that is read is of an attempt, begun then (virtual seconds), of before
+        the server's sender began anew, or was frozen: its successor does not know of it."""
+        return began_at < view.since
+
     def now_ms(self) -> int:
         """The daemon's wall clock, in ms since the epoch."""
         return now_ms() + self.set_by_ms

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -282,13 +282,13 @@ class _Tails(LedgerTail):
     def __init__(self) -> None:
         super().__init__()
         self.machines: list[Machine] = []
+        # Whose line was the last one that was read.
+        self.written_on: Machine | None = None
 
-    def new_lines(self, directory: Path) -> list[bytes]:
-        return [
-            line
-            for machine in self.machines
-            for line in machine.tail.new_lines(machine.directory / "ledger")
-        ]
+    def new_lines(self, directory: Path) -> Iterator[bytes]:
+        for machine in self.machines:
+            self.written_on = machine
+            yield from machine.tail.new_lines(machine.directory / "ledger")
 
     def forget(self) -> None:
         for machine in self.machines:
@@ -489,6 +489,14 @@ class SharedObservations(Observations):
     def end_sessions(self, sessions: Iterable[psycopg.Connection]) -> None:
         """End these sessions; whoever has them does not know yet."""
         self.shared_disk.end_sessions([each.info.backend_pid for each in sessions])
+
+    def is_late_line(self, view: ServerView, began_at: float) -> bool:
+        """Also if another process of its name has come in the place of its own since: it may have
+        begun before its first byte left, which its line does not say."""
+        process = None if self.tails.written_on is None else self.tails.written_on.process
+        if process is not None and self._senders.get(process.name) != process.boot_id:
+            return True
+        return super().is_late_line(view, began_at)
 
     def check_ledgers(self) -> None:
         """A process is about to die: what it has written until now counts."""
