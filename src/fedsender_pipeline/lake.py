@@ -309,8 +309,8 @@ class Lake:
     ) -> Iterator[pa.RecordBatch]:
         """The rows of these files (None: all), of which `what` are the columns and the filter.
 
-        Arrow reads ahead of a slow reader, up to 1 GiB of rows, so it is asked for one file after
-        the other: at most one of them is in memory.
+        Arrow reads far ahead of a slow reader, so it is asked for one file after the other: at most
+        one of them is in memory.
         """
         dataset = self.dataset(table, files)
         for file in dataset.get_fragments():
