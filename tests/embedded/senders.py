@@ -25,8 +25,7 @@ from fedsender_lab.testing.rules import pdu_reader
 HS = process.SERVER_NAME
 USER = f"@a:{HS}"
 VERSION = "10"
-PATIENCE_S = 120.0
-"""For a program to do what it should, on a machine that is busy with other things."""
+PATIENCE_S = 60.0
 
 
 @asynccontextmanager

@@ -372,7 +372,7 @@ class Connection:
                 await self.stream.send_all(body)
                 written = True
 
-        # By the caller's own task: a while after it was found that we may send we may not.
+        # In the caller's own task, and so in the turn in which it has looked whether we may send.
         await self.stream.send_all(head)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)

@@ -493,10 +493,10 @@ class SharedObservations(Observations):
     def is_late_line(self, view: ServerView, began_at: float) -> bool:
         """Also if another process of its name has come in the place of its own since: it may have
         begun before its first byte left, which its line does not say."""
-        process = None if self.tails.written_on is None else self.tails.written_on.process
-        if process is not None and self._senders.get(process.name) != process.boot_id:
-            return True
-        return super().is_late_line(view, began_at)
+        machine = self.tails.written_on
+        process = None if machine is None else machine.process
+        replaced = process is not None and self._senders.get(process.name) != process.boot_id
+        return replaced or super().is_late_line(view, began_at)
 
     def check_ledgers(self) -> None:
         """A process is about to die: what it has written until now counts."""
