@@ -456,6 +456,34 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         assert ends_ms - 600_000 >= queued_ms - 1_000
 
 
+@pytest.mark.parametrize("left", ["it comes back", "its servers get another sender"])
+async def test_an_order_does_not_overtake_one_that_waits(
+    left: str, tmp_path: Path, postgres: Databases
+) -> None:
+    async with desks(tmp_path, postgres) as both:
+        it = both.site
+        of_b = both.of("b")
+        both.close("b")
+        await it.stop("b")
+        await both.post("a", "pause", {"servers": of_b}, 503)
+        both.close("a")
+        if left == "it comes back":
+            name = "b"
+            await it.start("b")
+        else:
+            name = "a"
+            await it.change("a")
+        both.open(name)
+        both.close(name)
+        state_of = it.sending[name].sender.registry.state_of
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(both.post, name, "resume", {"servers": of_b})
+            await trio.sleep(2 * LOOK_EVERY_S)
+            both.open(name)
+        assert not any(state_of(server).paused for server in of_b)
+        assert await it.sending[name].store.sender.requests.last_order(None) is None
+
+
 async def test_what_is_handed_on_is_for_the_servers_of_the_sender_that_was_away(
     tmp_path: Path, postgres: Databases
 ) -> None:
@@ -464,7 +492,7 @@ async def test_what_is_handed_on_is_for_the_servers_of_the_sender_that_was_away(
         it = both.site
         good = await history_sent(it)
         of_a, of_b = both.of("a"), both.of("b")
-        await it.start("c", "d", configured=["a", "b"])
+        await it.start("c", "d", "e", configured=["a", "b"])
         both.close("b")
         await it.stop("b")
         by_name = {"servers": [of_a[0], *of_b], "reason": "by name"}
@@ -481,8 +509,10 @@ async def test_what_is_handed_on_is_for_the_servers_of_the_sender_that_was_away(
 
         # Some of b's servers are a's then, and some are not.
         wanted = ["c", "d"]
-        ((most, _),) = Counter(shard_of(server, 3) for server in of_b).most_common(1)
-        wanted.insert(most, "a")
+        if len({shard_of(server, 3) for server in of_b}) == 1:
+            wanted.append("e")
+        shards = Counter(shard_of(server, len(wanted) + 1) for server in of_b)
+        wanted.insert(shards.most_common(1)[0][0], "a")
         both.close("a")
         await it.change(*wanted)
         both.open("a")

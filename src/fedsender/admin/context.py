@@ -55,6 +55,7 @@ class AdminContext:
         store: the sender's own database.
         senders: those that share our database, ourselves among them: see `together`.
         past: of an order that was handed on, see `store.requests`.
+        asked_no_more: set where we are the only sender, and nothing waits that was handed on to us.
         gate: shut while this daemon may not send.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
@@ -77,6 +78,7 @@ class AdminContext:
     metrics: Metrics
     senders: Sequence[str]
     past: Sequence[Past] = ()
+    asked_no_more: trio.Event = field(default_factory=trio.Event)
     host: str = field(default_factory=socket.gethostname)
     began: float = field(default_factory=trio.current_time)
     hour: deque[Minute] = field(default_factory=lambda: deque(maxlen=60))

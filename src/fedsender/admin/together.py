@@ -5,8 +5,9 @@ The part of the sender that was asked is done at once. The others' come over the
 share (`store/requests.py`): each looks for its rows four times a second. A sender without others
 asks nobody.
 
-An *order* changes something. It waits for a sender that is away, and must do no harm when it is
-carried out twice at once. One that a failover or a restore may have brought back is refused.
+An *order* changes something. It waits for a sender that is away, is carried out after those that
+waited when it was given, and must do no harm when it is carried out twice at once. One that a
+failover or a restore may have brought back is refused.
 """
 
 import json
@@ -131,9 +132,9 @@ class Part(Generic[Asked, Answer]):
 
         Raises Refusal if none does: the first one's, or that all are away.
         """
-        wanted = context.senders
+        wanted, began = context.senders, trio.current_time()
         if len(wanted) == 1:
-            return Heard({wanted[0]: await self.here(context, asked)}, {})
+            return Heard({wanted[0]: await self._do(context, asked, began)}, {})
         config = context.config
         me = config.instance_name
         if servers is not None:
@@ -145,11 +146,11 @@ class Part(Generic[Asked, Answer]):
         try:
             if me in wanted:
                 try:
-                    answers[me] = await self.here(context, asked)
+                    answers[me] = await self._do(context, asked, began)
                 except Refusal as refusal:
                     refusals[me] = refusal
             if rows:
-                await self._hear(context, rows, answers, refusals)
+                await self._hear(context, rows, began, answers, refusals)
         finally:
             if rows:
                 # Also if we are cut off: else a sender that is away would answer it when it is
@@ -163,6 +164,19 @@ class Part(Generic[Asked, Answer]):
             name: each.error for name, each in refusals.items() if each.status not in NOTHING_HERE
         }
         return Heard(answers, without)
+
+    async def _do(self, context: AdminContext, asked: Asked, began: float) -> Answer:
+        """Do our part: an order, after those that wait for us. Raises Refusal."""
+        upto = None
+        while self._is_order and not context.asked_no_more.is_set():
+            last = await context.store.requests.last_order(upto)
+            if last is None:
+                break
+            if trio.current_time() - began >= PATIENCE_S:
+                raise Refusal(503, AWAY, "not done: earlier orders are still being carried out")
+            upto = last if upto is None else upto
+            await trio.sleep(LOOK_EVERY_S / 2)
+        return await self.here(context, asked)
 
     async def _ask_others(
         self, context: AdminContext, asked: Asked, senders: Sequence[str]
@@ -180,11 +194,12 @@ class Part(Generic[Asked, Answer]):
         self,
         context: AdminContext,
         rows: Mapping[int, str],
+        began: float,
         answers: dict[str, Answer],
         refusals: dict[str, Refusal],
     ) -> None:
         """Wait for the answers to these rows; put them, or why there is none, by sender."""
-        of_store, waiting, began = context.store.requests, dict(rows), trio.current_time()
+        of_store, waiting = context.store.requests, dict(rows)
         while waiting:
             replies, waited_s = await of_store.replies(waiting), trio.current_time() - began
             for row in rows.keys() & waiting.keys():
@@ -270,6 +285,7 @@ async def answer_others(context: AdminContext) -> None:
             try:
                 found = await requests.ours(under_way)
                 if len(context.senders) == 1 and not found and not under_way:
+                    context.asked_no_more.set()
                     return
                 if found:
                     await context.runtime.run_sync(load, limiter=context.rendering)

@@ -122,6 +122,17 @@ class Requests:
         )
         return [Request(*each) for each in connection.execute(query)]
 
+    @reading
+    def last_order(self, connection: Connection, upto: int | None) -> int | None:
+        """The id of the last order that we have to carry out, at most `upto`; None: none waits."""
+        row = requests.c
+        query = select(func.max(row.id)).where(row.instance_name == self._instance)
+        query = query.where(row.answer.is_(None), row.is_order)
+        if upto is not None:
+            query = query.where(row.id <= upto)
+        last: int | None = connection.execute(query).scalar_one()
+        return last
+
     @writing
     def take(self, connection: Connection, ids: Collection[int]) -> None:
         """Note that we answer these soon."""
