@@ -94,7 +94,7 @@ class Process(Life):
         machine: where it runs.
         frozen: it stands still.
         cut: it does not reach the database.
-        mended_at: when it was last so; a virtual time in seconds.
+        mended_at: when it was last so, or frozen; a virtual time in seconds.
         disturbed_at: when it last lost its connections to it, or was frozen until.
         boot_id: of the daemon that it is just now.
         serial: of all processes.
@@ -272,7 +272,8 @@ class Process(Life):
         """Go on."""
         self._freezes = False
         if self.frozen:
-            self.frozen, self.disturbed_at = False, trio.current_time()
+            self.frozen, self.mended_at = False, trio.current_time()
+            self.disturbed_at = self.mended_at
             self._observed.trace.note(self, "thawed")
             run_on(self._asleep)
             self._asleep = []

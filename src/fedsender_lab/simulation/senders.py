@@ -1014,7 +1014,9 @@ class SendersScenario(Scenario):
                 copies = {HOMESERVER: copies[HOMESERVER]}
             observed.fail_over(self._processes(), copies)
             self._world.commits.lost_commits()
-            self._operator.paused = observed.shared_disk.paused()
+            # Also those whose order is still under way.
+            paused = self._operator.paused
+            paused += set(observed.shared_disk.paused()).difference(paused)
 
     def _look_once(self) -> None:
         for process in self.open_ones():
