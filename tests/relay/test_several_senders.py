@@ -163,14 +163,10 @@ async def test_one_takes_the_feed_and_the_others_go_on_when_it_dies(
 
             connection.autocommit = True
             await until(lambda: stored()[: len(said)] == said, seconds=PATIENCE_S)
-            for server in receivers.servers.values():
-                await until(
-                    lambda: list(server.received) == stored(),  # noqa: B023
-                    seconds=PATIENCE_S,
-                )
-                assert server.counts["edus"] >= len(said) // KEYS_EVERY
+            await talk.arrives(stored, seconds=PATIENCE_S)
             await until(lambda: not owed_messages(), seconds=PATIENCE_S)
-        assert not receivers.violations.first
+            for server in receivers.servers.values():
+                assert server.counts["edus"] >= len(said) // KEYS_EVERY
         told = await relay.ask("GET", "/metrics")
         assert set(re.findall(r'consumer="([^"]*)"', told.text)) == {"fedsender"}
         await daemons["b"].stop()

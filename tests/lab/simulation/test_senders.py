@@ -11,10 +11,10 @@ from sqlalchemy import Connection
 from tests.servers import Databases
 
 from fedsender.store import membership
-from fedsender.store.leases import Lease
+from fedsender.store.leases import LEASE_S, Lease
 from fedsender.store.membership import Membership
 from fedsender_lab.simulation.report import Report
-from fedsender_lab.simulation.senders import simulate_senders
+from fedsender_lab.simulation.senders import SendersScenario, simulate_senders
 
 pytestmark = pytest.mark.long
 
@@ -57,8 +57,17 @@ def test_one_a_lease_that_does_not_end(
     async def never(_: Lease) -> None:
         await trio.sleep_forever()
 
+    async def cut_off_again_and_again(scenario: SendersScenario) -> None:
+        while True:
+            await trio.sleep(LEASE_S)
+            if (process := scenario._any_open()) is not None:
+                process.cut_off()
+                await trio.sleep(3 * LEASE_S)
+                process.mend()
+
     monkeypatch.setattr(Lease, "has_ended", lambda _: False)
     monkeypatch.setattr(Lease, "until_lost", never)
+    monkeypatch.setattr(SendersScenario, "_trouble", cut_off_again_and_again)
 
     assert goes_red(postgres, "one", 22)
 
