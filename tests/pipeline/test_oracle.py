@@ -237,7 +237,8 @@ def compare(spark: "SparkSession", directory: Path, worlds: int, seed: int) -> N
     """Judge them three times: all at first, later what is new, and then events without any new
     line. There are losses, leaks, reorders, repeats, invented events, and every fate."""
     homeserver, sender = (directory / f"{name}.db" for name in ("homeserver", "sender"))
-    engines = [sa.create_engine(f"sqlite:///{path}") for path in (homeserver, sender)]
+    urls = [f"sqlite:///{path}" for path in (homeserver, sender)]
+    engines = [sa.create_engine(url, poolclass=sa.NullPool) for url in urls]
     with engines[0].begin() as connection:
         upgrade(connection, "homeserver")
     tables.sender.create_all(engines[1])
