@@ -12,8 +12,8 @@ there is set aside, and sent by the redelivery lane.
 The senders are processes of their own over a PostgreSQL that it starts. While the list becomes that
 of three, one of them is killed; while it becomes that of one again, another one is frozen. A change
 that was withdrawn is given again, and its sender is hit again: the one that succeeds was hit. Pause
-and quarantine are looked at after each change, and orders for the servers of all senders are given
-to one of them, and timed.
+and quarantine are looked at after each change; orders for the servers of all senders are given to
+one of them, and timed; and each sender is told of users that type in the locked room.
 
 A message waits for as long as its server pauses: `wait_max_s` and the like are of all messages that
 were made while the list changed. In the end those that were away come back, the pause is over, and
@@ -24,8 +24,9 @@ every message, and for the first time in order, and every message to its devices
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from fedsender.config import load
 from fedsender.config.policy import GAP_EVENTS
 from fedsender_lab.bench.homeserver import SERVER_NAME
 from fedsender_lab.bench.meter import Options, percentile
+from fedsender_lab.bench.receivers import TYPIST
 from fedsender_lab.bench.stage import Servers, Stage, checked, open_stage
 from fedsender_lab.demo.process import DAEMON, write_secret
 from fedsender_lab.intake_client import IntakeClient
@@ -59,6 +61,8 @@ BUSY, ALL, LOCKED_ROOM, REFUSED_ROOM = range(4)
 """The rooms."""
 ORDERS: Final = 20
 """Orders that are timed after a change."""
+TYPISTS: Final = 10
+TYPES_S: Final = 0.5
 WITNESSES: Final = 20
 
 
@@ -185,6 +189,7 @@ class _Kept:
         got: PDUs that the paused server had before.
         orders_s: seconds until an order had been carried out by all senders.
         queued: orders that had to wait for a sender.
+        typing_s: seconds until a server knew that a user types.
     """
 
     stage: Stage
@@ -193,6 +198,7 @@ class _Kept:
     got: int = 0
     orders_s: list[float] = field(default_factory=list)
     queued: int = 0
+    typing_s: list[float] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
     @property
@@ -231,6 +237,16 @@ class _Kept:
                 self.queued += 1
             else:
                 self.orders_s.append(trio.current_time() - began)
+
+    async def type(self, tellers: Sequence[IntakeClient]) -> None:
+        """Have each of these tell of users that type, one after the other."""
+        await self.stage.receivers.ask("tell")
+        for teller in TYPISTS * tuple(tellers):
+            user = f"@{TYPIST}{time.monotonic_ns() // 1000}:{SERVER_NAME}"
+            await teller.ephemeral(typing=[[f"!room{LOCKED_ROOM}:{SERVER_NAME}", [user]]])
+            await trio.sleep(TYPES_S)
+        told = await self.stage.receivers.ask("tell")
+        self.typing_s += [each / 1e6 for each in told["typing_us"]]
 
     async def end(self) -> None:
         """Let everything go."""
@@ -280,7 +296,11 @@ async def _play(
     reached = traffic + others + 1 + locked
     await stage.until(seconds=PATIENCE_S, servers=reached, pdus=reached + locked)
     await kept.begin(greeting)
-    async with IntakeClient.at(addresses, token) as client, trio.open_nursery() as nursery:
+    async with AsyncExitStack() as stack:
+        lists = (addresses, *([each] for each in addresses))
+        clients = [IntakeClient.at(each, token) for each in lists]
+        client, *tellers = [await stack.enter_async_context(each) for each in clients]
+        nursery = await stack.enter_async_context(trio.open_nursery())
         await stage.receivers.ask("tell")  # What came before is no part of the waits.
         with _lock(server):
             talk = _Talk(stage)
@@ -306,6 +326,7 @@ async def _play(
                 await kept.look(",".join(names))
                 if len(names) > 1:
                     await kept.order()
+                    await kept.type(tellers[: len(names)])
         await talk.end()
         await kept.end()
         began = trio.current_time()
@@ -337,6 +358,11 @@ async def _play(
             "p50_s": round(percentile(kept.orders_s or [0.0], 0.5), 2),
             "max_s": round(max(kept.orders_s, default=0.0), 2),
             "queued": kept.queued,
+        },
+        "typing": {
+            "count": len(kept.typing_s),
+            "p50_s": round(percentile(kept.typing_s or [0.0], 0.5), 2),
+            "max_s": round(max(kept.typing_s, default=0.0), 2),
         },
         "set_aside": aside,
         "all_back_s": round(all_back_s, 1),

@@ -42,6 +42,9 @@ _DEVICES = b'"m.device_list_update"'
 _LARGEST_STAMPED = 65_536
 """A full transaction of messages of the usual size; in larger ones nobody looks for stamps."""
 _STAMP = re.compile(rb'"sent_us":([0-9]+)')
+TYPIST = "types-"
+"""A user who is called so, and then says when it began, is timed."""
+_TYPES = re.compile(rf'"typing":true,"user_id":"@{TYPIST}([0-9]+):'.encode())
 
 
 @dataclass(slots=True)
@@ -134,12 +137,14 @@ class Receivers:
 
     Attributes:
         delays_us: from the making of a stamped event to the arrival of the transaction it was in.
+        typing_us: the same of users that type.
         broken: rules that were not kept, the first few.
     """
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.totals = Totals()
         self.delays_us: list[int] = []
+        self.typing_us: list[int] = []
         self.broken: list[str] = []
         self._nursery = nursery
         self._remotes: dict[str, tuple[Remote, ssl.SSLContext]] = {}
@@ -238,6 +243,7 @@ class Receivers:
                     totals.overtaken += stamp < remote.newest_stamp
                     remote.newest_stamp = max(remote.newest_stamp, stamp)
                     self.delays_us.append(now_us - stamp)
+            self.typing_us += (now_us - int(each[1]) for each in _TYPES.finditer(request.body))
 
     def _verify(self, name: str, request: Request) -> None:
         try:
@@ -257,8 +263,9 @@ class Receivers:
 
     async def tell(self) -> Order:
         """The same, and the delays since it was last told."""
-        delays, self.delays_us = self.delays_us, []
-        return {**await self.count(), "delays_us": delays}
+        told = {"delays_us": self.delays_us, "typing_us": self.typing_us}
+        self.delays_us, self.typing_us = [], []
+        return {**await self.count(), **told}
 
     async def until(self, seconds: float, pdus: int = 0, servers: int = 0) -> Order:
         """As `tell`, once there were so many, or after so long."""
