@@ -541,9 +541,15 @@ class SharedCommits(CommitChecks):
     """Of all senders: each has an events position, for the servers that it sends to."""
 
     def _check_position(self, disk: Disk) -> None:
-        process = acting()
-        if process is not None and process.daemon is not None:
-            super()._check_position(disk)
+        process, observed = acting(), self._observed
+        if process is None or process.daemon is None:
+            return
+        assert isinstance(observed, SharedObservations)
+        walk = observed.shared_disk.walk(process.name)
+        if observed.position < 0 and walk is not None and disk.position() == walk.upto:
+            # A replica was from before it was in the list: what is below it walks again.
+            observed.moved(walk.upto)
+        super()._check_position(disk)
 
     def _concerns(self, server: str) -> bool:
         process = acting()
