@@ -375,11 +375,16 @@ class SharedObservations(Observations):
 
     def noted_upto(self, server: str) -> int:
         process = acting()
-        walk = None if process is None else self.shared_disk.walk(process.name)
-        if process is None or walk is None or self.position > walk.upto:
+        if process is None or not self.walks_to(process, server):
             return self.position
-        gained = walk.of(process.name)(server)
-        return self.shared_disk.newest_noted(server) if gained else self.position
+        return self.shared_disk.newest_noted(server)
+
+    def walks_to(self, process: Process, server: str) -> bool:
+        """Whether it comes to what this server is owed by a walk, which takes its time."""
+        walk, name = self.shared_disk.walk(process.name), process.name
+        if walk is None or self._positions.get(name, -1) > walk.upto:
+            return False
+        return walk.of(name)(server)
 
     # --- who sends --------------------------------------------------------------------------------
 
@@ -874,13 +879,16 @@ class SendersScenario(Scenario):
         self.nursery.start_soon(self._watch, process)
 
     async def _watch(self, process: Process) -> None:
-        check, daemon = StartCheck(self.observed, process.handles), process.daemon
-        since = trio.current_time()
-        for after_s in (5.0, MINUTE):
+        def knows(server: str) -> bool:
+            return process.handles(server) and not self.observed.walks_to(process, server)
+
+        at_once, soon = (StartCheck(self.observed, of) for of in (knows, process.handles))
+        since, daemon = trio.current_time(), process.daemon
+        for check, after_s in ((at_once, 5.0), (soon, MINUTE)):
             look_at = since + after_s
             while trio.current_time() < look_at:
                 await trio.sleep_until(look_at)
-                # What it gains it walks first, and that waits for the database.
+                # What it is owed waits for the database.
                 look_at = max(since, process.disturbed_at) + after_s
             if process.daemon is not daemon or process.draining or not process.well:
                 return
