@@ -305,6 +305,8 @@ class SharedObservations(Observations):
         self._left: dict[str, Process] = {}
         # Who runs since before a failover; what was true until then, if the leases are void, too.
         self._unaware: dict[Process, tuple[Failover, Standing | None]] = {}
+        # Names of which nobody has sent since one.
+        self._behind: set[str] = set()
         # By name the incarnation that has begun to send last.
         self._senders: dict[str, str] = {}
         self._set_back_at = -math.inf
@@ -433,6 +435,7 @@ class SharedObservations(Observations):
             process.lose_sessions()
         disk.fail_over(copies)
         self._set_back.update(self.views.of)
+        self._behind.update(machine.name for machine in self.tails.machines)
         self.counts["failovers"] += 1
         self.counts["commits lost"] += disk.positions() != had
         self._set_back_at = trio.current_time()
@@ -448,7 +451,8 @@ class SharedObservations(Observations):
             self._notice(process)
 
     def _notice(self, process: Process) -> None:
-        anew = self._unaware.pop(process, None) is not None
+        anew = self._unaware.pop(process, None) is not None or process.name in self._behind
+        self._behind.discard(process.name)
         if anew:
             self.counts["failovers noticed"] += 1
             self._anew_at[process] = trio.current_time()
