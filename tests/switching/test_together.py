@@ -31,12 +31,16 @@ from tests.switching.test_senders import (
 
 from fedsender.admin import open_admin
 from fedsender.admin.app import build_app
+from fedsender.admin.bodies import Pause
+from fedsender.admin.context import AdminContext
+from fedsender.admin.endpoints import Held, pause_ours
 from fedsender.admin.overview import overview_here
 from fedsender.admin.together import AWAY_S, LOOK_EVERY_S, answer_others
 from fedsender.daemon import admin_context
 from fedsender.matrix import shard_of
 from fedsender.runtime import real_runtime
 from fedsender.store import StoreError, backup, requests, store_config, tables
+from fedsender.store.leases import LeaseLost
 from fedsender_lab.testing.clock import until
 from fedsender_pipeline.repair import Repaired, repair
 
@@ -182,6 +186,24 @@ async def test_an_order_is_carried_out_at_the_owners_next_look(
             assert getattr(registry.state_of(one), name) == value
             assert found_at[-1] <= asked_at[-1] + 1
         assert len(found_at) == len(asked_at)
+
+
+async def test_an_order_outlasts_the_lease_of_whoever_had_begun_with_it(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desks(tmp_path, postgres) as both:
+        here, tries = pause_ours.here, [LeaseLost("the lease has ended")]
+
+        async def ends(context: AdminContext, request: Pause) -> Held:
+            if tries:
+                raise tries.pop()
+            return await here(context, request)
+
+        monkeypatch.setattr(pause_ours, "here", ends)
+        of_b = both.of("b")[:1]
+        with capture_logs() as logged:
+            assert await both.post("a", "pause", {"servers": of_b}) == {"servers": of_b}
+        assert not [each for each in logged if each["event"] == "request_failed"]
 
 
 async def test_a_sender_of_an_older_version_says_what_it_does_not_know(

@@ -26,6 +26,7 @@ from fedsender.http.server import Refusal
 from fedsender.store import requests
 from fedsender.store.engine import StoreError
 from fedsender.store.requests import HANDED_ON, Request
+from fedsender.waiting import BeginAnew
 
 log = structlog.get_logger()
 
@@ -220,7 +221,10 @@ class Part(Generic[Asked, Answer]):
                 await trio.sleep(LOOK_EVERY_S / 2)
 
     async def answer(self, context: AdminContext, asked: str) -> str:
-        """Do it for another sender; returns the answer, or the refusal, as its row has it."""
+        """Do it for another sender; returns the answer, or the refusal, as its row has it.
+
+        Raises BeginAnew.
+        """
         said: dict[str, object]
         try:
             answer = await self.here(context, self._types[0].validate_python(json.loads(asked)))
@@ -228,6 +232,8 @@ class Part(Generic[Asked, Answer]):
         except Refusal as refusal:
             refused = [refusal.status, refusal.errcode, refusal.error, refusal.more]
             said = {"refused": refused}
+        except BeginAnew:
+            raise  # It waits for whoever sends next.
         except Exception as error:
             log.exception("request_failed", path=self._name)
             said = {"refused": [500, "M_UNKNOWN", type(error).__name__]}
