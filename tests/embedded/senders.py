@@ -109,6 +109,7 @@ class Talk:
                 await until(
                     lambda: list(server.received) == wanted(),  # noqa: B023
                     seconds=seconds,
+                    every_s=0.2,
                 )
             assert list(server.received) == wanted()
         assert not self.receivers.violations.first
