@@ -168,11 +168,9 @@ class Part(Generic[Asked, Answer]):
 
     async def _do(self, context: AdminContext, asked: Asked, began: float) -> Answer:
         """Do our part: an order, after those that wait for us. Raises Refusal."""
-        upto = None
-        while self._is_order and not context.asked_no_more.is_set():
-            last = await context.store.requests.last_order(upto)
-            if last is None:
-                break
+        upto, queue = None, context.store.requests
+        may_wait = self._is_order and context.store.shared and not context.asked_no_more.is_set()
+        while may_wait and (last := await queue.last_order(upto)) is not None:
             if trio.current_time() - began >= PATIENCE_S:
                 raise Refusal(503, AWAY, "not done: earlier orders are still being carried out")
             upto = last if upto is None else upto
