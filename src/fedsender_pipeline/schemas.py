@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 LAKE_VERSION: Final = 6
 FIRST_VERSION: Final = 6
-"""That of 0.2.0. A version that is newer has more tables and columns; these are never required."""
+"""That of 0.3.0. A version that is newer has more tables and columns; these are never required."""
 EVENTS_PER_PART: Final = 1_000_000
 FATES: Final = (
     "delivered_again",
