@@ -470,16 +470,17 @@ class CommitChecks:
     def _check_below(self, disk: Disk, view: ServerView, happening: Step, mark: int) -> None:
         """An event that the mark has passed was answered, or is accounted for in another way."""
         observed, server = self._observed, view.name
+        if disk.quarantined(server, happening.event_id) or view.covered(happening):
+            return
+        floor = disk.catch_up_floor(server)
+        still_owed = disk.owed_room(server, happening.room_id) > mark
+        if still_owed and floor is not None and floor < happening.token:
+            return  # Also what was answered, if a crash cut the answer off.
         if happening.event_id in view.answered:
-            recorded = happening.event_id in view.recorded or view.covered(happening)
-            # A crash cut the answer off, and the server refused the event when it came again.
-            refused = disk.quarantined(server, happening.event_id)
-            if not recorded and not refused and not observed.disk_full:
+            if happening.event_id not in view.recorded and not observed.disk_full:
                 observed.fail(
                     "I9", f"{server}: LSSO {mark} committed, no line has {happening.token}"
                 )
-            return
-        if view.covered(happening) or disk.quarantined(server, happening.event_id):
             return
         if disk.quarantined(None, happening.event_id):
             return
@@ -488,14 +489,11 @@ class CommitChecks:
             return
         if is_stood_in_for(observed, view, happening):
             return
-        floor = disk.catch_up_floor(server)
-        still_owed = disk.owed_room(server, happening.room_id) > mark
-        if not (still_owed and floor is not None and floor < happening.token):
-            observed.fail(
-                "I2",
-                f"{server}: LSSO {mark} passed {happening.token} of {happening.room_id},"
-                f" which was not answered (catch-up from {floor}, still owed: {still_owed})",
-            )
+        observed.fail(
+            "I2",
+            f"{server}: LSSO {mark} passed {happening.token} of {happening.room_id},"
+            f" which was not answered (catch-up from {floor}, still owed: {still_owed})",
+        )
 
     # --- I4 ---------------------------------------------------------------------------------------
 
