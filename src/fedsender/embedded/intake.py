@@ -111,7 +111,8 @@ class Append(Body):
     rows: list[Any] = Field(
         max_length=MAX_ROWS,
         description='["pdu", [room_id, event_id, event, {"room_version", "plus", "minus", '
-        '"internal_metadata"}]], ["hosts", [room_id, [joined], [left]]], '
+        '"internal_metadata"}]] (of another server\'s user: {"send_on_behalf_of": server}), '
+        '["hosts", [room_id, [joined], [left]]], '
         '["servers", [room_id, [all servers], {"as_of": token}]] (as_of may be left out), '
         '["redaction", [event_id, target]], '
         '["edu", ["to_device", server, message_id, content]], '
