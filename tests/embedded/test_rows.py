@@ -114,6 +114,19 @@ def test_bounds() -> None:
     assert records[-1] == (5, (hosts(1),) * MAX_ROWS)
 
 
+def test_a_message_has_one_id() -> None:
+    """By the one that is sent, receivers know it when it comes again."""
+
+    def row(message_id: str) -> Json:
+        return ["edu", ["to_device", "b.example", "m1", {"message_id": message_id}]]
+
+    assert prepare([row("m1")]).size
+    with pytest.raises(
+        BadRow, match="row 0: the content's message_id is another one than the row's"
+    ):
+        prepare([row("m2")])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, b""])
 def test_what_is_not_json(value: object) -> None:
     """Nothing that could not be read again."""

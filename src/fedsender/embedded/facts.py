@@ -67,7 +67,8 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToDeviceRow:
-    """A to-device message for a server. `content` is that of an `m.direct_to_device` EDU."""
+    """A to-device message for a server. `content` is that of an `m.direct_to_device` EDU, which may
+    lack its `message_id`."""
 
     destination: str
     message_id: str
@@ -286,6 +287,7 @@ def _checked(rows: Sequence[Json], complete: Complete | None) -> Iterator[tuple[
     for number, row in enumerate(rows):
         try:
             parsed = parse_relay_row(row if complete is None else complete(row))
+            _check_message_id(parsed)
             events += _is_event(parsed)
             if events > 1:
                 raise BadRow("a second event, and a token has one")
@@ -313,6 +315,14 @@ def _is_event(row: RelayRow) -> bool:
             if content.get("room_version", "1") != row.room_version:
                 raise BadRow("room_version is another one than the create event's content says")
     return True
+
+
+def _check_message_id(row: RelayRow) -> None:
+    """Raise BadRow if the content of a to-device message names another id than its row."""
+    if not isinstance(row, ToDeviceRow):
+        return
+    if row.content.get("message_id", row.message_id) != row.message_id:
+        raise BadRow("the content's message_id is another one than the row's")
 
 
 def _encode(row: Json) -> bytes:
