@@ -372,6 +372,26 @@ def test_tail_prints_attempts_as_they_are_written_until_it_is_told_to_end(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--json", "--since", "oldest"]])
+def test_tail_ends_with_its_reader(tmp_path: Path, options: list[str]) -> None:
+    """Also while nothing happens: `tail | head` must not wait for the next attempt."""
+    (tmp_path / "ledger").mkdir()
+    config = write_config(tmp_path, ledger={"directory": str(tmp_path / "ledger")})
+    command = [sys.executable, "-m", "fedsender", "tail", "-c", str(config), *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
 async def test_quarantine_is_listed_released_and_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

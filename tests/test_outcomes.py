@@ -2,8 +2,6 @@
 
 import json
 import os
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +17,7 @@ from tests.service import PATIENCE_S, open_world
 from trio.testing import MockClock
 
 from fedsender import outcomes as module
+from fedsender.admin import commands
 from fedsender.cli import run_command
 from fedsender.config.sections import Ledger as Settings
 from fedsender.embedded.endpoint import PREFIX, Feedback, serve_intake
@@ -382,18 +381,13 @@ async def test_tail_goes_on_from_a_cursor(
         assert run_command(command) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
-    sleep = time.sleep
-
-    def interrupted(seconds: float) -> None:
-        # Threads that other tests have left sleep, too.
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-        sleep(seconds)
+    def interrupted(seconds: float) -> bool:
+        raise KeyboardInterrupt
 
     async with opened(tmp_path / "ledger") as ledger:
         tell(ledger, 1, 2)
         tell(ledger, 3, outcome="failing")
-        monkeypatch.setattr(time, "sleep", interrupted)
+        monkeypatch.setattr(commands, "wait_for_reader_to_leave", interrupted)
         first = tail("oldest")
         assert [each["event_id"] for each in first] == ["$e1", "$e2", "$e3"]
         assert first[0]["cursor"] == "oldest"

@@ -6,6 +6,7 @@ character among them could move the cursor, overwrite text or set the window's t
 
 import json
 import os
+import select
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -49,6 +50,13 @@ def say_live(line: object) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
+
+
+def wait_for_reader_to_leave(seconds: float) -> bool:
+    """Wait at most so long; True: nobody reads standard output any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # Errors alone: a pipe without readers, a lost terminal.
+    return bool(poll.poll(seconds * 1000))
 
 
 def say_alarm(line: object) -> None:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fedsender.console import Mistake, json_line, safe, say, say_answer, say_json, say_live, show
+from fedsender.console import (
+    Mistake,
+    json_line,
+    safe,
+    say,
+    say_answer,
+    say_json,
+    say_live,
+    show,
+    wait_for_reader_to_leave,
+)
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -324,12 +334,11 @@ def tail(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Print attempts as they end, one a line, until Ctrl-C.
+    """Print attempts as they end, one a line, until Ctrl-C or until nobody reads them.
 
     With `--json --since CURSOR`, an object for each event and attempt from there on. Each has
     the `cursor` from which to go on after it: what follows may come again, and none is left out.
     """
-    import time
     from dataclasses import asdict
 
     from fedsender.admin import display
@@ -347,11 +356,12 @@ def tail(
     with suppress(KeyboardInterrupt):
         for attempt in follow(directory, loaded.instance_name, pattern, failed=failed):
             if attempt is None:
-                time.sleep(TAIL_SECONDS)
+                if wait_for_reader_to_leave(TAIL_SECONDS):
+                    break
                 continue
             entry = asdict(attempt)
             if not say_live(json_line(entry) if as_json else display.attempt(entry)):
-                break  # Its reader has left.
+                break
     return DONE
 
 
@@ -371,9 +381,7 @@ def _say_whose_lines(loaded: "Config") -> None:
 def _tail_outcomes(
     directory: "Path", instance: str, since: str, pattern: str, *, failed: bool
 ) -> int:
-    """Print the outcomes of events from a cursor on, until Ctrl-C; 1: there is a gap."""
-    import time
-
+    """Print the outcomes of events from a cursor on, as `tail` does; 1: there is a gap."""
     from fedsender.matrix import matches
     from fedsender.outcomes import BadCursor, Cursor, Gap, read_page
 
@@ -397,9 +405,9 @@ def _tail_outcomes(
                     continue
                 on_from = before or "oldest" if left else cursor
                 if not say_live(json_line(entry | {"cursor": str(on_from)})):
-                    return DONE  # Its reader has left.
-            if page.at_end:
-                time.sleep(TAIL_SECONDS)
+                    return DONE
+            if page.at_end and wait_for_reader_to_leave(TAIL_SECONDS):
+                return DONE
     return DONE
 
 
