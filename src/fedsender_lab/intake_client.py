@@ -1,11 +1,11 @@
 """The homeserver's side of the append endpoint, for homeservers in Python.
 
-    async with IntakeClient.at("unix:/run/fedsender/append.sock", token) as relay:
-        token = await relay.append([["pdu", [room_id, event_id, event, about]]], id=event_id)
+    async with IntakeClient.at("unix:/run/fedsender/append.sock", token) as sender:
+        token = await sender.append([["pdu", [room_id, event_id, event, about]]], id=event_id)
 
-When `append` returns, the rows are on the relay's disk. It tries again, with the same id, for as
-long as the relay is away or its disk is full: cancel it to stop waiting. Of several senders on one
-store it finds the one that takes the appends. It runs on Trio and on asyncio.
+When `append` returns, the sender has stored the rows. It tries again, with the same id, for as long
+as the sender is away or full: cancel it to stop waiting. Of several senders on one store it finds
+the one that takes the appends. A relay is asked in the same way. It runs on Trio and on asyncio.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SERVERS_IN_ROW: Final = 1000
 
 
 class Refused(Exception):
-    """The relay has understood, and says no; trying again would not help.
+    """The sender has understood, and says no; trying again would not help.
 
     Attributes:
         status, errcode: of its answer.
@@ -74,7 +74,7 @@ class NotTrusted(Exception):
 
 
 class ReservationLost(Refused):
-    """The reservation lapsed, or the relay was restarted. Reserve again, and append by that."""
+    """The reservation lapsed, or the sender was restarted. Reserve again, and append by that."""
 
 
 class EpochOver(Refused):
@@ -120,7 +120,7 @@ class EventOutcome:
     Attributes:
         token: the event's.
         server: `*`: all servers.
-        outcome: a word of docs/homeservers.md.
+        outcome: a word of docs/ledger.md, "Outcomes of events".
         ms: when, in milliseconds since the epoch.
         supersedes: the tokens of its room, both ends included, that the event stands in for.
     """
@@ -181,7 +181,7 @@ class NewRecord:
 
 
 class IntakeClient:
-    """Appends to one relay; for any number of tasks."""
+    """Appends to a sender or a relay; for any number of tasks."""
 
     def __init__(self, https: Sequence[httpx.AsyncClient]) -> None:
         """`https`: one for each address."""
@@ -232,8 +232,8 @@ class IntakeClient:
 
         Raises:
             EpochOver.
-            Refused: a row that the relay does not take, an id that came with other rows, a token
-                that is not the relay's; none of them is there then, unless the id was.
+            Refused: a row that the sender does not take, an id that came with other rows, a token
+                that is not the sender's; none of them is there then, unless the id was.
             ReservationLost, ServersOutdated.
             NotTrusted: as does every other method that asks.
         """
@@ -343,7 +343,7 @@ class IntakeClient:
             except _Later:
                 if tries % len(self._https):
                     continue
-                # All who wait for the same relay must not come back at the same moment.
+                # All who wait for the same sender must not come back at the same moment.
                 await anyio.sleep(wait_s * random.uniform(0.5, 1.5))
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         raise AssertionError
