@@ -372,7 +372,7 @@ def db_restore(directory: BackupDirectory, config: ConfigFile) -> int:
     loaded, runtime = _loaded(config)
     done = trio.run(backup.restore, *_what_is_ours(loaded), directory, runtime)
     say(f"restored: the databases of {utc_text(done.made_ms)}")
-    say(f"void: what was answered since then ({done.answers:,}) is sent again")
+    say(f"void: the answers since then ({done.answers:,} in the ledger), and all is sent again")
     if loaded.homeserver.kind == "embedded" and loaded.feed.kind == "push":
         say("not in it: what was appended since then; the homeserver must append that again")
     for path in done.kept:

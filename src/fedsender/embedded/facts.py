@@ -448,6 +448,8 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
     metadata = about.get("internal_metadata", {})
     if not isinstance(metadata, dict):
         raise BadRow("internal_metadata is not an object")
+    if event_id is None:
+        raise BadRow("event id is null, as only feed.push.sign_events allows, without hashes")
     row = PduRow(
         room_id=id_of(room_id, "room id"),
         event_id=id_of(event_id, "event id"),
