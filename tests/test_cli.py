@@ -614,7 +614,7 @@ def test_a_backup_is_made_and_restored_and_says_so(
     )
     assert run_command(["db", "restore", copy, "-c", config]) == 0
     said = capsys.readouterr().out
-    assert "void: the answers since then (0 in the ledger), and all is sent again" in said
+    assert "void: the answers of servers since then (0 in the ledger); what they were" in said
     assert ("the homeserver must append that again" in said) == (kind == "push")
     assert run_command(["db", "backup", copy, "-c", config]) == 1
     assert "backup is there already: name a new directory" in capsys.readouterr().err

@@ -372,7 +372,10 @@ def db_restore(directory: BackupDirectory, config: ConfigFile) -> int:
     loaded, runtime = _loaded(config)
     done = trio.run(backup.restore, *_what_is_ours(loaded), directory, runtime)
     say(f"restored: the databases of {utc_text(done.made_ms)}")
-    say(f"void: the answers since then ({done.answers:,} in the ledger), and all is sent again")
+    say(
+        f"void: the answers of servers since then ({done.answers:,} in the ledger);"
+        " what they were for is sent again"
+    )
     if loaded.homeserver.kind == "embedded" and loaded.feed.kind == "push":
         say("not in it: what was appended since then; the homeserver must append that again")
     for path in done.kept:
