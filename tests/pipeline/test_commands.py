@@ -275,9 +275,9 @@ def test_a_run_with_nothing_new_answers_without_spark(
 
     monkeypatch.setattr(session, "spark_session", started)
     synapse_world(f"sqlite:///{tmp_path}/homeserver.db", 11, rooms=2, steps=10)
-    engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
+    url = f"sqlite:///{tmp_path}/fedsender.sqlite3"
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
     tables.sender.create_all(engine)
-    engine.dispose()
     write(tmp_path / "ledger", "master.b.000001.jsonl", line(instance="master"))
     command = ["pipeline", "run", "-c", str(config_file(tmp_path)), "--json"]
     assert run_command(command) == 1
