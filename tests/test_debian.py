@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
-_REPLACED = ("adduser", "deluser", "chown", "systemctl")
+_REPLACED = ("adduser", "deluser", "chgrp", "chown", "systemctl")
 
 
 def build(directory: Path) -> tuple[Path, Path]:
@@ -156,6 +156,8 @@ def test_the_installed_command_runs_and_a_purge_leaves_the_key_and_what_is_not_o
     assert state.exists()
     calls = machine.dpkg("-P", "fedsender")
     assert "deluser --system --quiet fedsender" in calls
+    # What is left there is not for the group that gets the number next.
+    assert f"chgrp root {etc}" in calls
     assert sorted(path.name for path in etc.iterdir()) == ["append.token", "signing.key"]
     left = sorted(path.name for path in (root / "var/lib").glob("fedsender*"))
     assert left == ["fedsender-backup", "fedsender-relay"]

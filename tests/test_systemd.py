@@ -219,6 +219,33 @@ def test_a_unit_for_a_user_of_yours_is_handed_no_secrets(
     assert "'a b' is not a user name" in capsys.readouterr().err
 
 
+def test_the_unit_is_handed_the_secrets_that_the_configuration_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without a file would keep it from starting; one that is missing, the daemon."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "signing_key: $CREDENTIALS_DIRECTORY/signing.key  # or $CREDENTIALS_DIRECTORY/other\n"
+        "# admin: {token_file: $CREDENTIALS_DIRECTORY/admin.token}\n"
+        "feed: {http: {secret_file: $CREDENTIALS_DIRECTORY/worker-replication-secret}}\n"
+    )
+
+    def handed(*options: str) -> list[str]:
+        assert run_command(["systemd-unit", "-c", str(config), *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if line.startswith("LoadCredential=")]
+
+    names = ("signing.key", "worker-replication-secret")
+    assert handed() == [f"LoadCredential={name}:/etc/fedsender/{name}" for name in names]
+    assert handed("--template") == [
+        f"LoadCredential={name}:/etc/fedsender/%i/{name}" for name in names
+    ]
+    assert handed("--user", "root") == []
+    assert handed("--pipeline") == [
+        "LoadCredential=database.password:/etc/fedsender/database.password"
+    ]
+
+
 def test_systemd_accepts_the_relays_unit_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -209,7 +209,7 @@ def systemd_unit(
     """Print a hardened systemd unit."""
     from fedsender.config import Federation, Sending
     from fedsender.limits import OF_RELAY, of_daemon
-    from fedsender.systemd import Kind, unit_text
+    from fedsender.systemd import Kind, credentials_in, unit_text
 
     if relay + pipeline + template > 1:
         raise Mistake("--relay, --pipeline and --template are units of their own: one at a time")
@@ -238,6 +238,8 @@ def systemd_unit(
         name=name,
         limits=limits,
         drain_s=sending.drain,
+        # The pipeline is handed no more than it needs.
+        credentials=() if pipeline else credentials_in(config),
     )
     say_text(text)
     return DONE

@@ -8,7 +8,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -138,6 +138,9 @@ def _monotonic_us() -> int:
 _UNITS: Final = Path(__file__).with_name("units")
 _OWN_USER: Final = re.compile(r"# A user that exists .*\nLoadCredential=\S+", re.DOTALL)
 """In the file of a unit: its own user, and the secrets that systemd hands to it."""
+_CREDENTIALS: Final = re.compile(r"(?:LoadCredential=.*\n)+")
+_COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.MULTILINE)
+_NAMED: Final = re.compile(r"\$CREDENTIALS_DIRECTORY/([A-Za-z0-9_.-]+)")
 _YOUR_USER: Final = """\
 # This user reads the configuration and all files that it names, secrets among them.
 User=@user@"""
@@ -154,6 +157,7 @@ def unit_text(
     name: str,
     limits: Limits,
     drain_s: float,
+    credentials: Sequence[str] = (),
 ) -> str:
     """A hardened unit that runs `executable` with `config`.
 
@@ -171,6 +175,8 @@ def unit_text(
         limits: file descriptors and memory; the pipeline has limits of its own.
         drain_s: the configured time for a sender's draining; the stop may take longer, by the time
             to store unanswered transactions.
+        credentials: the names of the secrets that systemd hands to a user of its own; empty: those
+            that such a unit usually has.
     """
     unit, started, place, config = name, name, "/etc/fedsender", _quoted(config)
     if kind == "senders":
@@ -181,6 +187,9 @@ def unit_text(
         text += "\n" + (_UNITS / "pipeline.timer").read_text("utf-8")
     if user is not None:
         text = _OWN_USER.sub(_YOUR_USER, text)
+    elif credentials:
+        lines = [f"LoadCredential={each}:@place@/{each}\n" for each in credentials]
+        text = _CREDENTIALS.sub("".join(lines), text)
     text = text.replace("@hardening@\n", (_UNITS / "hardening.conf").read_text("utf-8"))
     values = {
         "fedsender": _quoted(executable),
@@ -195,6 +204,18 @@ def unit_text(
         "stop": int(drain_s) + 40,
     }
     return re.sub("@([a-z]+)@", lambda found: str(values[found[1]]), text)
+
+
+def credentials_in(config: Path) -> list[str]:
+    """The NAMEs of all `$CREDENTIALS_DIRECTORY/NAME` in this configuration, in its order.
+
+    None if the file cannot be read here.
+    """
+    try:
+        text = config.read_text("utf-8", errors="replace")
+    except OSError:
+        return []
+    return list(dict.fromkeys(_NAMED.findall(_COMMENT.sub("", text))))
 
 
 def _quoted(word: str) -> str:
