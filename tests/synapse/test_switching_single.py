@@ -76,9 +76,13 @@ async def test_there_and_back_by_the_guide(
         ):
             await talk.say("by Synapse")
             await talk.has_come()
+            there_already = Path(values["CONFIG"])
+            there_already.parent.mkdir()
+            there_already.write_text("it works\n")
             refused = await host.run(convert)
             assert refused.returncode == 2
             assert "missing here: Redis, instance_map, federation_sender" in refused.stderr
+            assert there_already.read_text() == "it works\n"
 
             write_snippets(single, conf_d, synapse_valkey.port)
             await host.follow(convert)
