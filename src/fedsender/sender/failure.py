@@ -102,7 +102,10 @@ RULES: dict[Outcome, Rule] = {
     ),
     Outcome.BUSY: Rule(True, Isolate.NEVER, 1, "it asked to be left alone for a while"),
     Outcome.FAILING: Rule(
-        True, Isolate.IF_STUBBORN, 1, "it answered 5xx, or took it and fell silent"
+        True,
+        Isolate.IF_STUBBORN,
+        1,
+        "it answered 5xx, fell silent, or the connection broke under the request",
     ),
     Outcome.REFUSING: Rule(
         False, Isolate.IF_HEALTHY, 12, "it does not accept our signature or our server", True
