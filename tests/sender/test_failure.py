@@ -87,7 +87,7 @@ def test_what_has_no_answer_has_its_class_too() -> None:
         "too_large": Outcome.LYING,
         "crowded": Outcome.UNREACHABLE,
     }
-    # Beside "connection refused", when the next connection is: the two do not contradict each other.
+    # Beside "connection refused", if the next connection is: they do not contradict each other.
     assert "connection broke" in RULES[kinds["closed"].outcome].meaning
     assert [kind for kind, verdict in kinds.items() if verdict.late] == ["timeout"]
     for kind in kinds:

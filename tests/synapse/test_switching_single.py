@@ -76,7 +76,7 @@ async def test_there_and_back_by_the_guide(
         ):
             await talk.say("by Synapse")
             await talk.has_come()
-            there_already = Path(values["CONFIG"])
+            there_already = tmp_path / "etc" / "config.yaml"
             there_already.parent.mkdir()
             there_already.write_text("it works\n")
             refused = await host.run(convert)
