@@ -209,7 +209,7 @@ def unit_text(
 def credentials_in(config: Path) -> list[str]:
     """The NAMEs of all `$CREDENTIALS_DIRECTORY/NAME` in this configuration, in its order.
 
-    None if the file cannot be read here.
+    Empty if the file cannot be read here.
     """
     try:
         text = config.read_text("utf-8", errors="replace")
