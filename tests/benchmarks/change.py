@@ -353,22 +353,21 @@ async def _play(
         "servers": {"traffic": traffic, "away": away, "others": others + 2 + locked},
         "messages": 2 * talk.said,
         "waits": waits,
-        "orders": {
-            "count": len(kept.orders_s),
-            "p50_s": round(percentile(kept.orders_s or [0.0], 0.5), 2),
-            "max_s": round(max(kept.orders_s, default=0.0), 2),
-            "queued": kept.queued,
-        },
-        "typing": {
-            "count": len(kept.typing_s),
-            "p50_s": round(percentile(kept.typing_s or [0.0], 0.5), 2),
-            "max_s": round(max(kept.typing_s, default=0.0), 2),
-        },
+        "orders": {**_times(kept.orders_s), "queued": kept.queued},
+        "typing": _times(kept.typing_s),
         "set_aside": aside,
         "all_back_s": round(all_back_s, 1),
         "goal": {"wait_max_s": 5, "orders_max_s": 2},
         **checked(got),
         "broken": broken,
+    }
+
+
+def _times(seconds: Sequence[float]) -> dict[str, float]:
+    return {
+        "count": len(seconds),
+        "p50_s": round(percentile(seconds or [0.0], 0.5), 2),
+        "max_s": round(max(seconds, default=0.0), 2),
     }
 
 

@@ -436,6 +436,18 @@ async def test_an_audit_repairs_at_each_of_the_senders(tmp_path: Path, postgres:
             assert (told.accepted, told.without) == (1, {"b": "queued: its sender is away (b)"})
 
 
+async def who_is_next(both: Desks, left: str) -> str:
+    """b, which is away, comes back, or a gets its servers: the name of who has them, and a desk."""
+    both.close("a")
+    name = "b" if left == "it comes back" else "a"
+    if name == "b":
+        await both.site.start(name)
+    else:
+        await both.site.change(name)
+    both.open(name)
+    return name
+
+
 @pytest.mark.parametrize("left", ["it comes back", "its servers get another sender"])
 async def test_an_order_waits_for_a_sender_that_is_away(
     left: str, tmp_path: Path, postgres: Databases
@@ -460,15 +472,7 @@ async def test_an_order_waits_for_a_sender_that_is_away(
         assert shown["summary"].startswith(away), shown["summary"]
         shown = await both.get("a", "overview")
         assert "b: its sender is away (b)" in shown["reasons"]
-        both.close("a")
-        if left == "it comes back":
-            await it.start("b")
-            both.open("b")
-        else:
-            await it.change("a")
-            both.open("a")
-        next_sender = it.sending["b" if left == "it comes back" else "a"]
-        state_of = next_sender.sender.registry.state_of
+        state_of = it.sending[await who_is_next(both, left)].sender.registry.state_of
         # In the order in which they were given.
         paused = {*of_b[:1], *of_b[2:]}
         await until(lambda: {name for name in of_b if state_of(name).paused} == paused)
@@ -488,15 +492,8 @@ async def test_an_order_does_not_overtake_one_that_waits(
         both.close("b")
         await it.stop("b")
         await both.post("a", "pause", {"servers": of_b}, 503)
-        both.close("a")
-        if left == "it comes back":
-            name = "b"
-            await it.start("b")
-        else:
-            name = "a"
-            await it.change("a")
-        both.open(name)
-        both.close(name)
+        name = await who_is_next(both, left)
+        both.close(name)  # Before it has looked for orders.
         state_of = it.sending[name].sender.registry.state_of
         async with trio.open_nursery() as nursery:
             nursery.start_soon(both.post, name, "resume", {"servers": of_b})
