@@ -307,7 +307,7 @@ async def _play(
             nursery.start_soon(talk.run)
             for number in range(options.events):
                 for name in stage.groups[AWAY]:
-                    key = {"type": "m.room_key", "sender": "@a:b", "message_id": f"{number}"}
+                    key = {"type": "m.room_key", "sender": "@a:b"}
                     user = f"@{number}:{SERVER_NAME}"
                     await client.append(
                         [
