@@ -26,11 +26,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
-
-import trio
 
 from fedsender.matrix import canonical_json, is_server_name
 from fedsender.replication.feed_api import EduSink
@@ -43,8 +41,6 @@ EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence", SERVER_UP)
 
 MAX_ROWS: Final = 10_000
 """Rows of one record."""
-STEP_ROWS: Final = 10
-"""Others have their turn after so many rows: a request can bring a hundred thousand."""
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
 MAX_ROW_BYTES: Final = 2**18 - 64
@@ -267,15 +263,14 @@ def prepare(rows: Sequence[Json], complete: Complete | None = None, *, key: byte
     return _record(key, list(_checked(rows, complete)))
 
 
-async def prepare_in_steps(
+def prepare_by_row(
     rows: Sequence[Json], complete: Complete | None, *, key: bytes
-) -> Record:
-    """The same; others have their turn after each `STEP_ROWS`."""
+) -> Generator[None, None, Record]:
+    """The same, a row at a time: a record can have ten thousand."""
     checked = []
     for each in _checked(rows, complete):
         checked.append(each)
-        if not len(checked) % STEP_ROWS:
-            await trio.lowlevel.checkpoint()
+        yield
     return _record(key, checked)
 
 
@@ -325,10 +320,15 @@ def _check_message_id(row: RelayRow) -> None:
         raise BadRow("the content's message_id is another one than the row's")
 
 
+# Made once: that costs as much as a short text.
+_SORTED: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False, sort_keys=True)
+_AS_IT_CAME: Final = json.JSONEncoder(separators=(",", ":"))
+
+
 def _encode(row: Json) -> bytes:
     """JSON in ASCII, keys sorted: the same whichever way the homeserver wrote it."""
     try:
-        text = json.dumps(row, separators=(",", ":"), allow_nan=False, sort_keys=True).encode()
+        text = _SORTED.encode(row).encode()
     except (TypeError, ValueError, RecursionError) as bad:
         raise BadRow("not JSON") from bad
     if len(text) > MAX_ROW_BYTES:
@@ -455,7 +455,7 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
         event_id=id_of(event_id, "event id"),
         # Escaped, so that no database has to hold what is no text. Python's own parser and this
         # keep every number as it was written, but for fractions that no digits can tell apart.
-        json=json.dumps(event, separators=(",", ":")),
+        json=_AS_IT_CAME.encode(event),
         event=event,
         room_version=_text(about.get("room_version"), "room_version", MAX_VERSION_BYTES),
         plus=servers_of(about.get("plus", [])),

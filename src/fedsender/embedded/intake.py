@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -38,8 +38,8 @@ from fedsender.embedded.facts import (
     Record,
     RoomServers,
     in_parts,
+    prepare_by_row,
     prepare_ephemeral,
-    prepare_in_steps,
 )
 from fedsender.http.application import Body
 from fedsender.matrix import JsonObject
@@ -56,9 +56,6 @@ log = structlog.get_logger()
 MAX_APPENDS: Final = 1000
 MAX_ID_BYTES: Final = 255
 KEY_BYTES: Final = 16
-STEP_BYTES, LEAST_BYTES = 8192, 512
-"""Of checked records in one pass of the event loop, some milliseconds of CPU time; and what one
-record counts at least."""
 GROUP_RECORDS: Final = 1024
 GROUP_BYTES: Final = 2**20
 """The most rows of one transaction, or of one record: other writers wait for it."""
@@ -549,29 +546,27 @@ class Intake:
     async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, Record | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
         checked: list[tuple[Append, Record | None]] = []
-        size = 0
-        for number, each in enumerate(appends):
-            if size >= STEP_BYTES:
-                size = 0
-                await trio.lowlevel.checkpoint()
-            record = await self._prepared(number, each)
-            size += LEAST_BYTES + (0 if record is None else record.size)
-            checked.append((each, record))
+        async for _ in self._runtime.turns.with_breaks(self._check_by_row(appends, checked)):
+            pass
         return checked
 
-    async def _prepared(self, number: int, each: Append) -> Record | None:
-        """None: the work for its place came to nothing."""
-        try:
-            if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
-                raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
-            if not each.rows and each.reservation is not None:
-                return None
-            complete = None if self.signer is None else self.signer.complete
-            return await prepare_in_steps(each.rows, complete, key=key_of(each.id))
-        except UnicodeEncodeError as bad:
-            raise BadRow(f"append {number}: the id is not Unicode") from bad
-        except BadRow as bad:
-            raise BadRow(f"append {number}: {bad}") from bad
+    def _check_by_row(
+        self, appends: Sequence[Append], checked: list[tuple[Append, Record | None]]
+    ) -> Iterator[None]:
+        complete = None if self.signer is None else self.signer.complete
+        for number, each in enumerate(appends):
+            try:
+                if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
+                    raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
+                record = None
+                # None: the work for its place came to nothing.
+                if each.rows or each.reservation is None:
+                    record = yield from prepare_by_row(each.rows, complete, key=key_of(each.id))
+            except UnicodeEncodeError as bad:
+                raise BadRow(f"append {number}: the id is not Unicode") from bad
+            except BadRow as bad:
+                raise BadRow(f"append {number}: {bad}") from bad
+            checked.append((each, record))
 
     async def _append(
         self, checked: Sequence[tuple[Append, Record | None]], epoch: str | None

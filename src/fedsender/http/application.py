@@ -79,9 +79,9 @@ class Body(BaseModel):
     def _known(cls, value: object) -> object:
         """The first unknown key is enough: Pydantic makes an error of 1 KiB for each."""
         if isinstance(value, dict):
-            unknown = next((key for key in value if key not in cls.model_fields), None)
-            if unknown is not None:
-                raise ValueError(f"there is no key {unknown!r:.100}")
+            unknown = value.keys() - cls.model_fields.keys()
+            if unknown:
+                raise ValueError(f"there is no key {min(unknown)!r:.100}")
         return value
 
 
