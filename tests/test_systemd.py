@@ -150,7 +150,7 @@ def text_of_sender(executable: str) -> str:
     return unit_text(
         "sender",
         executable=executable,
-        config="/etc/f.yaml",
+        config="/etc/fedsender/f.yaml",
         user=None,
         name="fedsender",
         limits=LIMITS,
@@ -182,7 +182,7 @@ def test_systemd_rates_the_units_hardening_ok(unit: Path) -> None:
 
 def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
     lines = text_of_sender("/opt/f/bin/fedsender").splitlines()
-    assert "ExecStart=/opt/f/bin/fedsender run -c /etc/f.yaml" in lines
+    assert "ExecStart=/opt/f/bin/fedsender run -c /etc/fedsender/f.yaml" in lines
     assert "LoadCredential=signing.key:/etc/fedsender/signing.key" in lines
     assert "LoadCredential=admin.token:/etc/fedsender/admin.token" in lines
     assert "LoadCredential=database.password:/etc/fedsender/database.password" in lines
@@ -220,30 +220,68 @@ def test_a_unit_for_a_user_of_yours_is_handed_no_secrets(
 
 
 def test_the_unit_is_handed_the_secrets_that_the_configuration_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One without a file would keep it from starting; one that is missing, the daemon."""
+    """One without a file would keep it from starting; one that is missing, the daemon. Who prints
+    it has no credentials."""
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
     config = tmp_path / "config.yaml"
     config.write_text(
+        "server_name: hs.example\n"
         "signing_key: $CREDENTIALS_DIRECTORY/signing.key  # or $CREDENTIALS_DIRECTORY/other\n"
         "# admin: {token_file: $CREDENTIALS_DIRECTORY/admin.token}\n"
+        "homeserver: {database_password_file: $CREDENTIALS_DIRECTORY/password}\n"
+        "sender_database_password_file: $CREDENTIALS_DIRECTORY/password\n"
         "feed: {http: {secret_file: $CREDENTIALS_DIRECTORY/worker-replication-secret}}\n"
+        "federation: {max_connections: 9000}\n"
     )
 
     def handed(*options: str) -> list[str]:
         assert run_command(["systemd-unit", "-c", str(config), *options]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        return [line for line in lines if line.startswith("LoadCredential=")]
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        lines = printed.out.splitlines()
+        assert ("LimitNOFILE=11024" in lines) is not bool({"--relay", "--pipeline"} & {*options})
+        return [
+            line.removeprefix("LoadCredential=")
+            for line in lines
+            if line.startswith("LoadCredential=")
+        ]
 
-    names = ("signing.key", "worker-replication-secret")
-    assert handed() == [f"LoadCredential={name}:/etc/fedsender/{name}" for name in names]
-    assert handed("--template") == [
-        f"LoadCredential={name}:/etc/fedsender/%i/{name}" for name in names
-    ]
+    names = ("signing.key", "password", "worker-replication-secret")
+    assert handed() == [f"{name}:{tmp_path}/{name}" for name in names]
+    assert handed("--template") == handed()
     assert handed("--user", "root") == []
-    assert handed("--pipeline") == [
-        "LoadCredential=database.password:/etc/fedsender/database.password"
-    ]
+    assert handed("--pipeline") == [f"password:{tmp_path}/password"]
+    assert handed("--relay") == [f"{name}:{tmp_path}/{name}" for name in names[1:]]
+    config.write_text("server_name: hs.example\nsigning_key: env:KEY\n")
+    monkeypatch.setenv("KEY", "k")
+    assert run_command(["systemd-unit", "-c", str(config)]) == 0
+    printed = capsys.readouterr()
+    assert "LoadCredential" not in printed.out
+    assert printed.err == ""
+
+
+def test_secrets_that_systemd_cannot_hand_over_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `config from-synapse` writes them: a unit's own user could not read them."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "server_name: hs.example\nsigning_key: /etc/matrix-synapse/homeserver.signing.key\n"
+        "admin: {token_file: admin.token}\nrelay: {directory: /var/lib/x}\n"
+    )
+
+    def named(*options: str) -> list[str]:
+        assert run_command(["systemd-unit", "-c", str(config), *options]) == 0
+        printed = capsys.readouterr()
+        assert "LoadCredential" not in printed.out
+        return [line.split(": ")[2] for line in printed.err.splitlines()]
+
+    assert named() == named("--template") == ["signing_key", "admin.token_file"]
+    assert named("--relay") == ["admin.token_file"]
+    assert named("--user", "root") == []
+    assert named("--pipeline") == []
 
 
 def test_systemd_accepts_the_relays_unit_too(
@@ -299,8 +337,8 @@ def test_systemd_accepts_the_pipelines_service_and_timer(
 def test_systemd_accepts_a_template_for_several_senders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], user: str | None
 ) -> None:
-    """Each instance has a configuration, secrets, directories and a user of its own. A % in the
-    path of the command stays one."""
+    """Each instance has a configuration, directories and a user of its own. A % in the path of the
+    command stays one."""
     executable = tmp_path / "100%i"
     executable.write_text("#!/bin/sh\n")
     executable.chmod(0o755)
@@ -313,7 +351,7 @@ def test_systemd_accepts_a_template_for_several_senders(
     assert {"StateDirectory=fedsender-%i", "RuntimeDirectory=fedsender-%i"} <= set(lines)
     assert "WorkingDirectory=/var/lib/fedsender-%i" in lines
     assert ("User=fedsender-%i" if user is None else f"User={user}") in lines
-    secret = "LoadCredential=signing.key:/etc/fedsender/%i/signing.key"
+    secret = "LoadCredential=signing.key:/etc/fedsender/signing.key"
     assert (secret in lines) is (user is None)
     assert "/etc/systemd/system/fedsender@.service" in text
     unit = tmp_path / "fedsender@.service"

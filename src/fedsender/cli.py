@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedsender.config import Config
     from fedsender.runtime import Runtime
     from fedsender.store.backup import Ours, Owner
+    from fedsender.systemd import Kind
 
 __all__ = ["app", "main", "run_command"]
 
@@ -201,15 +202,15 @@ def systemd_unit(
         bool,
         typer.Option(
             "--template",
-            help="For several senders: fedsender@INSTANCE runs with /etc/fedsender/INSTANCE.yaml."
-            " Limits are those of --config.",
+            help="For several senders: fedsender@INSTANCE runs with INSTANCE.yaml, beside --config."
+            " Limits and secrets are those of --config.",
         ),
     ] = False,
 ) -> int:
     """Print a hardened systemd unit."""
     from fedsender.config import Federation, Sending
     from fedsender.limits import OF_RELAY, of_daemon
-    from fedsender.systemd import Kind, credentials_in, unit_text
+    from fedsender.systemd import unit_text
 
     if relay + pipeline + template > 1:
         raise Mistake("--relay, --pipeline and --template are units of their own: one at a time")
@@ -219,7 +220,7 @@ def systemd_unit(
     command = Path(executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender").absolute()
     if command.is_relative_to("/home") or command.is_relative_to("/root"):
         _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
-    loaded = _readable(config, signs=not relay)
+    loaded = _readable(config, signs=not (relay or pipeline))
     name = name or ("fedsender" if template else _unit_name(loaded, relay))
     if not _USER_NAME.fullmatch(name):
         raise Mistake(f"{name[:100]!r} cannot be a unit's name: give --name, 31 letters at most")
@@ -238,8 +239,7 @@ def systemd_unit(
         name=name,
         limits=limits,
         drain_s=sending.drain,
-        # The pipeline is handed no more than it needs.
-        credentials=() if pipeline else credentials_in(config),
+        credentials=_handed_over(loaded, kind) if loaded and user is None else None,
     )
     say_text(text)
     return DONE
@@ -253,6 +253,27 @@ def _readable(config: Path, *, signs: bool) -> "Config | None":
         return load(config, signs=signs)
     except ConfigError:
         return None
+
+
+def _handed_over(loaded: "Config", kind: "Kind") -> list[str]:
+    """The names of the secrets that systemd hands over to a unit's own user; complains of those
+    that it cannot hand over."""
+    from fedsender.config.values import CREDENTIALS
+
+    names = []
+    for place, written in loaded.secrets():
+        # The pipeline is handed no more than it needs; only who sends has the signing key.
+        setting = str(place[-1])
+        if kind == "pipeline" and not setting.endswith("database_password_file"):
+            continue
+        if kind == "relay" and setting == "signing_key":
+            continue
+        if written.startswith(CREDENTIALS):
+            names.append(written.removeprefix(CREDENTIALS))
+        elif not written.startswith("env:"):
+            text = f"{written}: only $CREDENTIALS_DIRECTORY/NAME is handed over to the unit's user"
+            _complain(loaded.problem(place, f"{text}: write that, or say --user"), DONE)
+    return list(dict.fromkeys(names))
 
 
 def _unit_name(loaded: "Config | None", relay: bool) -> str:

@@ -139,8 +139,6 @@ _UNITS: Final = Path(__file__).with_name("units")
 _OWN_USER: Final = re.compile(r"# A user that exists .*\nLoadCredential=\S+", re.DOTALL)
 """In the file of a unit: its own user, and the secrets that systemd hands to it."""
 _CREDENTIALS: Final = re.compile(r"(?:LoadCredential=.*\n)+")
-_COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.MULTILINE)
-_NAMED: Final = re.compile(r"\$CREDENTIALS_DIRECTORY/([A-Za-z0-9_.-]+)")
 _YOUR_USER: Final = """\
 # This user reads the configuration and all files that it names, secrets among them.
 User=@user@"""
@@ -157,44 +155,45 @@ def unit_text(
     name: str,
     limits: Limits,
     drain_s: float,
-    credentials: Sequence[str] = (),
+    credentials: Sequence[str] | None = None,
 ) -> str:
     """A hardened unit that runs `executable` with `config`.
 
     Args:
         kind: "senders": a template for several senders of one host, `name@INSTANCE`. Each has the
-            configuration /etc/fedsender/INSTANCE.yaml in place of `config`, its secrets in
-            /etc/fedsender/INSTANCE, and directories and a user called `name`-INSTANCE.
+            configuration INSTANCE.yaml in place of `config`, beside it, and directories and a user
+            called `name`-INSTANCE.
             "pipeline": a service for `pipeline run`, and its timer behind it.
         executable: the installed command, an absolute path outside /home.
         user: the user that it runs as, with access to all files that the configuration names; None:
-            a user that systemd makes for the run, and hands the secrets in /etc/fedsender to.
+            a user that systemd makes for the run, and hands the secrets beside `config` to.
         name: the name of the unit, of its directories below /var/lib and /run, and of a user of its
             own. Two units of one host need two names. The pipeline's is that of the daemon whose
             ledger it reads.
         limits: file descriptors and memory; the pipeline has limits of its own.
         drain_s: the configured time for a sender's draining; the stop may take longer, by the time
             to store unanswered transactions.
-        credentials: the names of the secrets that systemd hands to a user of its own; empty: those
+        credentials: the names of the secrets that systemd hands to a user of its own; None: those
             that such a unit usually has.
     """
-    unit, started, place, config = name, name, "/etc/fedsender", _quoted(config)
+    unit, started, place = name, name, str(Path(config).parent)
+    config = _quoted(config)
     if kind == "senders":
         unit, started = f"{name}@", f"{name}@INSTANCE"
-        name, place, config = f"{name}-%i", f"{place}/%i", f"{place}/%i.yaml"
+        name, config = f"{name}-%i", f"{_quoted(place)}/%i.yaml"
     text = (_UNITS / f"{kind.removesuffix('s')}.service").read_text("utf-8")
     if kind == "pipeline":
         text += "\n" + (_UNITS / "pipeline.timer").read_text("utf-8")
     if user is not None:
         text = _OWN_USER.sub(_YOUR_USER, text)
-    elif credentials:
+    elif credentials is not None:
         lines = [f"LoadCredential={each}:@place@/{each}\n" for each in credentials]
         text = _CREDENTIALS.sub("".join(lines), text)
     text = text.replace("@hardening@\n", (_UNITS / "hardening.conf").read_text("utf-8"))
     values = {
         "fedsender": _quoted(executable),
         "config": config,
-        "place": place,
+        "place": place.replace("%", "%%"),
         "unit": unit,
         "started": started,
         "name": name,
@@ -204,18 +203,6 @@ def unit_text(
         "stop": int(drain_s) + 40,
     }
     return re.sub("@([a-z]+)@", lambda found: str(values[found[1]]), text)
-
-
-def credentials_in(config: Path) -> list[str]:
-    """The NAMEs of all `$CREDENTIALS_DIRECTORY/NAME` in this configuration, in its order.
-
-    Empty if the file cannot be read here.
-    """
-    try:
-        text = config.read_text("utf-8", errors="replace")
-    except OSError:
-        return []
-    return list(dict.fromkeys(_NAMED.findall(_COMMENT.sub("", text))))
 
 
 def _quoted(word: str) -> str:

@@ -311,6 +311,13 @@ class Config(Section):
             if not sections or location[0] in sections
         ]
 
+    def secrets(self) -> Iterator[tuple[Location, str]]:
+        """Each secret that the file names, as it names it, and the place of its setting."""
+        for at, _ in _files(self):
+            written = _value_at(self._document.values, at)
+            if _name(at).endswith((*_SECRETS, *_KEYS)) and isinstance(written, str):
+                yield at, written
+
     def problem(self, location: Location, text: str) -> str:
         """`text` as a line that names the file, the place of a setting, and the setting."""
         return self._document.problem(location, text)
@@ -571,7 +578,7 @@ class Policies:
 
 
 _SECRETS: Final = ("password_file", "token_file", "secret_file")
-_TEXTS: Final = ("signing_key", "private_key_file", "certificate_file")
+_KEYS: Final = ("signing_key", "private_key_file")
 _OF_OUR_OWN: Final = ("token_file", "secret_file")
 _SQLITE: Final = "sqlite:///"
 _DATABASES: Final = ("sender_database", "database", "state_database")
@@ -594,7 +601,7 @@ def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
         try:
             if name.endswith("_ca_files") or name == "ca_file":
                 _load_authorities(path)
-            elif name.endswith(_TEXTS):
+            elif name.endswith((*_KEYS, "certificate_file")):
                 read_text(path)
             elif name.endswith(_SECRETS):
                 read_secret(path)
@@ -612,7 +619,7 @@ def weak_files(section: Section) -> Iterator[tuple[Location, str]]:
     """Files of secrets and state that others may read or write, and secrets that are short."""
     for at, path in _files(section):
         name = _name(at)
-        if not name.endswith((*_SECRETS, *_TEXTS, *_KEPT)) or name == "certificate_file":
+        if not name.endswith((*_SECRETS, *_KEYS, *_KEPT)):
             continue
         try:
             mode = path.stat().st_mode

@@ -319,9 +319,7 @@ def _resolve(value: object, info: ValidationInfo) -> Path:
     return path if directory is None else Path(directory) / path
 
 
-_CREDENTIALS: Final = "$CREDENTIALS_DIRECTORY/"
-
-
+CREDENTIALS: Final = "$CREDENTIALS_DIRECTORY/"
 _VARIABLE: Final = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)\Z", re.ASCII)
 
 
@@ -347,13 +345,13 @@ def _resolve_secret(value: object, info: ValidationInfo) -> Path:
 
 
 def _resolve_credential(value: object, info: ValidationInfo) -> Path:
-    """Also takes `$CREDENTIALS_DIRECTORY/name`, where systemd's LoadCredential= puts it."""
-    if not isinstance(value, str) or not value.startswith(_CREDENTIALS):
+    """Also takes `$CREDENTIALS_DIRECTORY/name`, where systemd's LoadCredential= puts it; for who is
+    not started by systemd it is beside the configuration."""
+    if not isinstance(value, str) or not value.startswith(CREDENTIALS):
         return _resolve(value, info)
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
-    if directory is None:
-        raise ValueError("$CREDENTIALS_DIRECTORY is not set: systemd sets it with LoadCredential=")
-    return Path(directory) / value.removeprefix(_CREDENTIALS)
+    name = value.removeprefix(CREDENTIALS)
+    return _resolve(name, info) if directory is None else Path(directory) / name
 
 
 _DATABASES: Final = ("sqlite:", "postgresql:", "postgresql+psycopg:")
