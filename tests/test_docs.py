@@ -79,6 +79,19 @@ def test_commands_and_their_options_exist() -> None:
     )
 
 
+def test_commands_that_open_the_databases_run_as_the_user_of_the_unit() -> None:
+    """On the pages for root, whom PostgreSQL need not let in."""
+    opens = r"^ *(?:[^`\n]* )?fedsender (?:db|senders|hand-back|config check) .*$"
+    pages = ("backup", "clusters", "operations", "switching", "switching-single")
+    blocks = r"^( *)```(?:sh)?\n((?s:.*?))^\1```$|^((?: {4}.*\n)+)"
+    nothing_wrong(
+        f"{place} runs as root: {command[0].strip()}"
+        for place, block in shown(blocks, *(ROOT / f"docs/{page}.md" for page in pages))
+        for command in re.finditer(opens, block[2] or block[3], re.M)
+        if "runuser -u " not in command[0]
+    )
+
+
 def test_benchmarks_exist() -> None:
     nothing_wrong(
         f"{place} names bench {found[1] or found[2]}"

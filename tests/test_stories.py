@@ -34,6 +34,7 @@ from fedsender_lab.demo.process import write_signing_key
 from fedsender_lab.testing.clock import until
 
 MAX_LINES = 15
+AS_THE_SENDER = 'runuser -u "$SENDER_USER" -- '
 
 
 class Story:
@@ -60,7 +61,7 @@ class Story:
 
     async def next(self, shell: Shell, *printed: str, code: int = DONE) -> None:
         """Run the next command of the page; it ends with `code` and prints all of `printed`."""
-        name, *arguments = shlex.split(self.commands.pop(0))
+        name, *arguments = shlex.split(self.commands.pop(0).removeprefix(AS_THE_SENDER))
         assert name == "fedsender"
         if "-c" in arguments:
             # The shell gives the file of the test.
@@ -238,7 +239,7 @@ async def test_it_eats_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         await until(lambda: b"fedsender_spills_total{" in world.metrics.exposition())
         assert world.sender.context.pdu_pool.bytes <= 2**22
         await story.next(shell, f"{A}  ", "1 behind of 1")
-        await story.next(shell, f"MemoryMax={now.most:.0f}M")
+        await story.also(shell, "systemd-unit", printed=[f"MemoryMax={now.most:.0f}M"])
         server.latency = 0.01
 
     story.elsewhere("systemctl status fedsender")
