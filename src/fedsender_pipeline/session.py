@@ -119,7 +119,8 @@ def spark_session(
     """
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     log = directory / LOG_NAME
-    with nullcontext() if submitted else _java(log), _noise_in(log):
+    local = spark.master.startswith("local")
+    with nullcontext() if submitted else _java(log, local=local), _noise_in(log):
         settings = _EVERYWHERE
         if not submitted:
             settings = {"spark.master": spark.master, **settings_for(spark, rows)}
@@ -240,7 +241,7 @@ def _last_words(log: Path) -> str:
 
 
 @contextmanager
-def _java(log: Path) -> Iterator[None]:
+def _java(log: Path, *, local: bool) -> Iterator[None]:
     """Set the environment in which Spark finds Java and Python, while the body runs."""
     java = find_java(os.environ)
     with suppress(FileNotFoundError):
@@ -252,6 +253,9 @@ def _java(log: Path) -> Iterator[None]:
         # Where no name is given, Spark's workers would run the first python3 on the PATH.
         before = dict(os.environ)
         os.environ |= {"JAVA_HOME": home, "PYSPARK_PYTHON": sys.executable}
+        if local:
+            # Else Java asks for this machine's own name, which no resolver need know.
+            os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
         try:
             yield
         finally:

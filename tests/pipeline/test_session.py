@@ -5,6 +5,7 @@ import re
 import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -98,6 +99,27 @@ def test_sparks_java_takes_no_objects_from_strangers(spark: "SparkSession") -> N
             answer = answers.read(int.from_bytes(answers.read(8)) - 8)
     assert b"SaslMessage" in answer
     assert b"ObjectInputStream" not in answer
+
+
+@pytest.mark.slow
+def test_this_machines_name_need_not_be_known(tmp_path: Path) -> None:
+    """As on a Debian whose /etc/hosts does not have it."""
+    program = (
+        "import socket, sys; from pathlib import Path; from fedsender.config import Spark\n"
+        "from fedsender_pipeline.session import spark_session\n"
+        "socket.sethostname('nobody-knows.invalid')\n"
+        "with spark_session(Spark(), 'test', Path(sys.argv[1]), 1) as spark:\n"
+        "    print('rows', spark.range(3).count())\n"
+    )
+    own_name = ["unshare", "--map-root-user", "--uts"]
+    done = subprocess.run(
+        [*own_name, sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == "rows 3\n", done.stderr
 
 
 def test_an_operators_settings_win_and_a_cluster_has_none_of_this_machines() -> None:
