@@ -269,7 +269,7 @@ def test_secrets_that_systemd_cannot_hand_over_are_named(
     config = tmp_path / "config.yaml"
     config.write_text(
         "server_name: hs.example\nsigning_key: /etc/matrix-synapse/homeserver.signing.key\n"
-        "admin: {token_file: admin.token}\nrelay: {directory: /var/lib/x}\n"
+        "admin: {token_file: $CREDENTIALS_DIRECTORY/a/token}\nrelay: {directory: /var/lib/x}\n"
     )
 
     def named(*options: str) -> list[str]:

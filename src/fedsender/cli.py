@@ -37,6 +37,7 @@ MIGRATION_SECONDS: Final = 600.0
 _USAGE_STATUSES: Final = (400, 401, 403, 413)
 _DASHBOARDS: Final = Path(__file__).parent / "dashboards"
 _USER_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}")
+_CREDENTIAL: Final = re.compile(r"\$CREDENTIALS_DIRECTORY/([A-Za-z0-9_.-]+)")
 
 app = typer.Typer(
     help="Delivers a Matrix homeserver's events to the servers of the federation.",
@@ -258,8 +259,6 @@ def _readable(config: Path, *, signs: bool) -> "Config | None":
 def _handed_over(loaded: "Config", kind: "Kind") -> list[str]:
     """The names of the secrets that systemd hands over to a unit's own user; complains of those
     that it cannot hand over."""
-    from fedsender.config.values import CREDENTIALS
-
     names = []
     for place, written in loaded.secrets():
         # The pipeline is handed no more than it needs; only who sends has the signing key.
@@ -268,8 +267,8 @@ def _handed_over(loaded: "Config", kind: "Kind") -> list[str]:
             continue
         if kind == "relay" and setting == "signing_key":
             continue
-        if written.startswith(CREDENTIALS):
-            names.append(written.removeprefix(CREDENTIALS))
+        if credential := _CREDENTIAL.fullmatch(written):
+            names.append(credential[1])
         elif not written.startswith("env:"):
             text = f"{written}: only $CREDENTIALS_DIRECTORY/NAME is handed over to the unit's user"
             _complain(loaded.problem(place, f"{text}: write that, or say --user"), DONE)

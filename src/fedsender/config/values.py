@@ -319,7 +319,7 @@ def _resolve(value: object, info: ValidationInfo) -> Path:
     return path if directory is None else Path(directory) / path
 
 
-CREDENTIALS: Final = "$CREDENTIALS_DIRECTORY/"
+_CREDENTIALS: Final = "$CREDENTIALS_DIRECTORY/"
 _VARIABLE: Final = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)\Z", re.ASCII)
 
 
@@ -347,10 +347,10 @@ def _resolve_secret(value: object, info: ValidationInfo) -> Path:
 def _resolve_credential(value: object, info: ValidationInfo) -> Path:
     """Also takes `$CREDENTIALS_DIRECTORY/name`, where systemd's LoadCredential= puts it; for who is
     not started by systemd it is beside the configuration."""
-    if not isinstance(value, str) or not value.startswith(CREDENTIALS):
+    if not isinstance(value, str) or not value.startswith(_CREDENTIALS):
         return _resolve(value, info)
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
-    name = value.removeprefix(CREDENTIALS)
+    name = value.removeprefix(_CREDENTIALS)
     return _resolve(name, info) if directory is None else Path(directory) / name
 
 
