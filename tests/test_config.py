@@ -441,6 +441,9 @@ def test_secrets_may_come_from_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
     # For who is not started by systemd they are beside the configuration.
     assert config(text).admin.token_file == Path("/etc/fedsender/admin.token")
+    # Empty is not the directory that the command happens to run in.
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", "")
+    assert config(text).admin.token_file == Path("/etc/fedsender/admin.token")
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", "/run/credentials/x")
     assert config(text).admin.token_file == Path("/run/credentials/x/admin.token")
 

@@ -233,6 +233,8 @@ def test_the_unit_is_handed_the_secrets_that_the_configuration_names(
         "homeserver: {database_password_file: $CREDENTIALS_DIRECTORY/password}\n"
         "sender_database_password_file: $CREDENTIALS_DIRECTORY/password\n"
         "feed: {http: {secret_file: $CREDENTIALS_DIRECTORY/worker-replication-secret}}\n"
+        "relay:\n  database_password_file: $CREDENTIALS_DIRECTORY/relay\n"
+        "  consumers: {a: {secret_file: $CREDENTIALS_DIRECTORY/consumer}}\n"
         "federation: {max_connections: 9000}\n"
     )
 
@@ -248,12 +250,12 @@ def test_the_unit_is_handed_the_secrets_that_the_configuration_names(
             if line.startswith("LoadCredential=")
         ]
 
-    names = ("signing.key", "password", "worker-replication-secret")
+    names = ("signing.key", "password", "worker-replication-secret", "relay", "consumer")
     assert handed() == [f"{name}:{tmp_path}/{name}" for name in names]
     assert handed("--template") == handed()
     assert handed("--user", "root") == []
     assert handed("--pipeline") == [f"password:{tmp_path}/password"]
-    assert handed("--relay") == [f"{name}:{tmp_path}/{name}" for name in names[1:]]
+    assert handed("--relay") == [f"{name}:{tmp_path}/{name}" for name in names[3:]]
     config.write_text("server_name: hs.example\nsigning_key: env:KEY\n")
     monkeypatch.setenv("KEY", "k")
     assert run_command(["systemd-unit", "-c", str(config)]) == 0
@@ -270,6 +272,8 @@ def test_secrets_that_systemd_cannot_hand_over_are_named(
     config.write_text(
         "server_name: hs.example\nsigning_key: /etc/matrix-synapse/homeserver.signing.key\n"
         "admin: {token_file: $CREDENTIALS_DIRECTORY/a/token}\nrelay: {directory: /var/lib/x}\n"
+        # A file of that name: what OpenSSL reads cannot be a variable.
+        "feed: {push: {listen: 192.0.2.1:99, certificate_file: c, private_key_file: env:KEY}}\n"
     )
 
     def named(*options: str) -> list[str]:
@@ -278,10 +282,59 @@ def test_secrets_that_systemd_cannot_hand_over_are_named(
         assert "LoadCredential" not in printed.out
         return [line.split(": ")[2] for line in printed.err.splitlines()]
 
-    assert named() == named("--template") == ["signing_key", "admin.token_file"]
+    all_of_them = ["signing_key", "feed.push.private_key_file", "admin.token_file"]
+    assert named() == named("--template") == all_of_them
     assert named("--relay") == ["admin.token_file"]
     assert named("--user", "root") == []
     assert named("--pipeline") == []
+
+
+def test_a_configuration_that_cannot_be_used_is_no_silent_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A secret that is missing would keep the unit from starting: the variable may only be unset
+    in the shell of who prints it."""
+    monkeypatch.delenv("KEY", raising=False)
+    config = tmp_path / "config.yaml"
+    config.write_text("server_name: hs.example\nsigning_key: env:KEY\n")
+    missing = tmp_path / "no.yaml"
+    for file, problem in (
+        (config, f"{config}:2:14: signing_key: the environment has no variable KEY"),
+        (missing, f"{missing}:1:1: cannot be read: No such file or directory"),
+    ):
+        assert run_command(["systemd-unit", "-c", str(file)]) == 0
+        printed = capsys.readouterr()
+        assert printed.err.splitlines() == [
+            f"fedsender: {problem}",
+            "fedsender: so the unit has the usual limits and secrets",
+        ]
+        assert f"LoadCredential=signing.key:{tmp_path}/signing.key\n" in printed.out
+
+
+def test_the_unit_names_files_as_systemd_takes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ignores a LoadCredential= with .. in its path; % and spaces are as they are."""
+    place = tmp_path / "a 100%i"
+    (place / "b").mkdir(parents=True)
+    (place / "config.yaml").write_text(
+        "server_name: hs.example\nsigning_key: $CREDENTIALS_DIRECTORY/signing.key\n"
+    )
+    executable = tmp_path / "fedsender"
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    monkeypatch.chdir(place / "b")
+    words = ["systemd-unit", "-c", "../config.yaml", "--executable", str(executable)]
+    assert run_command(words) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    written = str(place).replace("%", "%%")
+    assert f"ExecStart={executable} run -c '{written}/config.yaml'\n" in printed.out
+    assert f"LoadCredential=signing.key:{written}/signing.key\n" in printed.out
+    unit = tmp_path / "fedsender.service"
+    unit.write_text(printed.out)
+    verified = analyze("verify", str(unit))
+    assert (verified.returncode, verified.stderr) == (0, "")
 
 
 def test_systemd_accepts_the_relays_unit_too(
@@ -451,13 +504,14 @@ def test_a_unit_has_the_name_that_it_is_given(
 
 
 @pytest.mark.parametrize(
-    ("executable", "warned"),
+    ("file", "warned"),
     [("/home/op/.venv/bin/fedsender", True), ("/root/fedsender", True), ("/opt/f/bin/f", False)],
 )
-def test_a_command_that_the_unit_could_not_see_is_warned_of(
-    executable: str, warned: bool, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_the_unit_could_not_see_is_warned_of(
+    file: str, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(["systemd-unit", "--executable", executable]) == 0
-    out, err = capsys.readouterr()
-    assert f"ExecStart={executable} run" in out
-    assert ("below a home directory" in err) is warned
+    for option, line in (("--executable", f"={file} run -c "), ("-c", f" run -c {file}\n")):
+        assert run_command(["systemd-unit", option, file]) == 0
+        out, err = capsys.readouterr()
+        assert line in out
+        assert (f"{file} is below a home directory" in err) is warned

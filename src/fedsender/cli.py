@@ -6,6 +6,7 @@ make is one line on standard error. Each command imports its modules when it run
 command waits for the others' imports.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -219,8 +220,11 @@ def systemd_unit(
     if user is not None and not _USER_NAME.fullmatch(user):
         raise Mistake(f"{user[:100]!r} is not a user name")
     command = Path(executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender").absolute()
-    if command.is_relative_to("/home") or command.is_relative_to("/root"):
-        _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
+    # systemd hands over no file whose path has a "..".
+    config = Path(os.path.abspath(config))
+    for each in (command, config):
+        if each.is_relative_to("/home") or each.is_relative_to("/root"):
+            _complain(f"{each} is below a home directory, which the unit cannot see", DONE)
     loaded = _readable(config, signs=not (relay or pipeline))
     name = name or ("fedsender" if template else _unit_name(loaded, relay))
     if not _USER_NAME.fullmatch(name):
@@ -235,7 +239,7 @@ def systemd_unit(
     text = unit_text(
         kind,
         executable=str(command),
-        config=str(config.absolute()),
+        config=str(config),
         user=user,
         name=name,
         limits=limits,
@@ -247,12 +251,13 @@ def systemd_unit(
 
 
 def _readable(config: Path, *, signs: bool) -> "Config | None":
-    """The configuration; None: it cannot be read here, and the defaults are used."""
+    """The configuration; None: it cannot be used, as a complaint says, and the defaults are."""
     from fedsender.config import ConfigError, load
 
     try:
         return load(config, signs=signs)
-    except ConfigError:
+    except ConfigError as error:
+        _complain(f"{error}\nso the unit has the usual limits and secrets", DONE)
         return None
 
 
@@ -261,15 +266,16 @@ def _handed_over(loaded: "Config", kind: "Kind") -> list[str]:
     that it cannot hand over."""
     names = []
     for place, written in loaded.secrets():
-        # The pipeline is handed no more than it needs; only who sends has the signing key.
-        setting = str(place[-1])
-        if kind == "pipeline" and not setting.endswith("database_password_file"):
+        # A sender reads all of them at its start; the others are handed no more than they need.
+        of_relay = place[0] in ("relay", "admin")
+        of_database = str(place[-1]).endswith("database_password_file")
+        if kind == "relay" and not of_relay:
             continue
-        if kind == "relay" and setting == "signing_key":
+        if kind == "pipeline" and (of_relay or not of_database):
             continue
         if credential := _CREDENTIAL.fullmatch(written):
             names.append(credential[1])
-        elif not written.startswith("env:"):
+        else:
             text = f"{written}: only $CREDENTIALS_DIRECTORY/NAME is handed over to the unit's user"
             _complain(loaded.problem(place, f"{text}: write that, or say --user"), DONE)
     return list(dict.fromkeys(names))

@@ -73,6 +73,7 @@ from fedsender.config.values import (
     UnixAddress,
     database_url,
     is_instance_name,
+    is_variable,
     parse_duration,
     parse_size,
     read_secret,
@@ -312,10 +313,11 @@ class Config(Section):
         ]
 
     def secrets(self) -> Iterator[tuple[Location, str]]:
-        """Each secret that the file names, as it names it, and the place of its setting."""
-        for at, _ in _files(self):
+        """Each file of a secret, as the configuration names it, and the place of its setting."""
+        for at, path in _files(self):
             written = _value_at(self._document.values, at)
-            if _name(at).endswith((*_SECRETS, *_KEYS)) and isinstance(written, str):
+            is_secret = _name(at).endswith((*_SECRETS, *_KEYS)) and not is_variable(path)
+            if is_secret and isinstance(written, str):
                 yield at, written
 
     def problem(self, location: Location, text: str) -> str:

@@ -344,6 +344,11 @@ def _resolve_secret(value: object, info: ValidationInfo) -> Path:
     return _resolve_credential(value, info)
 
 
+def is_variable(path: Path) -> bool:
+    """Whether this `SecretPath` is no file, but names a variable of the environment."""
+    return _VARIABLE.match(str(path)) is not None
+
+
 def _resolve_credential(value: object, info: ValidationInfo) -> Path:
     """Also takes `$CREDENTIALS_DIRECTORY/name`, where systemd's LoadCredential= puts it; for who is
     not started by systemd it is beside the configuration."""
@@ -351,7 +356,7 @@ def _resolve_credential(value: object, info: ValidationInfo) -> Path:
         return _resolve(value, info)
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     name = value.removeprefix(_CREDENTIALS)
-    return _resolve(name, info) if directory is None else Path(directory) / name
+    return Path(directory) / name if directory else _resolve(name, info)
 
 
 _DATABASES: Final = ("sqlite:", "postgresql:", "postgresql+psycopg:")
