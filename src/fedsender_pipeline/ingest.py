@@ -77,7 +77,8 @@ def opened(config: Config) -> Iterator[tuple[Source, Source, Source]]:
         if homeserver.state_database is None:
             yield main, main, own
         else:
-            state_url = database_url(homeserver.state_database, password)
+            state_password = homeserver.state_database_password_file or password
+            state_url = database_url(homeserver.state_database, state_password)
             with open_source(state_url, "state", rows_per_s) as state:
                 yield main, state, own
 

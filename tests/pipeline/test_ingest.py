@@ -166,6 +166,30 @@ def test_state_may_be_in_a_database_of_its_own(tmp_path: Path) -> None:
     assert contents(lake) == contents(whole)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_the_database_of_state_may_have_a_password_of_its_own(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the daemon: without one, that of the homeserver's database is taken."""
+    urls = {}
+    monkeypatch.setattr(
+        ingest, "open_source", lambda url, name, _: nullcontext(urls.update({name: url}))
+    )
+    for name in ("main", "state"):
+        (tmp_path / name).write_text(name[0])
+    settings: dict[str, Any] = {
+        "database": "postgresql://u@h/synapse",
+        "database_password_file": "main",
+        "state_database": "postgresql://u@h/state",
+    }
+    if own:
+        settings["state_database_password_file"] = "state"
+    with ingest.opened(config_of(tmp_path, "synapse", **settings)):
+        pass
+    assert urls["homeserver"] == "postgresql+psycopg://u:%6D@h/synapse"
+    assert urls["state"] == f"postgresql+psycopg://u:{'%73' if own else '%6D'}@h/state"
+
+
 def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/own.db"
     engine = sa.create_engine(url)
