@@ -440,12 +440,15 @@ class _Turn(Generic[T]):
 class _WithBreaks(AsyncIterator[T]):
     # No generator: one that a loop leaves early would have to be closed.
 
-    def __init__(self, items: Iterator[T], cpu_s: Callable[[], float]) -> None:
-        self._items, self._cpu_s = items, cpu_s
+    def __init__(
+        self, items: Iterator[T], cpu_s: Callable[[], float], after_s: float | None
+    ) -> None:
+        self._items, self._cpu_s, self._after_s = items, cpu_s, after_s
         self._began = cpu_s()
 
     async def __anext__(self) -> T:
-        if self._cpu_s() - self._began >= PASS_S:
+        after_s = PASS_S if self._after_s is None else self._after_s
+        if self._cpu_s() - self._began >= after_s:
             await trio.lowlevel.checkpoint()
             self._began = self._cpu_s()
         for item in self._items:
@@ -529,14 +532,14 @@ class Turns(trio.abc.Instrument):
         with for_us():
             return await self._wait(_Turn(payers, usual, body, args))
 
-    def with_breaks(self, items: Iterable[T]) -> AsyncIterator[T]:
+    def with_breaks(self, items: Iterable[T], after_s: float | None = None) -> AsyncIterator[T]:
         """These items, for a loop over all servers or rooms: after each `PASS_S` of CPU time other
-        tasks run.
+        tasks run; after `after_s`, for a loop that many tasks may be in at once.
 
         A loop without breaks is one that others may not see half-way, and says so. What is iterated
         must not change meanwhile.
         """
-        return _WithBreaks(iter(items), self._cpu_s)
+        return _WithBreaks(iter(items), self._cpu_s, after_s)
 
     def _have(
         self, payers: Payers, usual: Usual | None, body: Callable[..., T], args: tuple[object, ...]

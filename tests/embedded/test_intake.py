@@ -19,7 +19,7 @@ from tests.relay.log_support import (
 )
 from tests.relay.relay_world import new_directory
 
-from fedsender import fairness
+from fedsender.embedded import intake as intake_module
 from fedsender.embedded.facts import Answer, BadRow, Ephemeral, Full, KeyReused, Record, prepare
 from fedsender.embedded.intake import (
     Append,
@@ -196,7 +196,7 @@ async def test_others_have_their_turn_while_a_large_request_is_checked(
     appends: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sender's requests and timers are of the same loop."""
-    monkeypatch.setattr(fairness, "PASS_S", 0.0)
+    monkeypatch.setattr(intake_module, "STEP_S", 0.0)
     turns = 0
 
     async def other() -> None:

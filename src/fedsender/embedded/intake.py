@@ -56,6 +56,9 @@ log = structlog.get_logger()
 MAX_APPENDS: Final = 1000
 MAX_ID_BYTES: Final = 255
 KEY_BYTES: Final = 16
+STEP_S: Final = 0.001
+"""CPU time of the event loop after which a request that is checked lets others have their turn:
+more than a hundred may be checked at once."""
 GROUP_RECORDS: Final = 1024
 GROUP_BYTES: Final = 2**20
 """The most rows of one transaction, or of one record: other writers wait for it."""
@@ -546,7 +549,8 @@ class Intake:
     async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, Record | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
         checked: list[tuple[Append, Record | None]] = []
-        async for _ in self._runtime.turns.with_breaks(self._check_by_row(appends, checked)):
+        by_row = self._check_by_row(appends, checked)
+        async for _ in self._runtime.turns.with_breaks(by_row, STEP_S):
             pass
         return checked
 
