@@ -46,7 +46,7 @@ from fedsender_pipeline.intervals import Keys, among, among_rows, few, near
 from fedsender_pipeline.lake import LET_GO, Commit, Lake, empty_frame, grouped, listed
 from fedsender_pipeline.notes import HOLDERS, NOTE_RANGE, RANK, SenderList, Senders
 from fedsender_pipeline.schemas import FATES, LakeTable
-from fedsender_pipeline.session import Steps, kept
+from fedsender_pipeline.session import Steps, is_for_few, kept
 
 SHOWN: Final = 20
 
@@ -212,7 +212,6 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
     if look.units is not None:
         was = fates.negative(among_rows(spark, lake, schemas.AUDIT, look.units))
         counts = fates.summed(counts.unionByName(was), "server", "room_id", "day")
-    counts = view.keep(counts)
     if look.is_whole:
         let_go = look.days.upto(look.after)
         commit.clear(schemas.AUDIT, lambda day: day not in let_go)
@@ -247,7 +246,7 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         strays = strays.unionByName(view.leaked())
     strays = fates.first_lines(strays, lake.frame(spark, schemas.ACCEPTED))
     commit.replace(schemas.STRAY, strays.coalesce(1))
-    for rows in counts, every, places:
+    for rows in every, places:
         rows.unpersist()
 
 
@@ -413,7 +412,8 @@ def read_named(spark: SparkSession, lake: Lake, after: int) -> Named:
     # Far fewer than the lines, before anything is spread.
     each = few(lines.select(*_EVENT))
     events = among_rows(spark, lake, schemas.EVENTS, each.only("stream_ordering"))
-    return Named(lines, kept(fates.misnamed(each.frame, events, lake.manifest.server_name)))
+    wrong = few(fates.misnamed(each.frame, events, lake.manifest.server_name))
+    return Named(lines, wrong.frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -684,7 +684,8 @@ class View:
 
     def keep(self, rows: DataFrame) -> DataFrame:
         """Rows that are used several times: few are computed now, which makes later plans small."""
-        return rows.persist() if self.look.is_whole else kept(rows)
+        few_rows = not self.look.is_whole or is_for_few(self._spark)
+        return kept(rows) if few_rows else rows.persist()
 
     def _expected(self, spans: DataFrame) -> DataFrame:
         """room_id, server, first, last: the part of these `intervals` that is looked at."""
@@ -747,13 +748,13 @@ class View:
             every: stretches of a day.
         """
         spark, lake, look = self._spark, self._lake, self.look
-        odd = every.where(f"fate in ('{fates.STRAY}', 'delivered_again')")
+        odd = few(every.where(f"fate in ('{fates.STRAY}', 'delivered_again')")).frame
         events = fates.events_of(intervals.sent_to(odd, self._judges)[0], self.places)
         newer = events.where(f"stream_ordering > {look.after}")
         if look.units is not None:
             older = events.where(f"stream_ordering <= {look.after}")
             newer = newer.unionByName(among(older, look.units))
-        named = kept(newer)
+        named = few(newer).frame
         pairs = few(named.selectExpr("server as destination", "event_id"))
         return kept(fates.answered(named, among_rows(spark, lake, schemas.PDUS, pairs)))
 

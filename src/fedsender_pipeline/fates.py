@@ -23,6 +23,7 @@ from fedsender_pipeline import ledger_lines, schemas
 from fedsender_pipeline.intervals import few, server_of, upto_here
 from fedsender_pipeline.lake import listed, literal
 from fedsender_pipeline.schemas import FATES
+from fedsender_pipeline.session import spread
 
 EXPECTED: Final = "expected"
 
@@ -170,7 +171,7 @@ def answers(pdus: DataFrame) -> DataFrame:
     return (
         pdus.where("outcome in ('delivered', 'unknown')")
         .selectExpr("destination as server", "stream_ordering", "event_id", "outcome", "refused")
-        .repartition("stream_ordering", "event_id")
+        .transform(spread, "stream_ordering", "event_id")
         .groupBy("server", "stream_ordering", "event_id")
         .agg(kind.when(taken > 0, "delivered").otherwise("refused").alias("kind"))
     )
@@ -207,7 +208,7 @@ def stretches(ends: DataFrame) -> DataFrame:
     )
     changes = (
         # Once spread so, ends that cancel are in one place, and nothing is spread again.
-        ends.repartition("server", "room_id")
+        spread(ends, "server", "room_id")
         .selectExpr("server", "room_id", "kind", f"inline({here})")
         .groupBy("server", "room_id", "lo")
         .agg(*(F.expr(f"sum(if(kind = '{kind}', n, null)) as {kind}") for kind in _KINDS))
@@ -584,7 +585,7 @@ def taken_out(
 
 def missing(found: DataFrame, places: DataFrame, pdus: DataFrame) -> DataFrame:
     """Each missing event and server, with what the ledger has of it; without `reasons`."""
-    gone = events_of(found.where("fate = 'missing'"), places).drop("fate")
+    gone = events_of(few(found.where("fate = 'missing'")).frame, places).drop("fate")
     # Of what is missing, no attempt was answered.
     tried = (
         pdus.where(f"{ledger_lines.IS_ATTEMPT} and outcome != 'delivered'")

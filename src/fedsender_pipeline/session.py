@@ -94,6 +94,8 @@ _SMALL: Final = {
     "spark.default.parallelism": "1",
     "spark.sql.maxSinglePartitionBytes": str(2**63 - 1),
     "spark.sql.adaptive.enabled": "false",
+    # Larger ones from Python would be interpreted row by row by the planner, anew for each plan.
+    "spark.sql.execution.arrow.localRelationThreshold": "64k",
     _TRUST: "true",
     _JAVA_OPTIONS: f"{_LOCAL[_JAVA_OPTIONS]} -XX:TieredStopAtLevel=1",
 }
@@ -160,9 +162,19 @@ def kept(frame: DataFrame) -> DataFrame:
     return frame.checkpoint()
 
 
+def is_for_few(spark: SparkSession) -> bool:
+    """Whether the session is one for few rows."""
+    return spark.conf.get(_TRUST) == "true"
+
+
 def in_parts(frame: DataFrame) -> DataFrame:
     """The frame; in a session for few rows in one partition, so that Spark need not shuffle it."""
-    return frame.coalesce(1) if frame.sparkSession.conf.get(_TRUST) == "true" else frame
+    return frame.coalesce(1) if is_for_few(frame.sparkSession) else frame
+
+
+def spread(frame: DataFrame, *columns: str) -> DataFrame:
+    """The frame, spread by these columns, unless it is in one partition (`in_parts`)."""
+    return frame if is_for_few(frame.sparkSession) else frame.repartition(*columns)
 
 
 def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
