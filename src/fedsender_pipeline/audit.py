@@ -217,7 +217,8 @@ def _look_at(spark: SparkSession, lake: Lake, commit: Commit, view: "View") -> N
         commit.clear(schemas.AUDIT, lambda day: day not in let_go)
     commit.append_frame(schemas.AUDIT, ledger_lines.by_day(counts))
 
-    gone = fates.missing(found, places, pdus)
+    lost = few(found.where("fate = 'missing'")).frame
+    gone = fates.missing(lost, places, pdus)
     gone = gone.unionByName(of_others(before(schemas.MISSING).drop("reasons")))
     records = (lake.frame(spark, table) for table in _AS_THEY_STAND)
     commit.replace(schemas.MISSING, fates.explained(kept(gone), *records))

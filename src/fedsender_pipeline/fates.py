@@ -585,7 +585,7 @@ def taken_out(
 
 def missing(found: DataFrame, places: DataFrame, pdus: DataFrame) -> DataFrame:
     """Each missing event and server, with what the ledger has of it; without `reasons`."""
-    gone = events_of(few(found.where("fate = 'missing'")).frame, places).drop("fate")
+    gone = events_of(found.where("fate = 'missing'"), places).drop("fate")
     # Of what is missing, no attempt was answered.
     tried = (
         pdus.where(f"{ledger_lines.IS_ATTEMPT} and outcome != 'delivered'")
