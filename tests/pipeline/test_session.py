@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pytest
 from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
+from tests.pipeline.lakes import MANY_ROWS, planning
 
 from fedsender.config import ConfigError, Spark, from_values
 from fedsender_pipeline import PipelineError, Usage, session
@@ -144,6 +146,21 @@ def test_plans_for_few_rows_are_not_compiled(rows: int, small: bool) -> None:
     ), "the limits of memory hold too"
     there = Spark(master="spark://host:7077")
     assert session.settings_for(there, rows) == session.settings_for(there)
+
+
+def test_few_rows_are_not_spread_and_the_planner_does_not_read_them(spark: "SparkSession") -> None:
+    """Each cost an audit seconds."""
+    rows = session.in_parts(spark.createDataFrame(pa.table({"n": range(20_000)})))
+
+    def plan() -> str:
+        counted = session.spread(rows, "n").groupBy("n").count()
+        text: str = counted._jdf.queryExecution().executedPlan().toString()
+        return text
+
+    assert "Exchange" not in plan()
+    assert "LocalTableScan" not in plan()
+    with planning(spark, MANY_ROWS):
+        assert "Exchange hashpartitioning" in plan()
 
 
 def test_on_this_machine_every_kind_of_memory_has_a_limit_and_they_are_within_4_gib() -> None:
