@@ -35,8 +35,9 @@ from fedsender.sender.context import Context
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed, parse_row
 from fedsender.store.engine import StoreError
-from fedsender.store.homeserver import NotGiven, NotThere, RoomsLocked
+from fedsender.store.homeserver import NotGiven, RoomsLocked
 from fedsender.store.membership import Walk
+from fedsender.store.positions import NotThere
 from fedsender.store.records import EventRow, Redelivery, StoredEvent
 from fedsender.store.statements import in_chunks
 from fedsender.waiting import BeginAnew, Slots, Watermark, right_of_way

@@ -28,7 +28,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     delete,
-    exists,
     func,
     or_,
     select,
@@ -85,9 +84,6 @@ destinations, destination_rooms = tables.destinations, tables.destination_rooms
 outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_pokes
 
 
-# Made once: to make a statement costs as much as to run it.
-_IS_THERE = select(exists().where(tables.events.c.event_id == bindparam("event_id")))
-
 # Run for each row, which is one round trip all the same. A list of rows in one statement would have
 # SQLite look at all rows of each destination.
 _DELETE_MESSAGES = delete(outbox).where(
@@ -132,10 +128,6 @@ class NotGiven(Exception):
 
     def __init__(self, heard: int, given: int) -> None:
         super().__init__(f"events were announced up to {heard}, and the database has given {given}")
-
-
-class NotThere(Exception):
-    """Events that were read are gone: with their room, or with the state of the database."""
 
 
 async def _all_act(_instance: str) -> bool:
@@ -587,16 +579,16 @@ class HomeserverStore(ABC):
         instance, left = self._settings.instance, self._left
 
         def commit(connection: Connection) -> set[str]:
-            # A walk's notes may be gone, and our position as we left it: it is not to move on then.
-            self._check_timeline(connection)
+            if self._timeline is None:
+                self._check_timeline(connection)
             self._check_stored(connection, position)
-            if newest is not None and not connection.scalar(_IS_THERE, {"event_id": newest}):
-                raise NotThere
             gone, locked = debts.record_owed(connection, owed, first or {})
             if locked:
                 raise RoomsLocked(locked)
             listed = self._settings.instances
-            positions.advance_events(connection, instance, left, position, listed)
+            # A walk's notes may be gone, and our position as we left it: it is not to move on then.
+            on = self._timeline
+            positions.advance_events(connection, instance, left, position, listed, newest, on)
             return gone
 
         # Stays so after an error: a try before the last one may have been committed unheard.

@@ -18,14 +18,17 @@ another one after each failover.
 """
 
 from collections.abc import Callable, Collection
+from functools import cache
 
 from sqlalchemy import (
     Connection,
     ScalarSelect,
     String,
+    Update,
     and_,
     bindparam,
     delete,
+    exists,
     func,
     literal_column,
     or_,
@@ -82,16 +85,30 @@ _AS_LEFT = and_(
         positions.c.stream_id == bindparam("position"),
     ),
 )
-_ADVANCE = (
-    update(positions)
-    .where(positions.c.instance_name == bindparam("instance"))
-    .where(or_(positions.c.type == "federation", _AS_LEFT))
-    .values(stream_id=bindparam("position"))
-)
+_IS_THERE = exists().where(tables.events.c.event_id == bindparam("newest"))
+
+
+@cache
+def _advance(*, if_there: bool, on_timeline: bool) -> Update:
+    statement = (
+        update(positions)
+        .where(positions.c.instance_name == bindparam("instance"))
+        .where(or_(positions.c.type == "federation", _AS_LEFT))
+        .values(stream_id=bindparam("position"))
+    )
+    if if_there:
+        statement = statement.where(_IS_THERE)
+    if on_timeline:
+        statement = statement.where(bindparam("timeline", type_=String) == _TIMELINE)
+    return statement
 
 
 class SetBack(StoreError, BeginAnew):
     """The database is in an earlier state than the one that we left."""
+
+
+class NotThere(Exception):
+    """Events that were read are gone: with their room, or with the state of the database."""
 
 
 class NotAsLeft(StoreError):
@@ -196,16 +213,28 @@ def advance_events(
     left: Collection[int],
     position: int,
     listed: Collection[str],
+    newest: str | None,
+    known: str | None,
 ) -> None:
-    """Move our events position from where we left it to `position`; raises as `check_left` does.
+    """Move our events position from where we left it to `position`, where it may be already: by our
+    own commit, whose answer was lost.
 
-    At `position` already it is our own commit, whose answer was lost.
+    `newest`: an event that must be there, or NotThere is raised; None: none must. `known`: the
+    timeline that we must be on; None: it is not known. Raises as `timeline` and `check_left` do.
     """
     # Not from beyond `position`: somebody else moved it there.
     places = [min(place, position) for place in left]
-    given = {"least": min(places), "most": max(places), "position": position}
-    if connection.execute(_ADVANCE, given | {"instance": instance}).rowcount == len(SHARED):
+    given = {"least": min(places), "most": max(places), "position": position, "instance": instance}
+    # All of it in one statement, as each is a round trip. Why it does not match is asked after.
+    statement = _advance(if_there=newest is not None, on_timeline=known is not None)
+    given |= {"newest": newest} if newest is not None else {}
+    given |= {"timeline": known} if known is not None else {}
+    if connection.execute(statement, given).rowcount == len(SHARED):
         return
+    if known is not None:
+        timeline(connection, known)
+    if newest is not None and not connection.scalar(select(_IS_THERE), {"newest": newest}):
+        raise NotThere
     if read_position(connection, "events", instance) != position:
         check_left(connection, instance, lambda: places, listed)
     for kind in SHARED:

@@ -60,7 +60,7 @@ def test_i1_a_debt_in_a_locked_room_is_forgotten(monkeypatch: pytest.MonkeyPatch
 def test_i1_a_database_that_was_set_back_is_taken_for_our_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def advance(connection: Any, instance: str, _left: Any, position: int, _listed: Any) -> None:
+    def advance(connection: Any, instance: str, _left: Any, position: int, *_: Any) -> None:
         for kind in positions.SHARED:
             positions.set_position(connection, kind, instance, position)
 
