@@ -219,6 +219,11 @@ def test_a_unit_for_a_user_of_yours_is_handed_no_secrets(
     assert "'a b' is not a user name" in capsys.readouterr().err
 
 
+def complaints(said: str) -> list[str]:
+    """All but those of a home directory, where the tests may run."""
+    return [line for line in said.splitlines() if "is below a home directory" not in line]
+
+
 def test_the_unit_is_handed_the_secrets_that_the_configuration_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +246,7 @@ def test_the_unit_is_handed_the_secrets_that_the_configuration_names(
     def handed(*options: str) -> list[str]:
         assert run_command(["systemd-unit", "-c", str(config), *options]) == 0
         printed = capsys.readouterr()
-        assert printed.err == ""
+        assert complaints(printed.err) == []
         lines = printed.out.splitlines()
         assert ("LimitNOFILE=11024" in lines) is not bool({"--relay", "--pipeline"} & {*options})
         return [
@@ -261,7 +266,7 @@ def test_the_unit_is_handed_the_secrets_that_the_configuration_names(
     assert run_command(["systemd-unit", "-c", str(config)]) == 0
     printed = capsys.readouterr()
     assert "LoadCredential" not in printed.out
-    assert printed.err == ""
+    assert complaints(printed.err) == []
 
 
 def test_secrets_that_systemd_cannot_hand_over_are_named(
@@ -280,7 +285,7 @@ def test_secrets_that_systemd_cannot_hand_over_are_named(
         assert run_command(["systemd-unit", "-c", str(config), *options]) == 0
         printed = capsys.readouterr()
         assert "LoadCredential" not in printed.out
-        return [line.split(": ")[2] for line in printed.err.splitlines()]
+        return [line.split(": ")[2] for line in complaints(printed.err)]
 
     all_of_them = ["signing_key", "feed.push.private_key_file", "admin.token_file"]
     assert named() == named("--template") == all_of_them
@@ -304,7 +309,7 @@ def test_a_configuration_that_cannot_be_used_is_no_silent_default(
     ):
         assert run_command(["systemd-unit", "-c", str(file)]) == 0
         printed = capsys.readouterr()
-        assert printed.err.splitlines() == [
+        assert complaints(printed.err) == [
             f"fedsender: {problem}",
             "fedsender: so the unit has the usual limits and secrets",
         ]
@@ -327,7 +332,7 @@ def test_the_unit_names_files_as_systemd_takes_them(
     words = ["systemd-unit", "-c", "../config.yaml", "--executable", str(executable)]
     assert run_command(words) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert complaints(printed.err) == []
     written = str(place).replace("%", "%%")
     assert f"ExecStart={executable} run -c '{written}/config.yaml'\n" in printed.out
     assert f"LoadCredential=signing.key:{written}/signing.key\n" in printed.out
