@@ -17,7 +17,7 @@ from fedsender.store import debts, edus, event_rows, positions, tables
 from fedsender.store.engine import DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore, RoomsLocked
 from fedsender.store.leases import LeaseLost
-from fedsender.store.positions import NEVER_ACKED, NotAsLeft, SetBack
+from fedsender.store.positions import NEVER_ACKED, NotAsLeft, NotThere, SetBack
 from fedsender.store.records import Backoff, Lagging, OwedRoom, Redelivery, Settlement
 from fedsender.store.synapse import SynapseEdus, SynapseStore
 
@@ -210,6 +210,53 @@ async def test_a_room_that_is_being_purged_is_waited_for_by_nobody(postgres: Dat
             purge.commit()
             assert await store.commit_fan_out(50, {(ONE, "!a:x"): 41}) == {"!a:x"}
         assert database.trouble is None
+
+
+@pytest.mark.parametrize("newer", ["timeline", "position", "event"])
+async def test_who_waits_for_a_purge_hears_first_that_the_database_is_in_another_state(
+    postgres: Databases, newer: str
+) -> None:
+    """Else events would be set aside for later that are gone, or are owed anew."""
+    url, options = postgres.create_schema(synapse_schema.create), DatabaseOptions(ours=False)
+    settings = HomeserverSettings("synapse", "fed1", ("fed1",))
+    async with open_database(url, real_runtime(), name="main", options=options) as database:
+        store = SynapseStore(database, real_runtime(), settings)
+        await database.write(lambda connection: put_room(connection, "!a:x"))
+        await store.events_position()
+        await store.commit_fan_out(10, {})
+        if newer == "timeline":
+            store._timeline = "FFFFFFFF"
+        if newer == "position":
+            await database.write(
+                lambda connection: connection.execute(update(POSITIONS).values(stream_id=9))
+            )
+        newest, raised = ("$gone", NotThere) if newer == "event" else (None, SetBack)
+        with trio.fail_after(60), psycopg.connect(url) as purge:
+            purge.execute("SELECT room_version FROM rooms FOR UPDATE")
+            with pytest.raises(raised):
+                await store.commit_fan_out(30, {(ONE, "!a:x"): 20}, newest=newest)
+
+
+async def test_a_commit_under_way_goes_by_the_timeline_that_was_known_when_it_began(
+    postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of an operator's skip goes on while the tasks begin anew after a failover."""
+    url, options = postgres.create_schema(synapse_schema.create), DatabaseOptions(ours=False)
+    settings = HomeserverSettings("synapse", "fed1", ("fed1",))
+    async with open_database(url, real_runtime(), name="main", options=options) as database:
+        store = SynapseStore(database, real_runtime(), settings)
+        await store.events_position()
+        await store.commit_fan_out(10, {})
+        store._timeline = "FFFFFFFF"
+
+        def begin_anew(*_: Any) -> tuple[set[str], set[tuple[str, str]]]:
+            trio.from_thread.run_sync(store.begin_anew)
+            return set(), set()
+
+        monkeypatch.setattr(debts, "record_owed", begin_anew)
+        with pytest.raises(SetBack, match="timeline"):
+            await store.commit_fan_out(30, {})
+        assert (await store.generation()).position == 10
 
 
 async def test_the_position_is_never_moved_back(open_synapse: OpenSynapse) -> None:

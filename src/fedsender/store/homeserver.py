@@ -576,19 +576,20 @@ class HomeserverStore(ABC):
         """
         if not self._left:
             self._left = frozenset({(await self.generation()).position})
-        instance, left = self._settings.instance, self._left
+        # The timeline as we know it now: `begin_anew` forgets it, perhaps while this is under way.
+        instance, left, known = self._settings.instance, self._left, self._timeline
 
         def commit(connection: Connection) -> set[str]:
-            if self._timeline is None:
+            if known is None:
                 self._check_timeline(connection)
             self._check_stored(connection, position)
             gone, locked = debts.record_owed(connection, owed, first or {})
-            if locked:
-                raise RoomsLocked(locked)
             listed = self._settings.instances
             # A walk's notes may be gone, and our position as we left it: it is not to move on then.
-            on = self._timeline
-            positions.advance_events(connection, instance, left, position, listed, newest, on)
+            positions.advance_events(connection, instance, left, position, listed, newest, known)
+            # Only now: the caller sets events of these rooms aside, which are not to be gone.
+            if locked:
+                raise RoomsLocked(locked)
             return gone
 
         # Stays so after an error: a try before the last one may have been committed unheard.
