@@ -15,11 +15,11 @@ from tests.sender.test_locked_rooms import ALICE, NEAR, OLD, OTHER, PURGED, Post
 from tests.servers import Databases, Postgres, open_postgres
 from tests.store import synapse_schema
 
-from fedsender.sender.fan_out import FanOut
+from fedsender.sender.fan_out import FanOut, Standstill
 from fedsender.sender.recovery import _Recovery
 from fedsender.store import StoreError, positions, tables
 from fedsender.store.positions import SetBack
-from fedsender.store.records import Settlement
+from fedsender.store.records import Settlement, StoredEvent
 
 ROOM, ELSEWHERE = PURGED, OTHER
 DOWN = OLD
@@ -344,6 +344,29 @@ async def test_an_event_that_a_failover_takes_before_its_commit_hides_no_other(
                 connection.execute("SELECT nextval('events_stream_seq')")
             world.told(ELSEWHERE, 3, "new")
             await until(lambda: near.got == ["first", "new"])
+
+
+async def test_no_operator_passes_over_an_event_of_a_database_that_was_set_back(
+    world: FailingOver, server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I1: its token will be another event's."""
+    await world.found()
+    look_anew, skipped = _Recovery.look_anew, list[Standstill | None]()
+
+    async def look_and_skip(recovery: _Recovery) -> None:
+        await look_anew(recovery)
+        skipped.append(await world.sender.fan_out.skip(9))
+
+    with trio.fail_after(60):
+        async with world.run() as sender:
+            world.told(ELSEWHERE, 3, "first")
+            await until(lambda: world.servers[NEAR].got == ["first"])
+            monkeypatch.setattr(_Recovery, "look_anew", look_and_skip)
+            sender.fan_out.standstill = Standstill(StoredEvent(9, "$9", ROOM, b"{}"), "unforeseen")
+            move(server, world, -1)
+            world.told(ELSEWHERE, 3, "second")
+            await until(lambda: "second" in world.servers[NEAR].got)
+    assert skipped == [None]
 
 
 async def test_what_a_walk_had_noted_and_a_failover_takes_is_noted_again(

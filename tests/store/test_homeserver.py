@@ -240,7 +240,7 @@ async def test_who_waits_for_a_purge_hears_first_that_the_database_is_in_another
 async def test_a_commit_under_way_goes_by_the_timeline_that_was_known_when_it_began(
     postgres: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of an operator's skip goes on while the tasks begin anew after a failover."""
+    """And by the position that was: who begins anew forgets both."""
     url, options = postgres.create_schema(synapse_schema.create), DatabaseOptions(ours=False)
     settings = HomeserverSettings("synapse", "fed1", ("fed1",))
     async with open_database(url, real_runtime(), name="main", options=options) as database:

@@ -212,14 +212,17 @@ class FanOut:
         events.fall(max(self.position, min(written.values(), default=self.position)))
         await trio.sleep(HEAR_ANEW_S)
 
-    async def begin_anew(self, position: int) -> None:
-        """Go back to this position: the database was set back. `run` does not run now."""
-        # Else an operator's skip could move the position, by a token that is void.
+    async def forget_standstill(self) -> None:
+        """Have no operator pass over an event any more: its token is void. `run` does not run."""
         async with self._turn:
-            self.position, self._walked = position, -1
-            self._one_by_one, self.standstill = 0, None
-            self._behind_since = self._received_ms = None
-            self._emptied += 1
+            self.standstill = None
+
+    def begin_anew(self, position: int) -> None:
+        """Go back to this position: the database was set back, and the standstill is forgotten."""
+        self.position, self._walked = position, -1
+        self._one_by_one = 0
+        self._behind_since = self._received_ms = None
+        self._emptied += 1
 
     async def _step_or_stand(self, upto: int) -> None:
         """Make one step; if a step for a single event raises, note that event as standstill."""

@@ -350,6 +350,8 @@ class Sender:
         context.debts.forget()
         context.receipt_pages.forget()
         context.room_pages.forget()
+        # Before the store forgets where we were: a skip would move the position from anywhere.
+        await self.fan_out.forget_standstill()
         position = await begin_anew(
             self._store,
             context.ledger,
@@ -359,7 +361,7 @@ class Sender:
             homeserver.set_back_because,
         )
         await self.edus.begin_anew(position)
-        await self.fan_out.begin_anew(position)
+        self.fan_out.begin_anew(position)
         written = await homeserver.event_writer_positions()
         self.events.fall(max(position, min(written.values(), default=position)))
         await self.registry.open()

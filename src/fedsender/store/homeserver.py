@@ -576,7 +576,7 @@ class HomeserverStore(ABC):
         """
         if not self._left:
             self._left = frozenset({(await self.generation()).position})
-        # The timeline as we know it now: `begin_anew` forgets it, perhaps while this is under way.
+        # As they are at the call: `begin_anew` forgets both.
         instance, left, known = self._settings.instance, self._left, self._timeline
 
         def commit(connection: Connection) -> set[str]:
