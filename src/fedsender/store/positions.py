@@ -225,10 +225,12 @@ def advance_events(
     # Not from beyond `position`: somebody else moved it there.
     places = [min(place, position) for place in left]
     given = {"least": min(places), "most": max(places), "position": position, "instance": instance}
+    if newest is not None:
+        given["newest"] = newest
+    if known is not None:
+        given["timeline"] = known
     # All of it in one statement, as each is a round trip. Why it does not match is asked after.
     statement = _advance(if_there=newest is not None, on_timeline=known is not None)
-    given |= {"newest": newest} if newest is not None else {}
-    given |= {"timeline": known} if known is not None else {}
     if connection.execute(statement, given).rowcount == len(SHARED):
         return
     if known is not None:
