@@ -1,8 +1,11 @@
 """Turns of the loop and lines in fair order, on the virtual clock and a clock of CPU time that only
 moves when work is done."""
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -119,6 +122,28 @@ async def test_nobody_waits_while_a_pass_has_time_for_all(autojump_clock: MockCl
             await loop.take("a.example", PASS_S / 101)
     assert not scope.cancelled_caught
     assert loop.turns.waited == 0
+
+
+async def test_an_error_after_a_wait_leaves_nothing_behind(autojump_clock: MockClock) -> None:
+    """What fails in a turn is a connection; Python's next search for cycles may be an hour away."""
+
+    class Work:
+        def fail(self) -> None:
+            raise ValueError
+
+    loop, work = Loop(), Work()
+    await loop.take("a.example", 2 * PASS_S)
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            await loop.turns.take(("b.example",), None, work.fail)
+        assert loop.turns.waited == 1
+        left = weakref.ref(work)
+        del work
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_pass_of_the_loop_has_one_turn_more_than_its_time(

@@ -592,7 +592,10 @@ class Turns(trio.abc.Instrument):
             if not self._led and (following := next(iter(self._line), None)) is not None:
                 following.called.set()
         if turn.error is not None:
-            raise turn.error
+            try:
+                raise turn.error
+            finally:
+                del turn  # Its error and this frame would keep each other.
         return turn.result  # type: ignore[return-value]  # it was had
 
     def _serve(self) -> None:

@@ -142,6 +142,25 @@ class Network(Protocol):
         ...
 
 
+async def open_first(network: Network, addresses: Sequence[str], port: int) -> trio.abc.Stream:
+    """A connection to the first of a host's addresses that takes one, tried in this order.
+
+    Raises OutOfResources at once, and in the end the last address's OSError.
+    """
+    failure = OSError("no address")
+    try:
+        for address in addresses:
+            try:
+                return await network.open_tcp(address, port)
+            except OutOfResources:
+                raise
+            except OSError as error:
+                failure = error
+        raise failure
+    finally:
+        del failure  # It and this frame would keep each other.
+
+
 class Limiter(AbstractAsyncContextManager[None], Protocol):
     """A bound on worker threads: `trio.CapacityLimiter`, or `waiting.Slots`."""
 

@@ -339,9 +339,13 @@ class MeteredTls(ssl.SSLObject):
     def _refuse_end(self) -> None:
         """Raise what OpenSSL raises, if the peer has ended without a goodbye."""
         if self._fed.eof:
-            ended = ssl.SSLEOFError(ssl.SSL_ERROR_EOF, "EOF occurred in violation of protocol")
-            ended.reason = "UNEXPECTED_EOF_WHILE_READING"
-            raise ended from None
+            raise _unexpected_end() from None
+
+
+def _unexpected_end() -> ssl.SSLEOFError:
+    ended = ssl.SSLEOFError(ssl.SSL_ERROR_EOF, "EOF occurred in violation of protocol")
+    ended.reason = "UNEXPECTED_EOF_WHILE_READING"
+    return ended
 
 
 class ServedTls(MeteredTls):

@@ -1,5 +1,6 @@
 """Servers on loopback TLS that do what a test tells them to, and a network whose DNS is a table."""
 
+import gc
 import os
 import random
 import resource
@@ -38,6 +39,7 @@ from fedsender.runtime import (
 )
 from fedsender.store.records import Discovered
 from fedsender.telemetry import Metrics
+from fedsender.tls import TlsStream
 from fedsender_lab.testing.http import Request, RequestReader
 
 OURS = "ours.example"
@@ -326,6 +328,19 @@ async def one_server(
         client_of(directory, None, **settings) as client,
     ):
         yield client, server
+
+
+@contextmanager
+def no_stream_left() -> Iterator[None]:
+    """No TLS stream of the body waits for Python's search for cycles: that may be an hour away, and
+    OpenSSL has 31 KB for each."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        assert not [each for each in gc.get_objects() if isinstance(each, TlsStream)]
+    finally:
+        gc.enable()
 
 
 async def send(

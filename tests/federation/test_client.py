@@ -1,10 +1,12 @@
 """Peers and the connections they leave behind, over real TLS where TLS matters."""
 
 import json
+import math
 import re
 import socket
 import ssl
 from base64 import b64decode
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.federation.servers import (
     client_of,
     nameserver,
     no_descriptors,
+    no_stream_left,
     one_server,
     read_request,
     response,
@@ -360,6 +363,38 @@ async def test_an_exchange_is_cut_by_another_task(tmp_path: Path) -> None:
                     await send(peer, body=body)
             assert caught.value.sent
             assert client.connections.open == 0
+
+
+@pytest.mark.parametrize("body", [BODY, b'{"pdus":[' + b" " * 20_000_000 + b"]}"])
+@pytest.mark.parametrize("end", ["cut", "closed", "garbage", "late"])
+async def test_a_connection_that_failed_is_gone_at_once(
+    tmp_path: Path, end: str, body: bytes
+) -> None:
+    asked = trio.Event()
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        await stream.receive_some(1)
+        asked.set()
+        if end == "garbage":
+            await stream.send_all(b"no HTTP\r\n\r\n")
+        if end != "closed":
+            await trio.sleep_forever()
+
+    async def cut_it() -> None:
+        await asked.wait()
+        if end == "cut":
+            peer.cut()
+
+    async with (
+        one_server(tmp_path, converse) as (client, server),
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
+    ):
+        with no_stream_left():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(cut_it)
+                with suppress(SendFailed), trio.move_on_after(0.2 if end == "late" else math.inf):
+                    await send(peer, body=body)
+                    raise AssertionError("there is no answer")
 
 
 async def test_peer_left_while_holding_a_connection_gives_it_back(tmp_path: Path) -> None:

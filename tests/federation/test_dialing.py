@@ -1,12 +1,15 @@
 """Which address is connected to, and whether the other end is who it should be."""
 
+import gc
 import ipaddress
 import random
 import re
 import ssl
 import time
+import weakref
 from base64 import encodebytes
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -123,7 +126,7 @@ class Roads(RealNetwork):
         self.tried.append((trio.current_time(), address))
         road = self.roads[address]
         if isinstance(road, OSError):
-            raise road
+            raise type(road)(*road.args)
         self.opening += 1
         try:
             await trio.sleep(road)
@@ -260,6 +263,24 @@ async def test_failure_is_said_once_and_names_every_address(
         await dial(dialer_on(Roads(roads)), V6, V4)
     assert (caught.value.kind, caught.value.text) == (kind, text)
     assert trio.current_time() <= 10
+
+
+async def test_a_race_that_all_lose_leaves_nothing_behind(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Nothing waits for Python's search for cycles: dead servers are tried for weeks."""
+    dialer = dialer_on(Roads({V6: HANGS, V4: refused(), OTHER: OutOfResources(24, "x")}))
+    gc.collect()
+    gc.disable()
+    try:
+        for addresses in ((V6, V4), (V4, OTHER)):
+            with suppress(Unreachable, OutOfResources):
+                await dial(dialer, *addresses)
+        left = weakref.ref(dialer.network)
+        del dialer
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 async def test_only_permitted_addresses_are_tried() -> None:

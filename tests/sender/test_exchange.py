@@ -16,6 +16,7 @@ from tests.federation.servers import (
     Conversation,
     TableNetwork,
     client_of,
+    no_stream_left,
     one_server,
     read_request,
     serving,
@@ -73,6 +74,24 @@ def silent_after(answers: int) -> Conversation:
         await trio.sleep_forever()
 
     return converse
+
+
+@pytest.mark.parametrize("converse", [closing_after(1, []), silent_after(1), silent_after(0)])
+async def test_connections_whose_exchanges_ended_early_are_gone_at_once(
+    tmp_path: Path, converse: Conversation
+) -> None:
+    async with (
+        one_server(tmp_path, converse) as (client, server),
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
+        exchange_of() as exchange,
+    ):
+        with no_stream_left():
+            for _ in range(3):
+                await put(exchange, peer, seconds=0.2)
+            peer.forget()
+            client.connections.drop(NAME)
+            # Until then trio has the error that a task was last woken with.
+            await trio.lowlevel.checkpoint()
 
 
 # --- a connection that the server had closed ------------------------------------------------------

@@ -473,7 +473,7 @@ class Peer:
     def cut(self) -> None:
         """End the exchange under way, with `SendFailed`; another task may do so."""
         if self._held is not None:
-            self._held.connection.cut(ExchangeFailed("timeout", "we gave it up"))
+            self._held.connection.cut("timeout", "we gave it up")
 
     async def version_answers(self) -> bool:
         """Whether a homeserver answers an unsigned `GET /_matrix/federation/v1/version`: with a
@@ -768,13 +768,15 @@ class Exchange(Alarm):
             except Stale as stale:
                 if self._ended is not None:
                     raise
-                was_stale = stale
+                # Not the error itself: it and this frame would keep each other.
+                told = stale.kind, stale.text, stale.sent
             finally:
                 self._peer = None
             # One new connection is part of the same attempt (I5), and no new one is stale.
             try:
                 if not await self._connect(peer):
-                    raise was_stale
+                    kind, text, sent = told
+                    raise Stale(kind, text, sent=sent)
             except Unreachable as error:
                 raise SendFailed("closed", error.text, sent=True) from error
 

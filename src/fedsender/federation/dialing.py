@@ -256,24 +256,28 @@ class Dialer:
                         nursery.start_soon(attempt, address, failed, within_s)
                         with trio.move_on_after(stagger_s):
                             await failed.wait()
+            if won:
+                await _close_all(won[1:])
+                return won[0]
+            raise self._refusal(candidates, failures, tls_name)
         except BaseException:
             await _close_all(won)
             raise
-        await _close_all(won[1:])
-        if not won:
-            lacks = (error for _, error in failures if isinstance(error, OutOfResources))
-            raise next(lacks, None) or self._refusal(candidates, failures, tls_name)
-        return won[0]
+        finally:
+            failures.clear()  # Each knows of a frame that knows of them.
 
     def _refusal(
         self,
         candidates: Sequence[Address],
         failures: Sequence[tuple[Address, OSError]],
         tls_name: str,
-    ) -> Unreachable:
-        """The error: each failure once, with its addresses. No failure means: no time left."""
+    ) -> Unreachable | OutOfResources:
+        """The error: what we lack; or each failure once, with its addresses. No failure means: no
+        time left."""
         places: dict[str, list[str]] = {}
         for address, error in failures:
+            if isinstance(error, OutOfResources):
+                return error
             # The words of the proxy name the address.
             where = [] if isinstance(error, ProxyRefused) else [self._way(address, tls_name)]
             places.setdefault(reason(error), []).extend(where)

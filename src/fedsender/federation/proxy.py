@@ -21,7 +21,14 @@ from fedsender.config.sections import Proxy as Settings
 from fedsender.config.values import IpNetwork, TcpAddress, read_secret
 from fedsender.federation.transport import reason, words
 from fedsender.matrix import ip_of
-from fedsender.runtime import NameNotFound, Network, OutOfResources, RecordType, ResolveFailed
+from fedsender.runtime import (
+    NameNotFound,
+    Network,
+    OutOfResources,
+    RecordType,
+    ResolveFailed,
+    open_first,
+)
 
 MAX_HEAD_BYTES: Final = 8192
 """Of the proxy's answers to one CONNECT, interim ones included."""
@@ -139,7 +146,8 @@ class Proxy:
     async def _reach(self, within_s: float) -> trio.abc.Stream:
         try:
             with trio.fail_after(within_s):
-                stream = await self._open_tcp()
+                addresses = await self._addresses()
+                stream = await open_first(self._network, addresses, self._address.port)
                 if self._context is None:
                     return stream
                 try:
@@ -159,18 +167,6 @@ class Proxy:
             ResolveFailed,
         ) as error:
             raise self._broken(f"no connection to {self.name}: {reason(error)}") from None
-
-    async def _open_tcp(self) -> trio.abc.Stream:
-        """Try the addresses of the proxy one after the other."""
-        failure: OSError = OSError("no address")
-        for address in await self._addresses():
-            try:
-                return await self._network.open_tcp(address, self._address.port)
-            except OutOfResources:
-                raise
-            except OSError as error:
-                failure = error
-        raise failure
 
     async def _addresses(self) -> tuple[str, ...]:
         host = self._address.host

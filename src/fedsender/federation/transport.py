@@ -127,7 +127,7 @@ class AnswerMemory:
             self.ended(oldest)
             most = self._maximum
             text = f"our memory for answers was full ({most} bytes), this one the oldest"
-            oldest.cut(ExchangeFailed("crowded", text))
+            oldest.cut("crowded", text)
 
     def ended(self, connection: "Connection") -> None:
         """Note that the answer on this connection was read, or given up."""
@@ -301,7 +301,9 @@ class Connection:
         self.sent = False
         self.heard = False
         self.reusable = True
-        self._cut: ExchangeFailed | None = None
+        # No error, which would keep the frame that raises it, and that the connection, until
+        # Python's next search for cycles: an hour, with all that OpenSSL has for it.
+        self._cut: tuple[FailureKind, str] | None = None
 
     async def exchange(
         self,
@@ -340,7 +342,8 @@ class Connection:
         except trio.BrokenResourceError as error:
             raise ExchangeFailed("closed", f"the connection broke: {reason(error)}") from error
         except trio.ClosedResourceError as error:
-            raise self._cut or ExchangeFailed("closed", "closed on this side") from error
+            kind, text = self._cut or ("closed", "closed on this side")
+            raise ExchangeFailed(kind, text) from error
         finally:
             if not (reader.complete and reader.keep_alive):
                 close_now(self.stream)
@@ -348,9 +351,9 @@ class Connection:
         self.reusable = reader.keep_alive and self._cut is None
         return reader.response()
 
-    def cut(self, why: ExchangeFailed) -> None:
-        """End the exchange under way: it raises this error."""
-        self._cut = why
+    def cut(self, kind: FailureKind, text: str) -> None:
+        """End the exchange under way: it raises `ExchangeFailed` with these."""
+        self._cut = kind, text
         close_now(self.stream)
 
     def close(self) -> None:
@@ -382,7 +385,10 @@ class Connection:
                 failure = error
             nursery.cancel_scope.cancel()
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # Nor may it and this frame keep each other.
         # Half a request lies behind an answer that came before the body was out.
         reader.keep_alive &= written
 

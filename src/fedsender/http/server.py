@@ -382,9 +382,7 @@ class Doorkeeper:
                 await self._read_body(receive, body, self._page.body_bytes)
             await self._page.answer(scope, bytes(body), send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            raise refusal
+        self._admit(scope)
         self._under_way += 1
         try:
             await self._read_body(receive, body, self._bounds.body_bytes)
@@ -426,31 +424,27 @@ class Doorkeeper:
         if sum(map(body.count, b"[{,")) > MAX_PARTS:
             raise _too_large(bounds, f"{MAX_PARTS:,} parts")
 
-    def _refusal(self, scope: "Scope") -> Refusal | None:
-        """Why this request may not pass; None: it may."""
+    def _admit(self, scope: "Scope") -> None:
+        """Raise Refusal if this request may not pass."""
         expected = self._token()
         if expected is None:
             setting = self._bounds.setting
             text = f"no access token is configured: set {setting} to use this endpoint"
-            return Refusal(403, "M_FORBIDDEN", text)
+            raise Refusal(403, "M_FORBIDDEN", text)
         if self._page is None or not self._page.admits(scope):
-            refusal = self._token_refusal(scope, expected)
-            if refusal is not None:
-                return refusal
+            self._check_token(scope, expected)
         if self._under_way >= self._bounds.requests:
-            return Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
-        return None
+            raise Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
 
-    def _token_refusal(self, scope: "Scope", expected: str) -> Refusal | None:
-        """Why the request's token is not the right one; None: it is."""
+    def _check_token(self, scope: "Scope", expected: str) -> None:
+        """Raise Refusal if the request's token is not the right one."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not token:
             text = "an access token is missing: send it as Authorization: Bearer"
-            return Refusal(401, "M_MISSING_TOKEN", text)
+            raise Refusal(401, "M_MISSING_TOKEN", text)
         if not hmac.compare_digest(token.strip(), expected.encode().strip()):
-            return Refusal(401, "M_UNKNOWN_TOKEN", "the access token is not the configured one")
-        return None
+            raise Refusal(401, "M_UNKNOWN_TOKEN", "the access token is not the configured one")
 
 
 def _names_this_machine(scope: "Scope") -> bool:

@@ -10,7 +10,7 @@ import trio
 
 from fedsender.config.values import TcpAddress, UnixAddress
 from fedsender.federation.transport import reason
-from fedsender.runtime import NameNotFound, ResolveFailed, Runtime
+from fedsender.runtime import NameNotFound, ResolveFailed, Runtime, open_first
 
 CONNECT_S = 30.0
 
@@ -44,25 +44,16 @@ async def connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
 async def _connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
     if isinstance(endpoint.address, UnixAddress):
         return await runtime.network.open_unix(endpoint.address.path)
-    stream = await _open_tcp(endpoint.address, runtime)
+    host = endpoint.address.host
+    addresses = await _addresses(host, runtime)
+    stream = await open_first(runtime.network, addresses, endpoint.address.port)
     if endpoint.tls is None:
         return stream
     try:
-        return await runtime.network.start_tls(stream, endpoint.tls, endpoint.address.host)
+        return await runtime.network.start_tls(stream, endpoint.tls, host)
     except BaseException:
         await trio.aclose_forcefully(stream)
         raise
-
-
-async def _open_tcp(address: TcpAddress, runtime: Runtime) -> trio.abc.Stream:
-    """Try the addresses of the host one after the other."""
-    failure: OSError = OSError("no address")
-    for numeric in await _addresses(address.host, runtime):
-        try:
-            return await runtime.network.open_tcp(numeric, address.port)
-        except OSError as error:
-            failure = error
-    raise failure
 
 
 async def _addresses(host: str, runtime: Runtime) -> list[str]:

@@ -209,10 +209,9 @@ class RedisLink:
                 if command is not None:
                     self._failures = 0
                     return command
-        except Disconnected as error:
-            gone = error
-        await self._drop(session, str(gone))
-        raise gone
+        except Disconnected as gone:
+            await self._drop(session, str(gone))
+            raise
 
     def _command_in(self, reply: Reply) -> Command | None:
         """The command in a message; None for other pushed replies, or an unreadable message."""
