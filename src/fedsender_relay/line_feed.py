@@ -234,22 +234,23 @@ class _TokenOrder:
 
     def __init__(self) -> None:
         self.newest = -1
-        self._seen: OrderedDict[int, tuple[frozenset[int], str]] = OrderedDict()
+        # What each token was about, and the hashes of its rows.
+        self._seen: OrderedDict[int, tuple[str, *tuple[int, ...]]] = OrderedDict()
 
     def is_new(self, fact: Fact) -> bool:
         """Whether this fact came for the first time. Raises BadRow, which names both."""
         token, rows = fact
         # Notices are all the same to a store of ours: it refuses them, whatever they name.
-        marks = frozenset(0 if _noticed(row) else hash(repr(row)) for row in rows)
+        marks = [0 if _noticed(row) else hash(repr(row)) for row in rows]
         name = _names(rows)
         if token > self.newest:
             self.newest = token
-            self._seen[token] = marks, name
+            self._seen[token] = name, *marks
             if len(self._seen) > self.REMEMBERED:
                 self._seen.popitem(last=False)
             return True
-        known, before = self._seen.get(token, (frozenset(), ""))
-        if marks <= known:
+        before, *known = self._seen.get(token, ("",))
+        if set(marks) <= set(known):
             return False
         if not before:
             raise BadRow(f"stream {STREAM}: {name} has token {token}, after token {self.newest}")

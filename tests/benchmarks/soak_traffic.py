@@ -28,6 +28,8 @@ MOST_FOR_PRESENCE: Final = 100
 """Servers that share a room with somebody whose device, or presence, changes."""
 TO_DEVICE_AT_ONCE: Final = 5
 CIPHERTEXT: Final = "x" * 300
+RECORDS_BEFORE: Final = 10_000
+"""A line feed remembers so many tokens: that memory is full from the start."""
 
 
 class Traffic:
@@ -79,6 +81,10 @@ class Traffic:
                 self._homeserver.set_membership(room, user, user, "join")
         for step in self._homeserver.steps:
             self._note(NewRecord(step.rows, step.event.event_id), step)
+        # Nobody joins and nobody leaves.
+        nothing = [["hosts", [self._homeserver.steps[0].event.room_id, [], []]]]
+        for number in range(RECORDS_BEFORE):
+            self._note(NewRecord(nothing, f"before {number}"))
         await self._flush()
 
     def _note(self, record: NewRecord, step: Step | None = None) -> None:
