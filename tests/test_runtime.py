@@ -1,5 +1,6 @@
 """The real seams that no simulation covers: DNS over the wire, and looking at sockets."""
 
+import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -9,6 +10,7 @@ from random import Random
 import dns.exception
 import dns.flags
 import dns.message
+import dns.resolver
 import dns.rrset
 import pytest
 import trio
@@ -154,6 +156,32 @@ async def test_a_dns_answer_that_is_dear_to_read_is_not_read(
         else:
             with pytest.raises(ResolveFailed, match=refusal):
                 await RealNetwork().resolve("b.example", "A", [address])
+
+
+@pytest.mark.parametrize("count", [40, 41])
+async def test_a_question_that_fails_leaves_nothing_behind(count: int) -> None:
+    """Python's next search for cycles may be an hour away, and dead names are asked for daily."""
+
+    def truncated(data: bytes) -> list[bytes]:
+        reply = dns.message.make_response(dns.message.from_wire(data))
+        reply.flags |= dns.flags.TC
+        return [reply.to_wire()]
+
+    def by_tcp(data: bytes) -> bytes:
+        reply = dns.message.make_response(dns.message.from_wire(data))
+        reply.answer = [addresses("b.example.", count)]
+        return reply.to_wire()
+
+    async with dns_server(truncated, by_tcp) as address:
+        gc.collect()
+        gc.disable()
+        try:
+            with suppress(ResolveFailed):
+                await RealNetwork().resolve("b.example", "A", [address])
+            left = [each for each in gc.get_objects() if isinstance(each, dns.resolver._Resolution)]
+            assert not left
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("kept", [12, 40, 500])

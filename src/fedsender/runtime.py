@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -234,6 +235,10 @@ class SteadyClock:
         return ahead if abs(ahead) >= 1000 else 0
 
 
+_FAILURES: ContextVar[list[Exception]] = ContextVar("_FAILURES")
+"""Of the questions of one look-up."""
+
+
 class _Nameserver(Do53Nameserver):
     """A DNS server whose answers we check before dnspython builds anything from them. They are read
     in turns, and the site of the name pays."""
@@ -253,17 +258,20 @@ class _Nameserver(Do53Nameserver):
         one_rr_per_rrset: bool = False,
         ignore_trailing: bool = False,
     ) -> dns.message.Message:
-        with trio.fail_after(timeout):
-            answer = await (self._by_tcp if max_size else self._by_udp)(request.to_wire())
-
         def read() -> dns.message.Message:
             check_dns_answer(answer)
             return dns.message.from_wire(answer)
 
-        payers = (site_of(request.question[0].name.to_text(omit_final_dot=True)),)
-        response = await self._turns.take(payers, self._turns.lookup, read)
-        if not request.is_response(response):
-            raise dns.query.BadResponse
+        try:
+            with trio.fail_after(timeout):
+                answer = await (self._by_tcp if max_size else self._by_udp)(request.to_wire())
+            payers = (site_of(request.question[0].name.to_text(omit_final_dot=True)),)
+            response = await self._turns.take(payers, self._turns.lookup, read)
+            if not request.is_response(response):
+                raise dns.query.BadResponse
+        except Exception as error:
+            _FAILURES.get().append(error)
+            raise
         return response
 
     async def _by_udp(self, question: bytes) -> bytes:
@@ -400,6 +408,8 @@ class RealNetwork:
             if rdtype not in local:
                 raise NameNotFound(f"{name}: no {rdtype} in {_HOSTS_FILE}", ttl_s=_HOSTS_FILE_TTL_S)
             return Records(local[rdtype], ttl_s=_HOSTS_FILE_TTL_S)
+        failures: list[Exception] = []
+        token = _FAILURES.set(failures)
         try:
             answer = await self._resolver(nameservers).resolve(
                 dns.name.from_text(name), rdtype, raise_on_no_answer=False, search=False
@@ -410,6 +420,11 @@ class RealNetwork:
             raise NameNotFound(f"{name}: not a DNS name", ttl_s=_BAD_NAME_TTL_S) from error
         except (dns.exception.DNSException, OSError) as error:
             raise our_lack(error) or ResolveFailed(f"{name} {rdtype}: {error}") from error
+        finally:
+            _FAILURES.reset(token)
+            # dnspython keeps them, in a frame to which their tracebacks lead.
+            for failure in failures:
+                failure.__traceback__ = None
         ttl = answer.chaining_result.minimum_ttl
         if answer.rrset is None:
             raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=ttl)
