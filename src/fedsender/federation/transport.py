@@ -301,8 +301,8 @@ class Connection:
         self.sent = False
         self.heard = False
         self.reusable = True
-        # No error, which would keep the frame that raises it, and that the connection, until
-        # Python's next search for cycles: an hour, with all that OpenSSL has for it.
+        # Not the error itself. Once raised, it would keep its frames, and they us, with OpenSSL's
+        # 31 KB, until Python's next search for cycles, which may be an hour away.
         self._cut: tuple[FailureKind, str] | None = None
 
     async def exchange(
