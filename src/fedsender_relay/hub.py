@@ -339,7 +339,9 @@ class _PlainLog:
         try:
             while after < upto and (found := await self._log.read(after, READ_PIECE)):
                 after = found[-1].token
-                if facts := _facts_in(without_edus(b"".join(each.lines for each in found))):
+                # What came meanwhile is beyond what was asked for, and would be read again.
+                asked = b"".join(each.lines for each in found if each.token <= upto)
+                if facts := _facts_in(without_edus(asked)):
                     return facts
         except Collected as gone:
             text = f"the log has {gone.first} to {gone.head}, and not what follows {after}"

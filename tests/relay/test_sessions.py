@@ -94,6 +94,24 @@ async def test_18_an_observer_gets_no_edus_and_every_record_still_ends(
         assert world.state("whoever") is None
 
 
+async def test_18_an_observer_gets_each_record_once_while_more_come(autojump_clock: Clock) -> None:
+    """18: what is appended while it reads comes after the POSITION that it asked for."""
+    async with World().running() as world:
+        await world.append(3, size=200_000)
+        observer = world.connect(lockstep=True)
+        await observer.greet()
+        await observer.say("REPLICATE events 0")
+        lines = [await observer.until("RDATA events 1 ")]
+        await world.append(2)
+        lines += [str(await observer.hear()) for _ in range(5)]
+        words = [line.split()[::2][:2] for line in lines]
+        assert words == [
+            *(["RDATA", token] for token in "123"),
+            ["POSITION", "3"],
+            *(["RDATA", token] for token in "45"),
+        ]
+
+
 async def test_19_a_record_that_was_cut_off_comes_again_whole(autojump_clock: Clock) -> None:
     """19: the connection ends inside a batch; what follows the last acknowledged token is sent."""
     async with World().running() as world:
