@@ -13,7 +13,6 @@ the events are in a database that we read in place.
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,6 @@ import trio
 
 from fedsender.embedded.appends import News
 from fedsender.embedded.facts import (
-    EPHEMERAL_STREAMS,
     SERVER_UP,
     STREAM,
     BadRow,
@@ -35,6 +33,7 @@ from fedsender.embedded.facts import (
     RelayRow,
     ToDeviceRow,
     parse_relay_row,
+    prepare_ephemeral,
     redacted_in,
     tell_ephemeral,
 )
@@ -527,9 +526,13 @@ class EmbeddedFeed(LineFeed):
         self._position = found.place.position
 
     def _tell(self, stream: str, _token: int, value: Json) -> Receipt | None:
+        try:
+            row = prepare_ephemeral(stream, value)
+        except BadRow:
+            return None  # Nor does a store take it.
         receipt = self._taking.tell(stream, value)
-        if receipt is None and stream in EPHEMERAL_STREAMS:
-            self._taking.pass_on(stream, json.dumps(value))
+        if receipt is None:
+            self._taking.pass_on(stream, row.row.decode())
         return receipt
 
     def _server_up(self, server: str) -> None:

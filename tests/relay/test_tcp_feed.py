@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import ssl
 from collections.abc import AsyncIterator
@@ -324,6 +325,30 @@ async def test_servers_and_edu_rows_are_taken_on_tcp_as_on_push(tmp_path: Path) 
             assert found is not None
             assert (found.token, list(found.servers)) == (2, ["b.example"])
             assert sink.to_device == ["b.example"]
+
+
+async def test_an_ephemeral_row_that_no_database_holds_ends_nothing(tmp_path: Path) -> None:
+    """It is passed over, as push refuses it, and those after it are taken."""
+    path = tmp_path / "r.sock"
+    sink = RecordingSink()
+    receipt = ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]
+    async with (
+        homeserver_store(tmp_path) as store,
+        open_replication_server(
+            SERVER, {"events": Log()}, [await listen_unix(path)], real_runtime()
+        ) as homeserver,
+    ):
+        config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
+        async with open_feed(config, real_runtime(), store, sink) as feed:
+            await until(lambda: feed.status().level)
+            (session,) = homeserver.sessions
+            for bad in ("$\ud800", "$\0", "$" * 300):
+                row = json.dumps([*receipt[:3], bad, *receipt[4:]])
+                assert session.offer(f"RDATA receipts 1 {row}\n".encode())
+            assert session.offer(b'RDATA typing 2 ["!\\ud800", ["@a:hs.example"]]\n')
+            await trio.sleep(0.1)
+            assert session.offer(f"RDATA receipts 3 {json.dumps(receipt)}\n".encode())
+            await until(lambda: sink.edus.receipts.value == 1)
 
 
 # --- TLS and secrets ------------------------------------------------------------------------------
