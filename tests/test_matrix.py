@@ -93,6 +93,14 @@ def test_what_is_no_server_name_is_refused(text: str) -> None:
     assert not matrix.is_server_name(text)
 
 
+def test_a_text_that_is_too_long_for_a_server_name_is_not_remembered() -> None:
+    longest, longer = f"{'x' * 255}:65535", "x" * 262
+    assert matrix.is_server_name(longest)
+    held = sys.getrefcount(longer)
+    assert not matrix.is_server_name(longer)
+    assert sys.getrefcount(longer) == held
+
+
 def test_an_identifiers_server_is_all_after_its_first_colon() -> None:
     assert server_of("@user:[::1]:8448") == "[::1]:8448"
     for text in ("@user", "!hash_of_a_version_12_room", "@user:", ""):

@@ -115,9 +115,14 @@ def parse_server_name(text: str) -> tuple[str, int | None]:
     return literal or name, None if port is None else int(port)
 
 
-@lru_cache(maxsize=16_384)
 def is_server_name(text: str) -> bool:
     """Whether `text` is a server name; remembers the last few thousand answers."""
+    # No longer text is one, and it is not remembered.
+    return len(text) <= MAX_SERVER_NAME + len(":65535") and _is_server_name(text)
+
+
+@lru_cache(maxsize=16_384)
+def _is_server_name(text: str) -> bool:
     try:
         parse_server_name(text)
     except ValueError:
