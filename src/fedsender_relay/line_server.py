@@ -29,7 +29,7 @@ import structlog
 import trio
 
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
-from fedsender.matrix import network_of
+from fedsender.matrix import is_server_name, network_of
 from fedsender.replication.commands import (
     BadLine,
     FederationAck,
@@ -251,8 +251,9 @@ class Session:
                 self._subscribe_today()
             case ReplicateFrom(stream, token):
                 await self._subscribe(stream, token)
-            case RemoteServerUp():
-                self._server.announce(command, but=self)
+            case RemoteServerUp(server):
+                if is_server_name(server):
+                    self._server.announce(command, but=self)
             case Unknown(word) if word in WORKERS_WORDS:
                 pass
             case Unknown():

@@ -318,7 +318,9 @@ async def test_slow_client_is_cut_off_and_comes_back_for_the_rest(
 async def test_remote_server_up_goes_to_all_but_who_said_it() -> None:
     async with serving({}) as (server, nursery):
         one, two, three = [await join(server, nursery) for _ in range(3)]
-        await one.say("NAME one", "REMOTE_SERVER_UP b.example:8448")
+        # What is no name of a server is told to nobody: a thousand of these may wait for each.
+        await one.say("NAME one", f"REMOTE_SERVER_UP {'b' * 200_000}")
+        await one.say("REMOTE_SERVER_UP b.example:8448")
         assert await two.hear() == "REMOTE_SERVER_UP b.example:8448"
         assert await three.hear() == "REMOTE_SERVER_UP b.example:8448"
         await two.say("FEDERATION_ACK 5", "REMOTE_SERVER_UP c.example")
