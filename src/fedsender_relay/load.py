@@ -53,7 +53,7 @@ from fedsender.embedded.facts import (
     ToDeviceRow,
     parse_relay_row,
 )
-from fedsender.embedded.feeding import Steps
+from fedsender.embedded.feeding import Step, Steps
 from fedsender.embedded.stays import open_stays, store_told
 from fedsender.embedded.store import EmbeddedStore
 from fedsender.store import positions, tables
@@ -172,7 +172,7 @@ class _Loading:
         self._late: _Rows = []
 
     def run(self) -> Steps[Loaded]:
-        here = yield self._rooms_here
+        here = yield self._step(self._rooms_here)
         for part in range(PARTS):
             first = yield from self._load_events(part)
             yield from self._load_hosts(part, first, here.pop(part, set()))
@@ -182,7 +182,26 @@ class _Loading:
         told = frozenset(self._to_device), frozenset(self._redacted)
         return Loaded(self._reached, self._events, *told)
 
+    def _step(self, step: Step, *, again: bool = True) -> Step:
+        """The next step, which raises SetBack if the database has lost the one before.
+
+        `again`: whether it may be run again once it was durable.
+        """
+        self._steps += 1
+        number = self._steps
+
+        def run(connection: Connection) -> Any:
+            fresh = positions.next_step(connection, number)
+            return step(connection) if fresh or again else None
+
+        return run
+
     def _finish(self, connection: Connection) -> None:
+        if positions.unfinished_load(connection) is None and (
+            positions.feed_position(connection) == self._reached
+        ):
+            return  # It is run again, and was durable.
+        positions.next_step(connection, self._steps + 1)
         insert_rows(connection, _room_servers, self._late, replacing=("left",))
         last, new = tables.device_lists_outbound_last_success, _pokes.c.stream_id > self._position
         told = select(_pokes.c.destination, _pokes.c.user_id).where(new)
@@ -198,7 +217,7 @@ class _Loading:
         """Store the events that we do not have; returns room -> the token of its first new one."""
         first: dict[str, int] = {}
         for chunk in in_chunks(self._parsed_events(part), ROWS // 2):
-            new = yield partial(self._store_events, rows=chunk)
+            new = yield self._step(partial(self._store_events, rows=chunk))
             for token, row in new:
                 first[row.room_id] = min(token, first.get(row.room_id, token))
             self._events += len(new)
@@ -280,23 +299,23 @@ class _Loading:
         """Change the stays above our position to those of the snapshot."""
         if not rooms:
             return
-        ours = yield partial(open_stays, rooms=rooms, places=())
+        ours = yield self._step(partial(open_stays, rooms=rooms, places=()))
 
         def tell(connection: Connection) -> None:
             feeding.store_rooms(connection, dict.fromkeys(rooms))
             # It says nothing of when servers came and went that are there no more, or again.
             store_told(connection, dict.fromkeys(rooms, self._reached))
 
-        yield tell
+        yield self._step(tell)
         changed = partial(insert_rows, table=_room_servers, replacing=("left",))
         rows: _Rows = []
         for room_id, theirs in rooms.items():
             for change in self._compare(room_id, ours[room_id], theirs, first.get(room_id)):
                 rows += change
                 if len(rows) >= ROWS:
-                    yield partial(changed, rows=rows)
+                    yield self._step(partial(changed, rows=rows))
                     rows = []
-        yield partial(changed, rows=rows)
+        yield self._step(partial(changed, rows=rows))
 
     def _compare(
         self, room_id: str, ours: Mapping[str, Sequence[int]], theirs: _Stays, first: int | None
@@ -335,7 +354,7 @@ class _Loading:
         for some in in_chunks(self._snapshot.read("redactions", part), ROWS):
             rows = [feeding.redaction_values(*row) for row in some]
             self._redacted.update(row["redacts"] for row in rows)
-            yield partial(self._store_redactions, rows=rows)
+            yield self._step(partial(self._store_redactions, rows=rows))
 
     def _store_redactions(self, connection: Connection, rows: _Rows) -> None:
         insert_rows(connection, tables.redactions, rows)
@@ -344,8 +363,7 @@ class _Loading:
     def _load_edus(self, part: int) -> Steps[None]:
         """Store to-device messages and device lists."""
         for some in in_chunks(self._parsed_edus(part), ROWS // 5):
-            self._steps += 1
-            yield partial(self._store_edus, rows=some, step=self._steps)
+            yield self._step(partial(self._store_edus, rows=some), again=False)
             self._to_device.update(
                 row.destination for _, row in some if isinstance(row, ToDeviceRow)
             )
@@ -364,10 +382,7 @@ class _Loading:
         self,
         connection: Connection,
         rows: Sequence[tuple[int, ToDeviceRow | DeviceListRow | SigningKeyRow]],
-        step: int,
     ) -> None:
-        if not positions.next_step(connection, step):
-            return  # It is run again, and was durable.
         messages = []
         for token, row in rows:
             if isinstance(row, ToDeviceRow):

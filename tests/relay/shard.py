@@ -201,7 +201,7 @@ class Shard:
             directory=self.directory / "snapshot",
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.feed.run)
+            nursery.start_soon(self.feed.run_for_ever, self.sink.events)
             yield self.feed
             nursery.cancel_scope.cancel()
 

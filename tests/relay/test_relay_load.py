@@ -6,8 +6,10 @@ are those of the scenarios in docs/relay.md.
 
 from __future__ import annotations
 
+import itertools
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, row_of, until
 from tests.sender.harness import HS, World
 from tests.store.ready_made import lay
 
+from fedsender.embedded import feeding
 from fedsender.embedded.facts import RoomServers
 from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
@@ -449,3 +452,33 @@ async def test_from_the_relay_to_push_on_the_same_store(
         nursery.cancel_scope.cancel()
     assert stage.got("a.example") == ["by the relay", "by push"]
     assert stage.got("b.example") == ["by the relay"]
+
+
+@pytest.mark.slow
+async def test_a_load_does_not_go_on_in_a_store_that_has_lost_a_part_of_it(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: Clock
+) -> None:
+    """A replica took over that lacks some steps of it, and what is lost comes again."""
+    file, rooms = tmp_path / "homeserver.sqlite3", [f"!{number}:{HS}" for number in range(20)]
+    async with stage.sending():
+        await stage.idle()
+    for room in rooms:
+        await stage.join(room, "b.example")
+        await stage.say(room, f"{room} missed")
+    await away(stage)
+    steps, count = feeding.run_step, itertools.count()
+    with closing(sqlite3.connect(":memory:", check_same_thread=False)) as copy:
+
+        def losing_some(*about: Any) -> Any:
+            number = next(count)
+            if number in (12, 20):
+                with closing(sqlite3.connect(file)) as now:
+                    now.backup(copy) if number == 12 else copy.backup(now)
+            return steps(*about)
+
+        monkeypatch.setattr(feeding, "run_step", losing_some)
+        async with stage.sending():
+            await stage.idle()
+            store = own_store(stage.world.store.homeserver)
+            assert set((await store.servers_now(rooms)).values()) == {frozenset({"b.example"})}
+            assert sorted(stage.got("b.example")) == sorted(f"{room} missed" for room in rooms)

@@ -881,10 +881,13 @@ async def test_known_destinations_come_in_parts(open_synapse: OpenSynapse) -> No
 async def test_a_step_of_a_load_is_done_once(open_synapse: OpenSynapse) -> None:
     """A load that was cut off goes on behind the steps that are durable."""
     async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: positions.begin_load(connection, 5))
         done = await synapse.database.write(
             lambda connection: [positions.next_step(connection, step) for step in (1, 1, 2, 1)]
         )
         assert done == [True, False, True, False]
+        with pytest.raises(positions.SetBack, match="up to step 2, and was up to 3"):
+            await synapse.database.write(lambda connection: positions.next_step(connection, 4))
 
 
 def test_a_signature_is_put_beside_those_that_are_there() -> None:

@@ -328,7 +328,7 @@ class EmbeddedStore(HomeserverStore):
         """
         limiter = trio.CapacityLimiter(1)
         result: Any = None
-        with self._hosts_moving(), closing(steps):
+        with self._noticing(), self._hosts_moving(), closing(steps):
             while True:
                 go_on = partial(feeding.run_step, steps, result)
                 step, value = await self._runtime.run_sync(go_on, limiter=limiter)

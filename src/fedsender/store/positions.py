@@ -264,11 +264,21 @@ def set_feed_position(connection: Connection, token: int) -> None:
 def begin_load(connection: Connection, position: int) -> None:
     """Note that a snapshot is being loaded: rows above this position do not count yet."""
     set_position(connection, _LOAD, _OF_THE_STORE, position)
+    set_position(connection, _LOAD_STEP, _OF_THE_STORE, 0)
 
 
 def next_step(connection: Connection, step: int) -> bool:
-    """Whether this next step of the load is not durable yet; marks it as durable."""
-    if read_position(connection, _LOAD_STEP, _OF_THE_STORE) >= step:
+    """Whether this next step of the load is not durable yet; marks it as durable.
+
+    The first one is 1. Raises SetBack if the one before is not there any more.
+    """
+    done = read_position(connection, _LOAD_STEP, _OF_THE_STORE)
+    if done < step - 1:
+        raise SetBack(
+            f"a snapshot is loaded up to step {done}, and was up to {step - 1}: the database is in"
+            " an earlier state (a replica that was behind took over, or it was restored)"
+        )
+    if done >= step:
         return False
     set_position(connection, _LOAD_STEP, _OF_THE_STORE, step)
     return True
