@@ -133,7 +133,9 @@ async def load_snapshot(
 
     Raises FeedError for rows that cannot be stored, and the errors of `snapshot.read`.
     """
-    return await store.write_in_steps(load(snapshot, now_ms(), store.tell_redacted))
+    loaded = await store.write_in_steps(load(snapshot, now_ms(), store.tell_redacted))
+    store.note_fed(loaded.position)
+    return loaded
 
 
 def load(snapshot: LoadedSnapshot, now_ms: int, tell_redacted: TellRedacted) -> Steps[Loaded]:

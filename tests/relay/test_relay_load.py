@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
+from sqlalchemy import Connection
 from tests.relay.relay_tables import EPOCH, Relay, hosts, pdu
 from tests.relay.relay_world import World as RelayWorld
 from tests.relay.relay_world import new_directory
@@ -30,9 +32,11 @@ from fedsender.embedded.push import PushFeed
 from fedsender.embedded.store import own_store
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.positions import SetBack
 from fedsender.store.records import History
 from fedsender.streams import Json
 from fedsender_lab.testing.appends import append_of
+from fedsender_relay import load as relay_load
 from fedsender_relay.feed import State, read_rows
 from fedsender_relay.load import Loaded, LoadedSnapshot, load_snapshot
 from fedsender_relay.snapshot import SnapshotInfo
@@ -452,6 +456,51 @@ async def test_from_the_relay_to_push_on_the_same_store(
         nursery.cancel_scope.cancel()
     assert stage.got("a.example") == ["by the relay", "by push"]
     assert stage.got("b.example") == ["by the relay"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["sender", "feed"])
+async def test_a_store_that_is_set_back_into_a_load_is_loaded_anew(
+    stage: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: Clock,
+    first: str,
+) -> None:
+    """A replica took over that lacks the end of the load. Whoever sees it first: what it has above
+    the feed's position is not sent, no record is stored above that, and nothing is lost."""
+    file, rooms = tmp_path / "homeserver.sqlite3", [f"!{number}:{HS}" for number in range(20)]
+    async with stage.sending():
+        await stage.join(ROOM, "a.example")
+        await stage.say(ROOM, "before")
+        await stage.idle()
+    for room in rooms:
+        await stage.join(room, "b.example")
+        await stage.say(room, f"{room} missed")
+    await away(stage)
+    finish = relay_load._Loading._finish
+    with closing(sqlite3.connect(":memory:", check_same_thread=False)) as copy:
+
+        def copied_before(self: relay_load._Loading, connection: Connection) -> None:
+            with closing(sqlite3.connect(file)) as now:
+                now.backup(copy)
+            finish(self, connection)
+
+        monkeypatch.setattr(relay_load._Loading, "_finish", copied_before)
+        async with stage.sending():
+            await stage.idle()
+            store = own_store(stage.world.store.homeserver)
+            with closing(sqlite3.connect(file)) as now:
+                copy.backup(now)
+            with structlog.testing.capture_logs() as logs:
+                if first == "sender":
+                    with pytest.raises(SetBack):
+                        await store.check_left()
+                await stage.say(rooms[0], "after")
+                await until(lambda: "after" in stage.got("b.example"))
+            # Sender and feed may both see it.
+            assert [line["event"] for line in logs].count("database_moved") in (1, 2)
+            assert set((await store.servers_now(rooms)).values()) == {frozenset({"b.example"})}
 
 
 @pytest.mark.slow

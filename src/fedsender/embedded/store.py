@@ -90,8 +90,9 @@ class EmbeddedStore(HomeserverStore):
 
     @reading
     def event_writer_positions(self, connection: Connection) -> dict[str, int]:
-        """By configured writer of events the newest event: a feed brings them in their order."""
-        return dict.fromkeys(self._settings.event_writers, event_rows.newest(connection))
+        """By configured writer of events the feed's position: what is above it does not count."""
+        stored = positions.feed_position(connection)
+        return dict.fromkeys(self._settings.event_writers, stored)
 
     # --- servers in rooms -------------------------------------------------------------------------
 
@@ -299,6 +300,10 @@ class EmbeddedStore(HomeserverStore):
         """The token up to which the feed is stored, and from which it goes on; -1: none yet."""
         self._fed = await self._database.read(positions.feed_position)
         return self._fed
+
+    def note_fed(self, token: int) -> None:
+        """Note that the feed is stored up to here."""
+        self._fed = token
 
     @reading
     def mark(self, connection: Connection) -> str | None:
