@@ -92,9 +92,9 @@ class FanOut:
         self._pool = context.pdu_pool
         # Events up to `upto` of the servers that it has gained are noted as owed by the walk alone.
         self._walk: Walk | None = None
-        self._walked = -1
         self._gained: Callable[[str], bool] = lambda _: False
-        self._walks = False
+        # How far the walk is, also between its tries; None: there is none, or it has ended.
+        self._walked: int | None = None
         # Held by a step, while an event is passed over, and while a room is freed.
         # Not Trio's lock, which takes a pass of the loop also when it is free.
         self._turn = Slots(1)
@@ -157,25 +157,22 @@ class FanOut:
         The sender that had them may not have been as far as another one. Nothing is sent before:
         what is noted as owed later would be passed. May be repeated.
         """
-        position, walk = await self._at(), await self._context.store.senders.walk()
-        if walk is None or position > walk.upto:
+        self.position, walk = await self._at(), await self._context.store.senders.walk()
+        if walk is None or self.position > walk.upto:
             self._walk, self._gained = None, lambda _: False
             return
         # A failover may have taken the last of these events, and new ones get their ids.
         walk = walk._replace(upto=min(walk.upto, await self._homeserver.newest_event()))
         self._walk, self._gained = walk, walk.of(self._context.instance)
-        after = max(walk.after, self._walked)
-        if after < walk.upto:
-            log.info("walk_begun", after=after, upto=walk.upto, position=position)
-        self._walks, self.position = True, after
-        try:
-            await self.look_again()
-            while self.position < walk.upto:
-                async with self._turn:
-                    await self._step_or_stand(walk.upto)
-        finally:
-            self._walked = self.position
-            self._walks, self.position = False, -1
+        if self._walked is None:
+            self._walked = walk.after
+        if self._walked < walk.upto:
+            log.info("walk_begun", after=self._walked, upto=walk.upto, position=self.position)
+        await self.look_again()
+        while self._walked < walk.upto:
+            async with self._turn:
+                await self._step_or_stand(walk.upto)
+        self._walked = None
 
     def has_come_to(self, first: int, last: int) -> bool:
         """Whether all events from `first` to `last` are behind us, for good: a walk that has not
@@ -188,18 +185,30 @@ class FanOut:
     async def _at(self) -> int:
         return (await self._homeserver.generation()).position
 
+    @property
+    def _place(self) -> int:
+        """The token up to which events are noted as owed: by the walk, while there is one."""
+        return self.position if self._walked is None else self._walked
+
+    def _come_to(self, token: int) -> None:
+        if self._walked is None:
+            self.position = token
+        else:
+            self._walked = token
+
     async def _note(
         self,
-        position: int,
+        token: int,
         owed: Mapping[tuple[str, str], int],
         first: Mapping[str, int],
         newest: str | None,
     ) -> set[str]:
-        """Commit what is owed, and how far we are; returns the rooms that are gone."""
-        if not self._walks:
-            return await self._homeserver.commit_fan_out(position, owed, first, newest)
-        # Our events position stays: the walk has one of its own, in memory.
-        return await self._homeserver.commit_fan_out(await self._at(), owed, first, newest)
+        """Commit what is owed up to this token; returns the rooms that are gone.
+
+        In a walk our events position stays as it is.
+        """
+        position = token if self._walked is None else self.position
+        return await self._homeserver.commit_fan_out(position, owed, first, newest)
 
     async def _hear_anew(self, events: Watermark, reason: NotGiven) -> None:
         """Let go of the position that we heard of, and have the feed ask for the present ones.
@@ -219,14 +228,14 @@ class FanOut:
 
     def begin_anew(self, position: int) -> None:
         """Go back to this position: the database was set back, and the standstill is forgotten."""
-        self.position, self._walked = position, -1
+        self.position, self._walked = position, None
         self._one_by_one = 0
         self._behind_since = self._received_ms = None
         self._emptied += 1
 
     async def _step_or_stand(self, upto: int) -> None:
         """Make one step; if a step for a single event raises, note that event as standstill."""
-        before, limit = self.position, 1 if self._one_by_one else CHUNK
+        before, limit = self._place, 1 if self._one_by_one else CHUNK
         try:
             await self._step(upto, limit)
         except NotThere:
@@ -236,7 +245,7 @@ class FanOut:
         except Exception as error:
             self._one_by_one, event = CHUNK, None
             # Else it is committed, and there is nothing to pass over.
-            if limit == 1 and self.position == before:
+            if limit == 1 and self._place == before:
                 # A database that does not say which one it is may be what is wrong.
                 with suppress(StoreError):
                     event = await self._homeserver.next_event(before, upto)
@@ -259,18 +268,18 @@ class FanOut:
             event, reason = stands.event, f"skipped by an operator: {stands}"
             await self._sort_out([Bad(event.event_id, event.room_id, token, reason, event.json)])
             await self._note(token, {}, {}, None)
-            self.position = token
+            self._come_to(token)
             self.standstill, self.skipped = None, stands
             return stands
 
     async def _step(self, upto: int, limit: int) -> None:
-        """Fan out the first `limit` events above the position, at most up to `upto`."""
+        """Fan out the first `limit` events above our place, at most up to `upto`."""
         with right_of_way():  # Of the tasks that are started below none has it.
             await self._look_at_quarantine()
             told = sorted(self._redacted)
             limit = min(limit, self._fit)
             rows, before, position, cut = await self._homeserver.read_to_route(
-                self.position, upto, limit, MAX_OFFERS, self._router.is_ours
+                self._place, upto, limit, MAX_OFFERS, self._router.is_ours
             )
             # The next ones are probably of the same rooms, and are not read twice.
             self._fit = len(rows) if cut else min(CHUNK, 2 * self._fit)
@@ -289,8 +298,8 @@ class FanOut:
         newest = rows[-1].event_id if rows else None
         gone_rooms, aside, again = await self._commit(position, owed, first, routed, newest)
         # From here on nothing may wait: whoever sees the new position also sees the PDUs.
-        self.position = position
-        if self._walks:
+        self._come_to(position)
+        if self._walked is not None:
             return  # Nobody is there yet to be offered anything.
         received = [item.pdu.received_ms for item in routed if item.pdu.received_ms is not None]
         self._received_ms = received[-1] if received else self._received_ms
@@ -365,7 +374,7 @@ class FanOut:
 
     def _without(self, item: Routed) -> Collection[str]:
         """The servers of this event that it is now noted as owed to."""
-        if self._walks:
+        if self._walked is not None:
             return [name for name in item.servers if self._gained(name)]
         if self._walk is None or item.pdu.stream_ordering > self._walk.upto:
             return item.servers
