@@ -326,6 +326,9 @@ class Ledger:
             self.lines.advance(self.lines.value + 1)
             if line.outcome == "delivered":
                 self._owe(line.destination)
+            elif line.outcome == "purged":
+                # The databases need no answer from before it: `last_answers` does the same.
+                self.settled(line.destination)
         except OSError as error:
             self._lost_lines.inc()
             if self.failing is None:

@@ -8,7 +8,7 @@ from tests.sender.harness import Request, World, answer
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
-from fedsender.store import StoreClosed
+from fedsender.store import StoreClosed, StoreError
 
 R1, A = "!1:hs.example", "a.example"
 
@@ -64,3 +64,35 @@ async def test_what_is_purged_during_a_drain_does_not_come_back(
         await trio.sleep(600)
     if done:
         assert server.got == got
+
+
+async def test_a_purge_leaves_no_answer_that_would_keep_the_ledgers_segments_open(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """The homeserver's database has refused what the last answer was to change."""
+    refuses = False
+
+    def refuse(point: str) -> None:
+        if refuses and point == "homeserver: before commit":
+            raise StoreError("refused")
+
+    def answered(request: Request) -> Answer:
+        nonlocal refuses
+        refuses = True
+        return answer(200, {})
+
+    world.faults = refuse
+    server = world.server(A)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        server.down = True
+        await world.say(R1, "owed")
+        await trio.sleep(3600)
+        server.down, server.reply = False, answered
+        assert sender.registry.wake([A], by_admin=True) == {}
+        await trio.sleep(1)
+        assert server.got == ["owed"]
+        assert sender.registry.unsaved.keys() == {A}
+        refuses = False
+        assert await sender.operations.purge(A, force=True) == []
+    assert not list((world.directory / "ledger").glob("*.open"))
