@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from sqlalchemy.exc import DBAPIError
 from tests.sender.harness import HS, World, answer, ok
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from tests.store.rooms import queue_to_device
@@ -113,6 +114,33 @@ async def test_a_database_too_slow_for_the_look_at_the_start_does_not_end_the_se
     assert world.servers[A].got == ["one", "two"]
     assert world.servers[B].got == ["one", "two"]
     assert [edu for request in world.servers[B].answered for edu in request.edus]
+
+
+async def test_what_is_committed_though_it_failed_is_not_what_the_fan_out_stands_at(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """It is with its servers: an operator who had it skipped would block its room."""
+    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
+    # The first one has events taken one by one.
+    plan = [("before", StoreError("refused")), ("after", lost), ("before", StoreError("refused"))]
+    armed, stood = False, list[object]()
+
+    def fail(point: str) -> None:
+        if armed and plan and point == f"homeserver: {plan[0][0]} commit":
+            raise plan.pop(0)[1]
+
+    world.faults = fail
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await trio.sleep(60)
+        await world.say(R1, "one")
+        armed = True
+        for _ in range(600):
+            await trio.sleep(0.1)
+            stood.append(sender.fan_out.standstill)
+        assert not plan
+        assert world.servers[A].got == ["one"]
+    assert set(stood) == {None}
 
 
 async def test_a_database_error_in_the_fan_out_costs_no_event(

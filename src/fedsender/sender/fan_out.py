@@ -248,7 +248,9 @@ class FanOut:
             if limit == 1 and self._place == before:
                 # A database that does not say which one it is may be what is wrong.
                 with suppress(StoreError):
-                    event = await self._homeserver.next_event(before, upto)
+                    # Or the commit is there, and its answer was lost.
+                    if await self._at() <= self.position:
+                        event = await self._homeserver.next_event(before, upto)
             self.standstill = None if event is None else Standstill(event, _in_words(error))
             raise
         self._one_by_one = max(0, self._one_by_one - 1)
