@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import trio
+from sqlalchemy.exc import DBAPIError
 from tests.sender.harness import RemoteServer, Request, World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
 from fedsender.sender.sender import Sender
+from fedsender.store import StoreError
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import PduRow
 
@@ -112,6 +114,37 @@ async def test_a_room_goes_on_once_what_blocks_it_is_dropped(
         await world.say(R1, "next")
         await trio.sleep(2)
     assert world.servers[A].got == ["next"]
+
+
+@pytest.mark.parametrize("verb", ["release", "release_room", "drop", "drop_room"])
+async def test_a_room_goes_on_once_it_is_freed_though_the_verb_failed(
+    world: World, autojump_clock: MockClock, verb: str
+) -> None:
+    """The database has done it, its answer was lost, and then it said no."""
+    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
+    plan: list[tuple[str, Exception]] = []
+
+    def fail(point: str) -> None:
+        if plan and point == f"sender: {plan[0][0]} commit":
+            raise plan.pop(0)[1]
+
+    world.faults = fail
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await block(world, R1)
+        await world.say(R1, "behind")
+        await trio.sleep(2)
+        [bad, behind] = await sender.context.store.quarantined_in_room(R1, 2)
+        await sender.operations.drop([bad.id])
+        assert R1 in sender.fan_out.blocked
+        plan += [("after", lost), ("before", StoreError("refused"))]
+        asked = [behind.id] if verb in ("release", "drop") else R1
+        with pytest.raises(StoreError):
+            await getattr(sender.operations, verb)(asked)
+        await world.say(R1, "after")
+        await trio.sleep(400)
+        assert await sender.context.store.quarantine_size() == 0
+    assert world.servers[A].got == ["behind", "after"] if "release" in verb else ["after"]
 
 
 @pytest.mark.slow

@@ -441,7 +441,8 @@ class FanOut:
             self._looked = emptied
 
     async def look_again(self) -> None:
-        """Unblock rooms with no event left in quarantine; for a call after one has left it."""
+        """Unblock rooms with no event left in quarantine; for a call after one has left it, or may
+        have: what fails can be done all the same."""
         self._emptied += 1
         if self._turn.free:  # Else that step or the next one looks.
             async with self._turn:
@@ -454,8 +455,10 @@ class FanOut:
         Afterwards the rooms with no event left in quarantine go on.
         """
         async with self._turn:
-            yield
-            self._emptied += 1
+            try:
+                yield
+            finally:
+                self._emptied += 1
             await self._look_at_quarantine()
 
     @property

@@ -121,11 +121,14 @@ class Operations:
         return refused
 
     async def _queue(self, accepted: Sequence[Redelivery], released: Sequence[int] = ()) -> None:
-        await self._context.store.add_redeliveries(accepted, released=released)
         events = Counter(item.destination for item in accepted)
         await self._registry.make_ready(events)
-        self._context.debts.add_again(events, self._context.runtime.now_ms())
-        self._registry.owe_redeliveries(events)
+        try:
+            await self._context.store.add_redeliveries(accepted, released=released)
+            self._context.debts.add_again(events, self._context.runtime.now_ms())
+        finally:
+            # What fails can be done all the same, and newer events are to wait behind these.
+            self._registry.owe_redeliveries(events)
 
     async def redeliver_since(
         self,
@@ -173,8 +176,10 @@ class Operations:
         """Send quarantined PDUs again, by the redelivery lane; return those that stay, and why."""
         kept: list[NotSent] = []
         for item in await self._context.store.quarantined(ids):
-            kept += await self._release_one(item)
-            await self._fan_out.look_again()
+            try:
+                kept += await self._release_one(item)
+            finally:
+                await self._fan_out.look_again()
         return kept
 
     async def _release_one(self, item: Quarantined) -> list[NotSent]:
@@ -238,8 +243,10 @@ class Operations:
 
     async def drop(self, ids: Sequence[int]) -> None:
         """Give quarantined items up for good, each with a line in the ledger."""
-        await self._give_up(ids)
-        await self._fan_out.look_again()
+        try:
+            await self._give_up(ids)
+        finally:
+            await self._fan_out.look_again()
 
     async def _give_up(self, ids: Sequence[int]) -> None:
         for item in await self._context.store.drop(ids):
