@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import trio
 from sqlalchemy.exc import DBAPIError
-from tests.sender.harness import HS, World, answer, ok
+from tests.sender.harness import HS, Request, World, answer, ok
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from tests.store.rooms import queue_to_device
 from trio.testing import MockClock
 
+from fedsender.federation.client import Answer
 from fedsender.matrix import Pdu
 from fedsender.sender.sender import Sender
 from fedsender.store import StoreError, tables
@@ -247,6 +248,51 @@ async def test_a_room_whose_quarantine_is_emptied_while_it_grows_stays_blocked(
         await trio.sleep(30)
 
     assert world.servers[A].got == ["behind it", "last", "free again"]
+
+
+@pytest.mark.slow
+async def test_what_was_answered_is_not_repeated_though_its_record_seemed_not_to_be_stored(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I3: the answer of that commit was lost, and then the database refused."""
+    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
+    refused = StoreError("refused")
+    # The server's state is stored, then the transaction; and again when the task has ended.
+    plan: list[tuple[str, Exception | None]] = [
+        *(("before", None), ("after", None), ("before", None), ("after", lost)),
+        *(("before", refused), ("before", refused)),
+    ]
+    armed = False
+
+    def fail(point: str) -> None:
+        if armed and plan and point == f"sender: {plan[0][0]} commit":
+            _, error = plan.pop(0)
+            if error is not None:
+                raise error
+
+    def broken(_: Request) -> Answer:
+        nonlocal armed
+        armed = True
+        return answer(500)
+
+    world.faults = fail
+    server = world.server(A)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await trio.sleep(60)
+        server.reply = broken
+        await queue_to_device(world.store.homeserver, A, 1, "{}")
+        sender.to_device_changed(A)
+        await trio.sleep(1)
+        assert not plan
+        assert await world.store.sender.frozen_destinations() == [A]
+        server.reply = ok
+        await trio.sleep(60)
+        assert len(server.answered) == 1
+        assert await world.store.sender.frozen_destinations() == []
+    async with world.run():
+        await trio.sleep(60)
+    assert len(server.answered) == 1
 
 
 @pytest.mark.slow

@@ -856,7 +856,7 @@ class Destination:
 
     async def _thaw_out(self, transaction: Transaction) -> None:
         """Forget the transaction, on record too; only then may another one follow (I3)."""
-        if transaction.saved:
+        if transaction.may_be_saved:
             await self._context.store.drop_frozen(self.name)
         self.frozen = None
 
@@ -985,6 +985,7 @@ class Destination:
             frozen_ms=transaction.frozen_ms,
             attempts=transaction.attempts,
         )
+        transaction.may_be_saved = True
         await self._context.store.save_frozen(record)
         transaction.saved = True
 

@@ -751,7 +751,7 @@ class Outbox:
         context, record, lsso = self._context, transaction.record, transaction.record.lsso
         if (lsso is None and not record.outbox) or record.device_lists or record.redelivered:
             return False
-        if transaction.saved or not (transaction.recorded and self.level) or self._catch_up:
+        if transaction.may_be_saved or not (transaction.recorded and self.level) or self._catch_up:
             return False
         ledger, name = context.ledger, self.destination
         written = partial(ledger.settled, name, ledger.lines.value)

@@ -475,6 +475,7 @@ class Transaction:
             as far as its PDUs prove; catch-up looks at the rest again.
         receipts_upto: with a debt of receipts, the stream id up to which an answer pays it.
         saved: whether its record is durable.
+        may_be_saved: whether its record may be there: a write that fails can be done all the same.
         edu_marks: the marks of its EDUs, if `drafted` is None.
         answered: whether it was answered; the databases follow as soon as they can.
         recorded: whether the ledger has the line of its last attempt.
@@ -492,6 +493,7 @@ class Transaction:
     edu_marks: Sequence[str] = ()
     attempts: int = 0
     saved: bool = False
+    may_be_saved: bool = False
     answered: bool = False
     recorded: bool = False
     drafted: Draft | None = None
@@ -635,6 +637,7 @@ def thaw(
         edu_marks=manifest["edu_marks"],
         attempts=attempts,
         saved=True,
+        may_be_saved=True,
     )
 
 
