@@ -295,6 +295,34 @@ async def test_what_was_answered_is_not_repeated_though_its_record_seemed_not_to
     assert len(server.answered) == 1
 
 
+async def test_a_frozen_transaction_is_not_forgotten_when_the_end_of_a_pause_cannot_be_stored(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I3: no other one goes in its place."""
+    refusing = False
+
+    def refuse(point: str) -> None:
+        if refusing and point == "sender: before commit":
+            raise StoreError("refused")
+
+    world.faults = refuse
+    server = world.server(A, reply=lambda _: answer(500, {}), version=False)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(5)
+        await sender.operations.pause([A], "later", by=None, for_ms=10_000)
+        await world.say(R1, "two")
+        server.reply = ok
+        await trio.sleep(9)
+        refusing = True
+        await trio.sleep(5)
+        refusing = False
+        await trio.sleep(60)
+    assert len({request.id for request in server.requests if request.bodies[0] == "one"}) == 1
+    assert server.got == ["one", "two"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["left", "restarted"])
 async def test_a_frozen_transaction_that_an_error_kept_from_being_read_is_what_goes_next(

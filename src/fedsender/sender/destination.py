@@ -405,8 +405,10 @@ class Destination:
             frozen: whether the database has a frozen transaction for it.
             left: told at the end, without an await since the decision to leave.
         """
+        # Until it is read: whatever fails before that, no other one may be sent in its place (I3).
+        self._unread = frozen and self.frozen is None
         try:
-            await self._live(frozen=frozen)
+            await self._live()
         except Exception as error:
             if (reason := voided(error)) is not None:
                 log.info("destination_restarts", destination=self.name, reason=reason)
@@ -418,7 +420,7 @@ class Destination:
         finally:
             left(self)
 
-    async def _live(self, *, frozen: bool) -> None:
+    async def _live(self) -> None:
         await self._timer.begin_step(hurried=self._permit.hurried)
         if self._pause_ended_ms is not None:
             await self._context.store.end_pause(self.name, self._pause_ended_ms)
@@ -427,7 +429,7 @@ class Destination:
             await self._save_state()
         if self.frozen is not None and self.frozen.answered:
             await self._settle(self.frozen)
-        elif frozen and self.frozen is None:
+        elif self._unread:
             await self._recall()
         self._permit.told, self._permit.end = self._wait_for_limits, self._exchange.give_way
         try:
@@ -944,8 +946,6 @@ class Destination:
     # --- The frozen transaction on record ---------------------------------------------------------
 
     async def _recall(self) -> None:
-        # If this read fails, we must not send another transaction in its place (I3).
-        self._unread = True
         record = await self._context.store.load_frozen(self.name)
         self._unread = False
         if record is not None:
