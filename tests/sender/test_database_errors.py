@@ -324,6 +324,49 @@ async def test_a_frozen_transaction_is_not_forgotten_when_the_end_of_a_pause_can
 
 
 @pytest.mark.slow
+async def test_what_was_answered_is_in_no_gap_though_its_catch_up_could_not_be_put_on_record(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """It is there, as only the answer of that commit was lost."""
+    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
+    # The server's state is stored, then the catch-up.
+    plan: list[tuple[str, Exception | None]] = [
+        *(("before", None), ("after", None), ("before", None), ("after", lost)),
+        ("before", StoreError("refused")),
+    ]
+    armed = False
+
+    def fail(point: str) -> None:
+        if armed and plan and point == f"sender: {plan[0][0]} commit":
+            _, error = plan.pop(0)
+            if error is not None:
+                raise error
+
+    def well(request: Request) -> Answer:
+        nonlocal armed
+        armed = True
+        return ok(request)
+
+    world.faults = fail
+    server = world.server(A, down=True)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(3600)
+        server.down, server.reply = False, lambda _: answer(500, {})
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(1)
+        await sender.operations.pause([A], "later", by=None, for_ms=None)
+        await trio.sleep(5)
+        server.reply = well
+        await world.say(R1, "two")
+        await sender.operations.hold(A, paused=None, parked=None)
+        await trio.sleep(600)
+        assert not plan
+    assert server.got == ["one", "two"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["left", "restarted"])
 async def test_a_frozen_transaction_that_an_error_kept_from_being_read_is_what_goes_next(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str

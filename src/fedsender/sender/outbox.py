@@ -774,9 +774,11 @@ class Outbox:
         ahead = bool(again) and max(again.values()) > await self._mark()
         if (rooms or ahead) and self._catch_up is None:
             # It was frozen by a catch-up that is gone, and may not be all that is owed.
-            self._catch_up = await self._begin_catch_up()
-            if not self._catch_up.on_record:
-                await self._put_on_record(self._catch_up)
+            begun = await self._begin_catch_up()
+            if not begun.on_record:
+                await self._put_on_record(begun)
+            # Only now: this is done anew if it fails.
+            self._catch_up = begun
         catch_up = self._catch_up
         on_record = catch_up is not None and catch_up.on_record
         if catch_up is not None and on_record:
