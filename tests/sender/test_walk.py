@@ -71,6 +71,26 @@ async def test_what_is_skipped_in_a_walk_moves_no_position_and_is_passed(
         assert world.servers[KEPT].got == world.servers[GAINED].got == ["before", "behind"]
 
 
+async def test_a_walk_that_is_taken_back_between_two_tries_leaves_no_place_of_its_own(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = ["for now"]
+
+    def fail() -> None:
+        if failing:
+            raise ValueError("unforeseen")
+
+    at_bad(monkeypatch, fail)
+    await to_walk(world)
+    async with world.run():
+        await trio.sleep(5)
+        change(world, "sender.sqlite3", "DELETE FROM walks")
+        failing.clear()
+        await trio.sleep(120)
+    assert world.servers[KEPT].got == ["before", "bad", "behind"]
+    assert world.servers[GAINED].got == ["before", "behind"]
+
+
 async def test_a_walk_sees_that_the_database_was_set_back(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,7 @@ class FanOut:
         """
         self.position, walk = await self._at(), await self._context.store.senders.walk()
         if walk is None or self.position > walk.upto:
-            self._walk, self._gained = None, lambda _: False
+            self._walk, self._walked, self._gained = None, None, lambda _: False
             return
         # A failover may have taken the last of these events, and new ones get their ids.
         walk = walk._replace(upto=min(walk.upto, await self._homeserver.newest_event()))
