@@ -39,6 +39,25 @@ def broken_table(database: Path, name: str) -> Iterator[None]:
         connection.execute(f"ALTER TABLE gone RENAME TO {name}")
 
 
+class Planned:
+    """Faults of a database, once armed: at each commit, before or after it, the error that comes
+    next, or none."""
+
+    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
+    """The commit's answer."""
+    refused = StoreError("refused")
+
+    def __init__(self, database: str, *points: tuple[str, Exception | None]) -> None:
+        self.left = [(f"{database}: {place} commit", error) for place, error in points]
+        self.armed = False
+
+    def __call__(self, point: str) -> None:
+        if self.armed and self.left and point == self.left[0][0]:
+            _, error = self.left.pop(0)
+            if error is not None:
+                raise error
+
+
 def crashes(world: World) -> float:
     return world.metrics.crashes.value
 
@@ -121,25 +140,19 @@ async def test_what_is_committed_though_it_failed_is_not_what_the_fan_out_stands
     world: World, autojump_clock: MockClock
 ) -> None:
     """It is with its servers: an operator who had it skipped would block its room."""
-    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
     # The first one has events taken one by one.
-    plan = [("before", StoreError("refused")), ("after", lost), ("before", StoreError("refused"))]
-    armed, stood = False, list[object]()
-
-    def fail(point: str) -> None:
-        if armed and plan and point == f"homeserver: {plan[0][0]} commit":
-            raise plan.pop(0)[1]
-
-    world.faults = fail
+    refused, lost = ("before", Planned.refused), ("after", Planned.lost)
+    plan = world.faults = Planned("homeserver", refused, lost, refused)
+    stood: list[object] = []
     async with world.run() as sender:
         await world.join(R1, A)
         await trio.sleep(60)
         await world.say(R1, "one")
-        armed = True
+        plan.armed = True
         for _ in range(600):
             await trio.sleep(0.1)
             stood.append(sender.fan_out.standstill)
-        assert not plan
+        assert not plan.left
         assert world.servers[A].got == ["one"]
     assert set(stood) == {None}
 
@@ -255,27 +268,17 @@ async def test_what_was_answered_is_not_repeated_though_its_record_seemed_not_to
     world: World, autojump_clock: MockClock
 ) -> None:
     """I3: the answer of that commit was lost, and then the database refused."""
-    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
-    refused = StoreError("refused")
     # The server's state is stored, then the transaction; and again when the task has ended.
-    plan: list[tuple[str, Exception | None]] = [
-        *(("before", None), ("after", None), ("before", None), ("after", lost)),
-        *(("before", refused), ("before", refused)),
-    ]
-    armed = False
-
-    def fail(point: str) -> None:
-        if armed and plan and point == f"sender: {plan[0][0]} commit":
-            _, error = plan.pop(0)
-            if error is not None:
-                raise error
+    plan = world.faults = Planned(
+        "sender",
+        *(("before", None), ("after", None), ("before", None), ("after", Planned.lost)),
+        *(("before", Planned.refused), ("before", Planned.refused)),
+    )
 
     def broken(_: Request) -> Answer:
-        nonlocal armed
-        armed = True
+        plan.armed = True
         return answer(500)
 
-    world.faults = fail
     server = world.server(A)
     async with world.run() as sender:
         await world.join(R1, A)
@@ -284,7 +287,7 @@ async def test_what_was_answered_is_not_repeated_though_its_record_seemed_not_to
         await queue_to_device(world.store.homeserver, A, 1, "{}")
         sender.to_device_changed(A)
         await trio.sleep(1)
-        assert not plan
+        assert not plan.left
         assert await world.store.sender.frozen_destinations() == [A]
         server.reply = ok
         await trio.sleep(60)
@@ -328,26 +331,17 @@ async def test_what_was_answered_is_in_no_gap_though_its_catch_up_could_not_be_p
     world: World, autojump_clock: MockClock
 ) -> None:
     """It is there, as only the answer of that commit was lost."""
-    lost = DBAPIError("", {}, Exception("reset"), connection_invalidated=True)
     # The server's state is stored, then the catch-up.
-    plan: list[tuple[str, Exception | None]] = [
-        *(("before", None), ("after", None), ("before", None), ("after", lost)),
-        ("before", StoreError("refused")),
-    ]
-    armed = False
-
-    def fail(point: str) -> None:
-        if armed and plan and point == f"sender: {plan[0][0]} commit":
-            _, error = plan.pop(0)
-            if error is not None:
-                raise error
+    plan = world.faults = Planned(
+        "sender",
+        *(("before", None), ("after", None), ("before", None), ("after", Planned.lost)),
+        ("before", Planned.refused),
+    )
 
     def well(request: Request) -> Answer:
-        nonlocal armed
-        armed = True
+        plan.armed = True
         return ok(request)
 
-    world.faults = fail
     server = world.server(A, down=True)
     async with world.run() as sender:
         await world.join(R1, A)
@@ -362,7 +356,7 @@ async def test_what_was_answered_is_in_no_gap_though_its_catch_up_could_not_be_p
         await world.say(R1, "two")
         await sender.operations.hold(A, paused=None, parked=None)
         await trio.sleep(600)
-        assert not plan
+        assert not plan.left
     assert server.got == ["one", "two"]
 
 
