@@ -545,13 +545,18 @@ class RelayFeed(EmbeddedFeed):
             self._acked_at = trio.current_time()
             await wire.send(Ack(STREAM, token))
 
-    async def _apply(self, facts: Sequence[Fact], *, base: int = 0) -> None:
+    async def _apply(
+        self, facts: Sequence[Fact], *, base: int = 0, history: History | None = None
+    ) -> None:
         assert self._history is not None
-        base = self._history.base
+        before, base = self._position, self._history.base
         if self._history.epoch != self._epoch:  # Accepted: our position is one of this epoch too.
-            self._history = History(self._epoch, base)
-            await self.insist(partial(self._store.begin_history, self._history))
-        await super()._apply(facts, base=base)
+            history = History(self._epoch, base)
+        try:
+            await super()._apply(facts, base=base, history=history)
+        finally:
+            if history is not None and self._position > before:
+                self._history = history
 
     # --- a full sync ------------------------------------------------------------------------------
 

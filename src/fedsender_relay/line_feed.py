@@ -50,7 +50,7 @@ from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
 from fedsender.store.engine import FeedError
-from fedsender.store.records import Receipt
+from fedsender.store.records import History, Receipt
 from fedsender.streams import FeedStatus, Json
 from fedsender.waiting import BeginAnew, again, doubling
 from fedsender_relay.line_stream import Wire
@@ -488,7 +488,9 @@ class EmbeddedStore(TakenStore, Protocol):
 
     async def take_feed(self) -> bool: ...
     async def feed_position(self) -> int: ...
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None: ...
+    async def apply_feed_batch(
+        self, batch: Sequence[tuple[int, Sequence[RelayRow]]], history: History | None = None
+    ) -> None: ...
 
 
 class EmbeddedFeed(LineFeed):
@@ -549,7 +551,9 @@ class EmbeddedFeed(LineFeed):
         # -1 is "nothing yet", and so is 0: tokens begin at 1.
         self._show(max(0, await self.insist(self._embedded.feed_position)))
 
-    async def _apply(self, facts: Sequence[Fact], *, base: int = 0) -> None:
+    async def _apply(
+        self, facts: Sequence[Fact], *, base: int = 0, history: History | None = None
+    ) -> None:
         batch: list[tuple[int, Sequence[RelayRow]]] = []
         newest = self._position
         unusable: Unusable | None = None
@@ -569,7 +573,7 @@ class EmbeddedFeed(LineFeed):
                 break
             newest = token + base
         if batch:
-            await self.insist(partial(self._embedded.apply_feed_batch, batch))
+            await self.insist(partial(self._embedded.apply_feed_batch, batch, history))
             self._held = None
             rows_told = [row for _, told in batch for row in told]
             self._sink.redacted(redacted_in(rows_told))

@@ -215,10 +215,11 @@ async def test_rows_that_cannot_be_stored_change_nothing(
 ) -> None:
     with pytest.raises(FeedError):
         await own_store(store.homeserver).apply_feed_batch(
-            [(token, [pdu(1, room_id="!before:x"), *rows][1:])]
+            [(token, [pdu(1, room_id="!before:x"), *rows][1:])], History("new", 0)
         )
 
     assert await own_store(store.homeserver).feed_position() == -1
+    assert await own_store(store.homeserver).feed_history() is None
     assert await store.homeserver.read_events(0, 2**62, 9) == []
 
 
@@ -228,6 +229,10 @@ async def test_the_feeds_history_has_a_name(store: Store) -> None:
     await own_store(store.homeserver).begin_history(History("two", 7))
 
     assert await own_store(store.homeserver).feed_history() == History("two", 7)
+
+    # Of later tokens: with their rows, or a failover could take it alone.
+    await own_store(store.homeserver).apply_feed_batch([(8, [pdu(8)])], History("three", 7))
+    assert await own_store(store.homeserver).feed_history() == History("three", 7)
 
 
 async def test_fan_out_starts_at_the_beginning_and_owes_by_room(store: Store) -> None:

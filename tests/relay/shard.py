@@ -124,8 +124,11 @@ class MemoryStore:
     async def begin_history(self, history: History) -> None:
         self.history = history
 
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
+    async def apply_feed_batch(
+        self, batch: Sequence[tuple[int, Sequence[RelayRow]]], history: History | None = None
+    ) -> None:
         await trio.lowlevel.checkpoint()
+        self.history = history or self.history
         for token, rows in batch:
             assert token > self.position
             self.position = token

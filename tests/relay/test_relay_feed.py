@@ -410,11 +410,14 @@ class SlowStore(MemoryStore):
 
     largest = 0
 
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
+    async def apply_feed_batch(
+        self, batch: Sequence[tuple[int, Sequence[RelayRow]]], history: History | None = None
+    ) -> None:
         size = sum(len(row.json) for _, rows in batch for row in rows if isinstance(row, PduRow))
         self.largest = max(self.largest, size)
         await trio.sleep(2.0)
-        await super().apply_feed_batch([(token, rows) for token, rows in batch if rows])
+        told = [(token, rows) for token, rows in batch if rows]
+        await super().apply_feed_batch(told, history)
 
 
 @pytest.mark.slow

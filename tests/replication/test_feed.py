@@ -37,7 +37,7 @@ class SynapseTables(Tables):
     async def feed_position(self) -> int:
         raise NotImplementedError
 
-    async def apply_feed_batch(self, batch: Any) -> None:
+    async def apply_feed_batch(self, batch: Any, history: Any = None) -> None:
         raise NotImplementedError
 
     async def mark(self) -> str:

@@ -164,11 +164,16 @@ class EmbeddedStore(HomeserverStore):
         self._moves += 1
         self._here.clear()
 
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
+    async def apply_feed_batch(
+        self, batch: Sequence[tuple[int, Sequence[RelayRow]]], history: History | None = None
+    ) -> None:
         """Store the rows of each (token, rows), ascending, and the newest token, as one.
 
         A token that was stored before is passed over. Raises FeedError for rows that cannot be
         stored, and SetBack if tokens are gone that we knew to be stored.
+
+        `history`: that of these tokens, if it is a new one. It is stored with them, as a failover
+        that took it alone would not be noticed.
         """
         now_ms = self._now_ms()
 
@@ -176,6 +181,8 @@ class EmbeddedStore(HomeserverStore):
             self._check_stored(connection, self._fed)
             self._check_taker(connection)
             feeding.apply_tokens(connection, batch, now_ms)
+            if history is not None:
+                positions.set_feed_history(connection, history)
             self.tell_redacted(connection, redacted_in(row for _, rows in batch for row in rows))
 
         moving = _move_hosts(row for _, rows in batch for row in rows)

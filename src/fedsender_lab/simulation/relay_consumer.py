@@ -143,8 +143,10 @@ class RecordingStore:
             self.views.fed(self.name, history.epoch, token, joined=held.joined)
         self.steps.step("commit")
 
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
-        history, position = self.held.history, max(0, self.held.position)
+    async def apply_feed_batch(
+        self, batch: Sequence[tuple[int, Sequence[RelayRow]]], history: History | None = None
+    ) -> None:
+        history, position = history or self.held.history, max(0, self.held.position)
         assert history is not None
         messages = []
         for token, rows in batch:
@@ -156,7 +158,8 @@ class RecordingStore:
                 record = self._check(rows)
                 self.views.told(self.name, history.epoch, token - history.base, record)
             messages += [row.message_id for row in rows if isinstance(row, ToDeviceRow)]
-        await self._commit(replace(self.held, position=position, joined=False), messages)
+        held = replace(self.held, position=position, history=history, joined=False)
+        await self._commit(held, messages)
         self.views.counts["records followed"] += len(batch)
 
     def _check(self, rows: Sequence[RelayRow]) -> str:
