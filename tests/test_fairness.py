@@ -1,7 +1,6 @@
 """Turns of the loop and lines in fair order, on the virtual clock and a clock of CPU time that only
 moves when work is done."""
 
-import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 import structlog.testing
 import trio
 import trio.lowlevel
+from tests.garbage import no_search_for_cycles
 from trio.testing import MockClock
 
 from fedsender.fairness import (
@@ -125,7 +125,7 @@ async def test_nobody_waits_while_a_pass_has_time_for_all(autojump_clock: MockCl
 
 
 async def test_an_error_after_a_wait_leaves_nothing_behind(autojump_clock: MockClock) -> None:
-    """What fails in a turn is a connection; Python's next search for cycles may be an hour away."""
+    """What fails in a turn is a connection."""
 
     class Work:
         def fail(self) -> None:
@@ -133,17 +133,13 @@ async def test_an_error_after_a_wait_leaves_nothing_behind(autojump_clock: MockC
 
     loop, work = Loop(), Work()
     await loop.take("a.example", 2 * PASS_S)
-    gc.collect()
-    gc.disable()
-    try:
+    with no_search_for_cycles():
         with suppress(ValueError):
             await loop.turns.take(("b.example",), None, work.fail)
         assert loop.turns.waited == 1
         left = weakref.ref(work)
         del work
         assert left() is None
-    finally:
-        gc.enable()
 
 
 async def test_a_pass_of_the_loop_has_one_turn_more_than_its_time(

@@ -1,6 +1,5 @@
 """The real seams that no simulation covers: DNS over the wire, and looking at sockets."""
 
-import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +15,7 @@ import pytest
 import trio
 import trio.testing
 from tests.federation.servers import Zone, nameserver, no_descriptors
+from tests.garbage import left_of, no_search_for_cycles
 
 import fedsender.runtime
 from fedsender.runtime import (
@@ -160,7 +160,7 @@ async def test_a_dns_answer_that_is_dear_to_read_is_not_read(
 
 @pytest.mark.parametrize("count", [40, 41])
 async def test_a_question_that_fails_leaves_nothing_behind(count: int) -> None:
-    """Python's next search for cycles may be an hour away, and dead names are asked for daily."""
+    """Dead names are asked for daily."""
 
     def truncated(data: bytes) -> list[bytes]:
         reply = dns.message.make_response(dns.message.from_wire(data))
@@ -173,15 +173,10 @@ async def test_a_question_that_fails_leaves_nothing_behind(count: int) -> None:
         return reply.to_wire()
 
     async with dns_server(truncated, by_tcp) as address:
-        gc.collect()
-        gc.disable()
-        try:
+        with no_search_for_cycles():
             with suppress(ResolveFailed):
                 await RealNetwork().resolve("b.example", "A", [address])
-            left = [each for each in gc.get_objects() if isinstance(each, dns.resolver._Resolution)]
-            assert not left
-        finally:
-            gc.enable()
+            assert not left_of(dns.resolver._Resolution)
 
 
 @pytest.mark.parametrize("kept", [12, 40, 500])

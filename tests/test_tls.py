@@ -1,7 +1,6 @@
 """The stream under every federation request: TLS over a socket, bounded and cancellable."""
 
 import ctypes
-import gc
 import ssl
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tests.federation.servers import NAME, Authority, answering, serving
+from tests.garbage import no_search_for_cycles
 
 import fedsender.runtime
 from fedsender.fairness import PASS_S, Payer, Turns
@@ -322,16 +322,12 @@ async def test_bytes_that_a_broken_stream_left_reach_no_other_peer(tmp_path: Pat
 
 async def test_closing_leaves_nothing_behind(tmp_path: Path) -> None:
     """No object waits for Python's search for cycles; thousands of connections come and go."""
-    gc.collect()
-    gc.disable()
-    try:
+    with no_search_for_cycles():
         async with two_ends(tmp_path) as (stream, _):
             tls = stream._tls
             del stream
         # Ours, the local variable and `getrefcount`'s own.
         assert sys.getrefcount(tls) <= 4
-    finally:
-        gc.enable()
 
 
 # --- the bounds, without a network ----------------------------------------------------------------

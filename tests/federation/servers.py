@@ -1,6 +1,5 @@
 """Servers on loopback TLS that do what a test tells them to, and a network whose DNS is a table."""
 
-import gc
 import os
 import random
 import resource
@@ -23,6 +22,7 @@ import dns.rcode
 import dns.rrset
 import trio
 import trustme
+from tests.garbage import left_of, no_search_for_cycles
 
 from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
@@ -332,15 +332,10 @@ async def one_server(
 
 @contextmanager
 def no_stream_left() -> Iterator[None]:
-    """No TLS stream of the body waits for Python's search for cycles: that may be an hour away, and
-    OpenSSL has 31 KB for each."""
-    gc.collect()
-    gc.disable()
-    try:
+    """No TLS stream of the body waits for a search for cycles: OpenSSL has 31 KB for each."""
+    with no_search_for_cycles():
         yield
-        assert not [each for each in gc.get_objects() if isinstance(each, TlsStream)]
-    finally:
-        gc.enable()
+        assert not left_of(TlsStream)
 
 
 async def send(

@@ -1,6 +1,5 @@
 """Which address is connected to, and whether the other end is who it should be."""
 
-import gc
 import ipaddress
 import random
 import re
@@ -19,6 +18,7 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.federation.servers import Authority, answering, response, serving
+from tests.garbage import no_search_for_cycles
 
 from fedsender.config import Federation
 from fedsender.config.values import IPRanges
@@ -268,19 +268,15 @@ async def test_failure_is_said_once_and_names_every_address(
 async def test_a_race_that_all_lose_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Nothing waits for Python's search for cycles: dead servers are tried for weeks."""
+    """Dead servers are tried for weeks."""
     dialer = dialer_on(Roads({V6: HANGS, V4: refused(), OTHER: OutOfResources(24, "x")}))
-    gc.collect()
-    gc.disable()
-    try:
+    with no_search_for_cycles():
         for addresses in ((V6, V4), (V4, OTHER)):
             with suppress(Unreachable, OutOfResources):
                 await dial(dialer, *addresses)
         left = weakref.ref(dialer.network)
         del dialer
         assert left() is None
-    finally:
-        gc.enable()
 
 
 async def test_only_permitted_addresses_are_tried() -> None:

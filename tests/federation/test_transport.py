@@ -1,6 +1,5 @@
 """One HTTP exchange after another with servers that misbehave in every way we know of."""
 
-import gc
 import gzip
 import tracemalloc
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from tests.federation.servers import (
     response,
     serving,
 )
+from tests.garbage import left_of, no_search_for_cycles
 
 from fedsender.config.values import IPRanges
 from fedsender.fairness import PASS_S, Payer, Turns
@@ -315,14 +315,10 @@ async def test_an_exchange_leaves_nothing_to_search_for(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     async with serving(authority.context(NAME), converse) as server:
         connection = await dial(authority, server)
-        gc.collect()
-        gc.disable()
-        try:
+        with no_search_for_cycles():
             for _ in range(5):
                 await put(connection)
-            left = [each for each in gc.get_objects() if isinstance(each, ResponseReader)]
-        finally:
-            gc.enable()
+            left = left_of(ResponseReader)
         connection.close()
     assert not left
 

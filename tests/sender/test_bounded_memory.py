@@ -1,10 +1,10 @@
 """A sender's memory of events and rooms is bounded (I7)."""
 
-import gc
 import weakref
 
 import pytest
 import trio
+from tests.garbage import no_search_for_cycles
 from tests.sender.harness import World
 from trio.testing import MockClock
 
@@ -66,14 +66,10 @@ async def test_who_leaves_is_gone_at_once(world: World, autojump_clock: MockCloc
         await world.say("!a:hs.example", "once")
         await trio.sleep(1)
         were = [weakref.ref(sender.active[name].outbox) for name in names]
-        gc.collect()
-        gc.disable()
-        try:
+        with no_search_for_cycles():
             await trio.sleep(2 * sender.context.sending.idle_destination)
             assert not sender.active
             left = sum(each() is not None for each in were)
-        finally:
-            gc.enable()
     # One may be what a loop looked at last.
     assert left <= 1
 
